@@ -1,0 +1,26 @@
+"""Lamina: choose, train and diagnose where the norms sit in a Transformer.
+
+Importing this package loads neither torch nor transformers; ``build`` and ``wire`` do when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lamina.modeling.building import build, wire
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "build", "placements", "wire"]
+
+_LAZY = {"build": "lamina.modeling.building", "wire": "lamina.modeling.building"}
+_PACKAGES = ("placements", "modeling", "data", "training", "studies", "reports")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"lamina.{name}")
+    raise AttributeError(f"module 'lamina' has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""Text to token ids, as fast as the tokenizer allows, and without its special tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 printable characters that stand for the bytes 0 … 255 in byte-level tokenizers (GPT-2's table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
+
+
+def ids_are_bytes(tokenizer: dict[str, Any]) -> bool:
+    """Whether a serialised tokenizer (tokenizer.json) maps every text to its UTF-8 bytes, so that no encoder is needed.
+
+    It does when each byte's stand-in has the byte as its id and nothing in the pipeline can change or join them.
+    """
+    model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
+    vocabulary = model.get("vocab") or {}
+    alphabet = byte_alphabet()
+    plain_bpe = (
+        model.get("type") == "BPE"
+        and not model.get("merges")
+        and not any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and (not model.get("ignore_merges") or len(vocabulary) == 256)
+    )
+    return (
+        plain_bpe
+        and tokenizer["normalizer"] is None
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and not pre_tokenizer.get("add_prefix_space")
+        and all(vocabulary.get(character) == byte for byte, character in enumerate(alphabet))
+        and all(token["special"] for token in tokenizer["added_tokens"])
+    )
+
+
+class Encoder:
+    """Encodes texts with a tokenizer's model alone: no special tokens are added, none are recognised in the text.
+
+    A corpus that spells out ``<|endoftext|>`` therefore cannot forge the end of a document. Truncation and padding are
+    off; the tokenizer itself is left as it is.
+
+    Args:
+        tokenizer: any tokenizer of transformers.
+        allow_bytes: take the short cut for tokenizers whose ids are the UTF-8 bytes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_bytes: bool = True):
+        self.tokenizer = tokenizer
+        self.backend: Tokenizer | None = None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if isinstance(backend, Tokenizer):
+            self.backend = Tokenizer.from_str(backend.to_str())
+            self.backend.no_truncation()
+            self.backend.no_padding()
+            self.backend.encode_special_tokens = True
+        self.is_bytes = allow_bytes and self.backend is not None and ids_are_bytes(json.loads(self.backend.to_str()))
+        ids = tokenizer.get_vocab().values()
+        self.vocab_size = max(len(tokenizer), max(ids, default=0) + 1)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The token ids of each text, [tokens] of ``dtype``."""
+        if self.is_bytes:
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
+        if self.backend is not None:
+            batch = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=self.dtype) for encoding in batch]
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+        )
+        return [np.array(ids, dtype=self.dtype) for ids in encoded["input_ids"]]  # pyright: ignore[reportGeneralTypeIssues]
+
+    def content_hash(self) -> str:
+        """A hash of everything that decides which ids a text gets, and of the id that ends a document."""
+        digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
+        if self.backend is not None:
+            digest.update(self.backend.to_str().encode())
+            return digest.hexdigest()
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()

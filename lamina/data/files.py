@@ -1,0 +1,119 @@
+"""One file to text: gzip, xz and zstandard are undone, UTF-8 is required, and large files come in parts."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TextIO, cast
+
+from lamina.errors import UserError
+
+PART_CHARS = 16 * 1024 * 1024
+"""Files longer than this many characters are read in parts, so that memory stays bounded."""
+
+_SNIFF_BYTES = 8192
+_MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\x00", "zstandard": b"\x28\xb5\x2f\xfd"}
+_SUFFIXES = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard", ".zstd": "zstandard"}
+_WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class NotTextError(Exception):
+    """The file is not text that can be read; the message says why. Folders skip such files, a named file is an error."""
+
+
+def inner_suffix(path: Path) -> str:
+    """The suffix under the compression's: ``.jsonl`` for ``rows.jsonl.gz``, in lower case."""
+    name = path.name.lower()
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return Path(name).suffix
+
+
+def compression(path: Path) -> str | None:
+    """The compression of a file by its first bytes, or None; the name only matters when it promises what is not there.
+
+    Raises:
+        NotTextError: when the name ends in a compression's suffix and the content is something else.
+    """
+    with path.open("rb") as file:
+        head = file.read(8)
+    for kind, magic in _MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    promised = _SUFFIXES.get(path.suffix.lower())
+    if promised and head:
+        raise NotTextError(f"ends in {path.suffix} but is not {promised}")
+    return None
+
+
+def _zstd_reader(file: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"--corpus {file.name!r} is compressed with zstandard, which needs: pip install lamina[zstd]"
+        ) from None
+    return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+
+
+def _decompression_errors() -> tuple[type[Exception], ...]:
+    errors: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError)
+    try:
+        import zstandard
+    except ImportError:
+        return errors
+    return (*errors, zstandard.ZstdError)
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    r"""A text stream of the decompressed file: UTF-8, a byte order mark dropped, lines end at ``\n`` and stay as they are.
+
+    Raises:
+        NotTextError: binary, not UTF-8 or damaged; also from inside the with block, whenever reading reaches the fault.
+        UserError: zstandard is needed and not installed, or the file may not be read.
+    """
+    damaged = _decompression_errors()
+    try:
+        kind = compression(path)
+        with path.open("rb") as file:
+            stream: IO[bytes] = file
+            if kind == "gzip":
+                stream = cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+            elif kind == "xz":
+                stream = lzma.LZMAFile(file)
+            elif kind == "zstandard":
+                stream = _zstd_reader(file)
+            buffered = io.BufferedReader(cast("io.RawIOBase", stream), buffer_size=1 << 20)
+            head = buffered.peek(_SNIFF_BYTES)[:_SNIFF_BYTES]
+            if head.startswith(_WIDE_MARKS):
+                raise NotTextError("is binary or not UTF-8 (it looks like UTF-16)")
+            if b"\x00" in head:
+                raise NotTextError("is binary or not UTF-8")
+            # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as the file has them
+            with io.TextIOWrapper(buffered, encoding="utf-8-sig", newline="\n") as text:
+                yield text
+    except UnicodeDecodeError:
+        raise NotTextError("is binary or not UTF-8") from None
+    except damaged as error:
+        raise NotTextError(f"is damaged ({error})") from None
+    except PermissionError as error:
+        raise UserError(f"--corpus {str(path)!r} may not be read ({error.strerror})") from None
+
+
+def read_parts(path: Path, part_chars: int = PART_CHARS) -> Iterator[str]:
+    """The file's text in parts of about ``part_chars`` characters, each but the last ending at a line's end if one is near.
+
+    Raises:
+        NotTextError, UserError: as :func:`open_text`.
+    """
+    with open_text(path) as text:
+        while part := text.read(part_chars):
+            # a bounded look for the end of the line: a file may be one line of gigabytes
+            yield part if part.endswith("\n") else part + text.readline(part_chars)

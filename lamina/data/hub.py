@@ -1,0 +1,121 @@
+"""Data sets of the Hugging Face hub, and the same formats in a local folder, through the datasets library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PREFIX = "hf:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """``hf:NAME[:CONFIG][@SPLIT]`` taken apart; ``folder`` is set when NAME is a folder on this machine."""
+
+    spec: str
+    name: str
+    config: str | None
+    split: str | None
+    folder: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubData:
+    """One split of a loaded data set."""
+
+    spec: str
+    dataset: Dataset
+
+    @property
+    def fingerprint(self) -> str:
+        """The library's own hash of what the data set was made from."""
+        return self.dataset._fingerprint
+
+    def texts(self, text_field: str) -> Iterator[str]:
+        """The texts of a column, row by row; null counts as an empty text.
+
+        Raises:
+            UserError: when there is no such column or it holds something other than text.
+        """
+        if text_field not in self.dataset.column_names:
+            raise unknown(f"text_field of --corpus {self.spec!r}:", text_field, self.dataset.column_names)
+        for batch in self.dataset.select_columns([text_field]).iter(batch_size=1000):
+            for text in dict(batch)[text_field]:
+                if text is not None and not isinstance(text, str):
+                    kind = type(text).__name__
+                    raise UserError(f"--corpus {self.spec!r}: the column {text_field!r} must hold strings, not {kind}")
+                yield text or ""
+
+
+def is_hub(corpus: str) -> bool:
+    """Whether a ``--corpus`` names a data set for the datasets library."""
+    return corpus.startswith(PREFIX)
+
+
+def parse(corpus: str) -> HubSource:
+    """Take ``hf:NAME[:CONFIG][@SPLIT]`` apart.
+
+    Raises:
+        UserError: when there is no name.
+    """
+    name, config, split = corpus.removeprefix(PREFIX), "", ""
+    # a folder's own name may hold ':' or '@', so what exists as it stands is not taken apart
+    if not Path(name).expanduser().is_dir() and "@" in name:
+        name, _, split = name.rpartition("@")
+    if not Path(name).expanduser().is_dir() and ":" in name:
+        name, _, config = name.rpartition(":")
+    if not name:
+        raise UserError(f"--corpus {corpus!r} names no data set (allowed: hf:NAME[:CONFIG][@SPLIT])")
+    folder = Path(name).expanduser()
+    return HubSource(
+        spec=corpus, name=name, config=config or None, split=split or None, folder=folder if folder.is_dir() else None
+    )
+
+
+def load(source: HubSource) -> HubData:
+    """Load one split: the one asked for, else ``train``, else the only one.
+
+    Raises:
+        UserError: datasets is missing, the hub cannot be reached, there is no such data set, configuration or split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+    try:
+        if source.folder is not None and _was_saved_to_disk(source.folder):
+            loaded: Any = datasets.load_from_disk(str(source.folder))
+        else:
+            loaded = datasets.load_dataset(str(source.folder or source.name), source.config, split=source.split)
+    # dozens of types come out of datasets, huggingface_hub, fsspec and httpx here; none tells the user more than its text
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise UserError(
+            f"--corpus {source.spec!r} could not be loaded ({type(error).__name__}: {reason}); "
+            "check the name (hf:NAME[:CONFIG][@SPLIT]), the network, or name a local file"
+        ) from error
+    return HubData(spec=source.spec, dataset=_one_split(source, loaded))
+
+
+def _was_saved_to_disk(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _one_split(source: HubSource, loaded: Any) -> Dataset:
+    if not isinstance(loaded, dict):
+        if source.split and str(loaded.split) not in (source.split, "None", source.split.partition("[")[0]):
+            raise unknown(f"split of --corpus {source.spec!r}:", source.split, [str(loaded.split)])
+        return loaded
+    wanted = source.split or ("train" if "train" in loaded else next(iter(loaded)))
+    if wanted not in loaded:
+        raise unknown(f"split of --corpus {source.spec!r}:", wanted, loaded)
+    if source.split is None and wanted != "train" and len(loaded) > 1:
+        raise UserError(f"--corpus {source.spec!r}: append @SPLIT, one of {', '.join(sorted(loaded))}")
+    return loaded[wanted]

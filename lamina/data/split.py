@@ -1,0 +1,93 @@
+"""Which text is held out, decided on characters and before any tokenizer: every tokenizer sees the same split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lamina.data.corpus import Document, read_corpus
+
+_PIECES_WANTED = 400
+_SMALLEST_PIECE = 4 * 1024
+_LARGEST_PIECE = 64 * 1024
+_PIECES_AT_LEAST = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A run of one document's text that lies in one piece.
+
+    ``document`` numbers the documents of the corpus from 0, ``start`` counts characters from the document's beginning.
+    """
+
+    text: str
+    document: int
+    start: int
+    held_out: bool
+
+    def follows(self, other: Segment) -> bool:
+        """Whether this segment goes on exactly where the other one ends."""
+        return self.document == other.document and self.start == other.start + len(other.text)
+
+
+def piece_chars(total_chars: int) -> int:
+    """The length of a piece, in characters: 4 to 64 thousand, and so short that there are about 20 at the least.
+
+    Many pieces make the held-out text representative, long ones keep its context whole; a few hundred give both.
+    """
+    wanted = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
+    return max(1, min(wanted, total_chars // _PIECES_AT_LEAST))
+
+
+def is_held_out(piece: int, eval_fraction: float) -> bool:
+    """Whether the piece of this number is held out: evenly spread, the first one in the middle of its stretch."""
+    return math.floor((piece + 1) * eval_fraction + 0.5) > math.floor(piece * eval_fraction + 0.5)
+
+
+def split_documents(documents: Iterable[Document], chars: int, eval_fraction: float) -> Iterator[Segment]:
+    """Cut documents into pieces of about ``chars`` characters and mark the held-out ones, in the corpus' order.
+
+    Pieces end at line ends where there are any; short documents share a piece and stay whole. The segments' texts
+    joined together are the corpus, character by character.
+    """
+    piece, filled, number, position = 0, 0, -1, 0
+    for document in documents:
+        if not document.continues:
+            number, position = number + 1, 0
+        text, start = document.text, 0
+        while start < len(text):
+            end = _cut(text, start, chars - filled, chars)
+            held_out = is_held_out(piece, eval_fraction)
+            yield Segment(text=text[start:end], document=number, start=position, held_out=held_out)
+            position += end - start
+            filled += end - start
+            if end < len(text) or 2 * filled >= chars:
+                piece, filled = piece + 1, 0
+            start = end
+
+
+def _cut(text: str, start: int, room: int, chars: int) -> int:
+    """Where to end a segment that starts at ``start`` when ``room`` of the piece's ``chars`` characters are left."""
+    full = start + room
+    if len(text) <= full:
+        return len(text)
+    # no less than half a piece, or a long line after a short one would make pieces of very different lengths
+    earliest = start + max(0, room - chars // 2)
+    if (cut := text.rfind("\n", earliest, full) + 1) > start:
+        return cut
+    if (cut := text.find("\n", full, full + chars) + 1) > start:
+        return cut
+    if (cut := text.rfind(" ", earliest, full) + 1) > start:
+        return cut
+    return full
+
+
+def split_corpus(corpus: str, text_field: str, chars: int, eval_fraction: float) -> Iterator[Segment]:
+    """The segments of a corpus, see :func:`split_documents`."""
+    return split_documents(read_corpus(corpus, text_field=text_field), chars, eval_fraction)
+
+
+def count_chars(corpus: str, text_field: str) -> int:
+    """The characters of a corpus, by reading it once: pieces are sized before the first one is cut."""
+    return sum(len(document.text) for document in read_corpus(corpus, text_field=text_field))

@@ -1,0 +1,173 @@
+"""Tokenizers: bytes, a BPE trained on the corpus, or any tokenizer of transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.data.cache import cache_root, publish
+from lamina.data.corpus import EMBEDDED, corpus_fingerprint
+from lamina.data.split import count_chars, piece_chars, split_corpus
+from lamina.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_BPE = 257
+EVAL_FRACTION = 0.05
+_ALLOWED = (
+    f"bytes, bpe:SIZE with SIZE >= {SMALLEST_BPE}, or a tokenizer of transformers by folder, tokenizer.json or name"
+)
+_BPE_FORMAT = "bpe-1"
+
+
+def validate_spec(spec: str) -> None:
+    """Check a ``--tokenizer`` as far as that goes without loading anything.
+
+    Raises:
+        UserError: when it is empty, a bpe without a proper size, or a path at which there is nothing.
+    """
+    if not spec.strip():
+        raise UserError(f"--tokenizer is empty (allowed: {_ALLOWED})")
+    if spec == "bpe" or spec.startswith("bpe:"):
+        _bpe_size(spec)
+        return
+    looks_like_path = spec.startswith((".", "/", "~", os.sep)) or spec.endswith(".json")
+    if looks_like_path and not Path(spec).expanduser().exists():
+        raise UserError(f"--tokenizer {spec!r}: no such file or folder (allowed: {_ALLOWED})")
+
+
+def load_tokenizer(
+    spec: str = BYTES,
+    *,
+    corpus: str = EMBEDDED,
+    text_field: str = "text",
+    cache_dir: Path | str | None = None,
+    eval_fraction: float = EVAL_FRACTION,
+) -> PreTrainedTokenizerFast:
+    """Load or make a tokenizer that has an end-of-text and a padding token.
+
+    Args:
+        spec: ``bytes`` (the ids 0 … 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
+            trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
+        corpus: what a BPE is trained on; unused otherwise.
+        text_field: as in :func:`lamina.data.read_corpus`.
+        cache_dir: where trained tokenizers are kept; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
+        eval_fraction: the held-out fraction that a BPE must not see; the same as prepare_blocks'.
+
+    Raises:
+        UserError: the spec is malformed, the tokenizer cannot be loaded, or a BPE's corpus cannot be read.
+    """
+    validate_spec(spec)
+    if spec == BYTES:
+        return _wrap(_byte_tokenizer())
+    if spec.startswith("bpe:"):
+        return _trained_bpe(_bpe_size(spec), corpus, text_field, cache_root(cache_dir), eval_fraction)
+    return _pretrained(spec)
+
+
+def _bpe_size(spec: str) -> int:
+    size = spec.partition(":")[2]
+    if not re.fullmatch(r"[0-9]{1,9}", size) or int(size) < SMALLEST_BPE:
+        raise UserError(
+            f"--tokenizer {spec!r}: the size of a bpe must be an integer of at least {SMALLEST_BPE} "
+            f"(256 bytes and {END_OF_TEXT}), as in bpe:4096 (allowed: {_ALLOWED})"
+        )
+    return int(size)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from lamina.data.encoding import byte_alphabet
+
+    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, END_OF_TEXT: 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return tokenizer
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _trained_bpe(size: int, corpus: str, text_field: str, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+
+    settings = f"{_BPE_FORMAT}|{corpus_fingerprint(corpus, text_field)}|{size}|{eval_fraction!r}"
+    folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        trained = _train_bpe(size, corpus, text_field, eval_fraction)
+        publish(folder, lambda draft: trained.save(str(draft / file.name)), lambda found: (found / file.name).is_file())
+    return _wrap(Tokenizer.from_file(str(file)))
+
+
+def _train_bpe(size: int, corpus: str, text_field: str, eval_fraction: float) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    chars = piece_chars(count_chars(corpus, text_field))
+    segments = split_corpus(corpus, text_field, chars, eval_fraction)
+    tokenizer.train_from_iterator((segment.text for segment in segments if not segment.held_out), trainer=trainer)
+    if tokenizer.get_vocab_size() < size:
+        logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
+    return tokenizer
+
+
+def _pretrained(spec: str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(spec).expanduser()
+    try:
+        if path.is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else spec, trust_remote_code=False)
+    # a malformed file, a missing one and an unreachable hub raise a dozen unrelated types between them
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise UserError(
+            f"--tokenizer {spec!r} could not be loaded ({type(error).__name__}: {reason})"
+            f"{nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
+        ) from error
+    return _with_end_and_pad(tokenizer)
+
+
+def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
+    """Packing needs a token that ends a document: the tokenizer's own, else its separator (BERT's), else a new one."""
+    if tokenizer.eos_token is None:
+        if tokenizer.sep_token is not None:
+            tokenizer.eos_token = tokenizer.sep_token
+        else:
+            tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer  # pyright: ignore[reportReturnType]

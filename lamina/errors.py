@@ -1,0 +1,25 @@
+"""The one exception that means: the user can mend this, and the message says how."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave: the message names the field, the value and what is allowed.
+
+    The command line prints it as one line and exits with code 2; from Python it is a ValueError.
+    """
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """A hint ``; did you mean 'keel'?`` for a misspelt name, or an empty string when nothing is near."""
+    match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
+    """The error for a name that is not in a list: names the field, the value, the nearest and all the allowed ones."""
+    names = sorted(allowed)
+    return UserError(f"unknown {field} {value!r}{nearest(value, names)} (allowed: {', '.join(names)})")

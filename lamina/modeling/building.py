@@ -1,0 +1,93 @@
+"""A model from a backbone and a placement, and a Block from anyone's own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lamina.errors import UserError
+from lamina.modeling import initialization
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.modeling_lamina import Block, LaminaForCausalLM, LaminaRMSNorm, Residual
+from lamina.placements import Layer, Plan, resolve
+
+
+def build(
+    backbone: str | Path | PreTrainedConfig,
+    placement: str | Plan,
+    *,
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    vocab_size: int | None = None,
+    init: str = "recommended",
+    **placement_options: Any,
+) -> PreTrainedModel:
+    """A language model with the backbone's attention and feed-forward modules, wired as the placement says.
+
+    Args:
+        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, or a folder
+            that holds one.
+        placement: a registered name, a YAML or Python file with a placement, or a Plan.
+        num_layers: blocks, in place of the backbone's own number; ``hidden_size``, ``num_heads`` and ``vocab_size``
+            likewise.
+        init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
+        placement_options: the placement's options and those that every placement takes.
+
+    Returns:
+        A LaminaForCausalLM in float32, its weights drawn from torch's global generator (seed it with
+        ``torch.manual_seed``).
+
+    Raises:
+        UserError: (a ValueError) for an unknown name or option, a size with no meaning, a plan of another depth.
+    """
+    config = resolve_backbone(
+        backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
+    )
+    plan = make_plan(placement, config.num_hidden_layers, **placement_options)
+    name = plan.initialization if init == "recommended" else init
+    initialization.check(name)
+    try:
+        model = LaminaForCausalLM(LaminaConfig(backbone_config=config, plan=plan.to_dict()))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    initialization.initialize(model, name)
+    return model
+
+
+def make_plan(placement: str | Plan, num_layers: int, **options: Any) -> Plan:
+    """The plan of a placement, or the given one. Raises UserError where a plan is for another depth or gets options."""
+    if not isinstance(placement, Plan):
+        return resolve(placement, num_layers, **options)
+    if options:
+        raise UserError(f"placement: a plan takes no options ({', '.join(options)}); they belong to resolve")
+    if placement.num_layers != num_layers:
+        raise UserError(
+            f"placement: the plan is for {placement.num_layers} layers, the backbone has num_layers {num_layers}"
+        )
+    return placement
+
+
+def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:
+    """A Block of plain modules: anyone's own attention and feed-forward, wired as one layer of a plan.
+
+    Args:
+        attention: takes [batch, tokens, hidden_size] and whatever keyword arguments the Block is called with; returns a
+            tensor of the same shape, or a tuple that starts with it.
+        feed_forward: takes and returns [batch, tokens, hidden_size].
+        layer_plan: an entry of ``Plan.layers``.
+        hidden_size: the stream's width.
+
+    Returns:
+        A Block; norms of kind "backbone" are RMSNorms with epsilon 1e-6.
+    """
+    wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
+    like = LaminaRMSNorm(1, eps=1e-6)
+    return Block(
+        Residual(attention, wiring["attention"], hidden_size, like),
+        Residual(feed_forward, wiring["feed_forward"], hidden_size, like),
+    )

@@ -1,0 +1,189 @@
+"""What a model's weights start from: an initialiser gives each weight, by its role, a standard deviation.
+
+Roles are read off the modules' own attribute names (exact, a table), never guessed from substrings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lamina.errors import UserError, unknown
+from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
+
+ROLES = {
+    "q_proj": "query",
+    "q_a_proj": "query_down",
+    "q_b_proj": "query",
+    "k_proj": "key",
+    "kv_a_proj_with_mqa": "key_value_down",
+    "kv_b_proj": "key_value",
+    "v_proj": "value",
+    "o_proj": "attention_out",
+    "gate_proj": "gate",
+    "up_proj": "feed_forward_in",
+    "gate_up_proj": "feed_forward_in",
+    "fc1": "feed_forward_in",
+    "down_proj": "feed_forward_out",
+    "fc2": "feed_forward_out",
+    "gate": "router",
+}
+BRANCH_OUT = ("attention_out", "feed_forward_out")
+WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter with what an initialiser may want to know of it.
+
+    ``layer`` is 0-based, -1 outside the blocks; ``sublayer`` is "attention", "feed_forward", "embedding" or "readout";
+    ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts blocks.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    role: str
+    layer: int
+    sublayer: str
+    wiring: dict[str, Any]
+    num_layers: int
+    hidden_size: int
+
+    @property
+    def fan_in(self) -> int:
+        """Channels in (experts stacked in one tensor count on their own); an embedding's is its width."""
+        return self.parameter.shape[-1]
+
+    @property
+    def fan_out(self) -> int:
+        return self.parameter.shape[-2]
+
+
+Initializer = Callable[[Weight, float], float]
+_initializers: dict[str, tuple[Initializer, str]] = {}
+
+
+def initializer(name: str, help: str) -> Callable[[Initializer], Initializer]:
+    """Register a function (weight, base std) -> standard deviation of the weight's normal distribution."""
+
+    def register(function: Initializer) -> Initializer:
+        _initializers[name] = (function, help)
+        return function
+
+    return register
+
+
+def names() -> list[str]:
+    """The names of all initialisers."""
+    return sorted(_initializers)
+
+
+def help_of(name: str) -> str:
+    """One line on what an initialiser does."""
+    return _initializers[name][1]
+
+
+@initializer("normal", "N(0, std^2) everywhere, std 0.02")
+def _normal(weight: Weight, std: float) -> float:
+    return std
+
+
+@initializer("scaled", "Megatron: N(0, std^2), attention-out and FFN-out divided by sqrt(2 * num_layers)")
+def _scaled(weight: Weight, std: float) -> float:
+    return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
+
+
+@initializer("deepnorm", "Xavier normal with gain beta on value, attention-out and FFN weights, 1 elsewhere (DeepNet Fig 2)")
+def _deepnorm(weight: Weight, std: float) -> float:
+    if weight.layer < 0:
+        return std
+    gain = 1.0
+    if weight.role in WITH_GAIN:
+        gain = weight.wiring["weight_gain"]
+    elif weight.role == "gate":
+        gain = weight.wiring["gate_gain"]
+    return gain * math.sqrt(2 / (weight.fan_in + weight.fan_out))
+
+
+@initializer("xavier", "Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, std elsewhere")
+def _xavier(weight: Weight, std: float) -> float:
+    return std if weight.layer < 0 else math.sqrt(2 / (weight.fan_in + weight.fan_out))
+
+
+@initializer("small", "SmallInit (Nguyen & Salazar): variance 2 / (5 * hidden_size)")
+def _small(weight: Weight, std: float) -> float:
+    return math.sqrt(2 / (5 * weight.hidden_size))
+
+
+def check(init: str) -> tuple[str, float]:
+    """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for anything else."""
+    name, _, rest = init.partition("(")
+    if name not in _initializers:
+        raise unknown("init", name, [*_initializers, "recommended"])
+    if not rest:
+        return name, 0.02
+    key, _, value = rest.removesuffix(")").partition("=")
+    try:
+        std = float(value)
+    except ValueError:
+        std = math.nan
+    if key.strip() != "std" or not 0 < std < math.inf:
+        raise UserError(f"init: {init!r} (allowed: {name} or {name}(std=NUMBER), the number above 0)")
+    return name, std
+
+
+@torch.no_grad()
+def initialize(model: PreTrainedModel, init: str) -> None:
+    """Draw every weight matrix anew, in the order of the parameters, from torch's global generator.
+
+    Norm gains and learned scales keep the values that the plan gives them; biases are 0.
+    """
+    name, std = check(init)
+    for weight in weights(model):
+        if weight.role == "bias":
+            weight.parameter.zero_()
+        elif weight.role != "vector":
+            weight.parameter.normal_(0.0, _initializers[name][0](weight, std))
+
+
+def weights(model: PreTrainedModel) -> Iterator[Weight]:
+    """Every parameter of a Lamina model with its role, each once."""
+    base = model if isinstance(model, LaminaModel) else model.model
+    assert isinstance(base, LaminaModel)
+    prefix = "" if base is model else "model."
+    config = base.config.get_text_config()
+    common = {"num_layers": len(base.layers), "hidden_size": config.hidden_size}
+    wirings = {
+        f"{prefix}backbone.layers.{i}.{s}.": (i, s, getattr(block, s).sublayer)
+        for i, block in enumerate(base.layers)
+        for s in ("attention", "feed_forward")
+    }
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
+        place = next((w for p, w in _prefixes(name, wirings)), None)
+        if isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
+            role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear) else "vector"
+        elif place is not None:
+            role = ROLES.get(holder, "hidden")
+        else:
+            role = "embedding" if isinstance(modules[owner], nn.Embedding) else "readout"
+        layer, sublayer, wiring = place or (-1, "embedding" if role == "embedding" else "readout", {})
+        yield Weight(
+            name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common
+        )
+
+
+def _prefixes(name: str, wirings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        key = ".".join(parts[:end]) + "."
+        if key in wirings:
+            yield key, wirings[key]

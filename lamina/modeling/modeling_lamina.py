@@ -1,0 +1,401 @@
+"""The modules that execute a plan, and the models that transformers' Auto classes load.
+
+Attention and feed-forward come from the backbone as transformers builds it; each is wired again as
+
+    y = C( skip_scale * s + B( module( pre_scale * A(x) ) ) )
+
+Copied beside a checkpoint by transformers, so it imports only torch, transformers and its configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_lamina import LaminaConfig
+
+
+class Record(dict):
+    """A part of a plan: a dict whose fields can be read as attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The field of this name."""
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return Record(value) if isinstance(value, dict) else value
+
+
+class LaminaNorm(nn.Module):
+    """What the norms share: a gain of shape [hidden_size] (none where it isn't learned) and the statistics' epsilon."""
+
+    def __init__(self, hidden_size: int, *, eps: float, gain: float = 1.0, learnable: bool = True, groups: int = 1):
+        super().__init__()
+        self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, gain
+        self.register_parameter("weight", nn.Parameter(torch.full((hidden_size,), gain)) if learnable else None)
+
+    def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is not None:
+            return self.weight * x
+        return x if self.initial_gain == 1.0 else self.initial_gain * x
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}"
+
+
+class LaminaRMSNorm(LaminaNorm):
+    """x / sqrt(mean(x^2) + eps) * gain over the last axis, statistics in float32 (bit for bit as LlamaRMSNorm)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.apply_gain(y.to(x.dtype))
+
+
+class LaminaGroupRMSNorm(LaminaNorm):
+    """RMSNorm over each of ``groups`` equal parts of a token's channels on their own, hence causal."""
+
+    def __init__(self, hidden_size: int, *, groups: int, **kwargs: Any):
+        super().__init__(hidden_size, groups=groups, **kwargs)
+        if hidden_size % groups:
+            raise ValueError(f"groups: {groups} does not divide the hidden size {hidden_size}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32).unflatten(-1, (self.groups, -1))
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.apply_gain(y.flatten(-2).to(x.dtype))
+
+
+class LaminaLayerNorm(LaminaNorm):
+    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis."""
+
+    def __init__(self, hidden_size: int, *, learnable: bool = True, **kwargs: Any):
+        super().__init__(hidden_size, learnable=learnable, **kwargs)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)) if learnable else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
+        return y if self.weight is not None else self.apply_gain(y)
+
+
+NORMS: dict[str, type[LaminaNorm]] = {"rms": LaminaRMSNorm, "layer": LaminaLayerNorm, "group": LaminaGroupRMSNorm}
+
+
+class Adapter(Record):
+    """How a transformers model names its parts: one row of ADAPTERS."""
+
+
+DEFAULT_ADAPTER = Adapter(layers="layers", attention="self_attn", feed_forward="mlp", norm="norm", dropout=None)
+ADAPTERS: dict[str, Adapter] = {}
+
+
+def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNorm | None:
+    """The norm that a plan's record asks for; kind "backbone" and epsilon are those of the backbone's norm ``like``."""
+    if spec is None:
+        return None
+    kind = spec["kind"]
+    if kind == "backbone":
+        kind = "layer" if "LayerNorm" in type(like).__name__ else "rms"
+    eps = float(getattr(like, "variance_epsilon", None) or getattr(like, "eps", None) or 1e-6)
+    return NORMS[kind](
+        hidden_size, eps=eps, gain=spec["initial_gain"], learnable=spec["learnable_gain"], groups=spec["groups"]
+    )
+
+
+class NormedLinear(nn.Linear):
+    """A projection whose output is normalised in parts of ``norm_dim`` channels: a head's, or the full width."""
+
+    norm_dim: int
+    norm: LaminaNorm
+
+    @classmethod
+    def of(cls, linear: nn.Linear, norm_dim: int, norm: LaminaNorm) -> NormedLinear:
+        """The same parameters under the same names, with the norm behind them."""
+        new = cls.__new__(cls)
+        new.__dict__ = linear.__dict__
+        new.norm_dim, new.norm = norm_dim, norm
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return self.norm(y.unflatten(-1, (-1, self.norm_dim))).flatten(-2)
+
+
+class Residual(nn.Module):
+    """One sub-layer as the plan's record says: y = C(skip_scale * s + B(module(pre_scale * A(x)))).
+
+    Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
+    """
+
+    def __init__(self, module: nn.Module, sublayer: dict, hidden_size: int, like: nn.Module, dropout: float = 0.0):
+        super().__init__()
+        self.sublayer = Record(sublayer)
+        self.module = module
+        self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, like)
+        self.out_norm = make_norm(sublayer["out_norm"], hidden_size, like)
+        self.post_norm = make_norm(sublayer["post_norm"], hidden_size, like)
+        self.dropout = nn.Dropout(dropout) if dropout else None
+        self.skip: str = sublayer["skip"]
+        self.skip_scale = self._scale("skip_scale", hidden_size)
+        self.pre_scale = self._scale("pre_scale", hidden_size)
+        # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
+        self._has_skip_scale = isinstance(self.skip_scale, nn.Parameter) or self.skip_scale != 1.0
+        self._has_pre_scale = isinstance(self.pre_scale, nn.Parameter) or self.pre_scale != 1.0
+
+    def _scale(self, name: str, hidden_size: int) -> float | nn.Parameter:
+        learned, value = self.sublayer[f"{name}_learned"], float(self.sublayer[name])
+        if learned == "no":
+            return value
+        return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else (), value))
+
+    def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x itself where not given."""
+        hidden = x if self.pre_norm is None else self.pre_norm(x)
+        if self._has_pre_scale:
+            hidden = hidden * self.pre_scale
+        branch = self.module(hidden, **kwargs)
+        if isinstance(branch, tuple):  # attention returns its weights, too
+            branch = branch[0]
+        if self.out_norm is not None:
+            branch = self.out_norm(branch)
+        if self.dropout is not None:
+            branch = self.dropout(branch)
+        skip = x
+        if block_input is not None and self.skip != "stream":
+            skip = block_input if self.skip == "block_input" else x + block_input
+        if self._has_skip_scale:
+            skip = skip * self.skip_scale
+        y = skip + branch
+        return y if self.post_norm is None else self.post_norm(y)
+
+
+class Block(GradientCheckpointingLayer):
+    """A layer of the model: the attention's residual, then the feed-forward's."""
+
+    def __init__(self, attention: Residual, feed_forward: Residual):
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+        takes = inspect.signature(attention.module.forward).parameters.values()
+        self._takes_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; the rest goes to attention."""
+        if self._takes_mask:  # a module of the user's own may not know of masks
+            kwargs["attention_mask"] = attention_mask
+        y = self.attention(hidden_states, **kwargs)
+        return self.feed_forward(y, hidden_states)
+
+
+class _InitializesPlan:
+    """Gives Lamina's own modules the values that the plan states; transformers does the rest."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Residual):
+            for name in ("skip_scale", "pre_scale"):
+                if isinstance(parameter := getattr(module, name), nn.Parameter):
+                    init.constant_(parameter, float(module.sublayer[name]))
+        elif isinstance(module, LaminaNorm):
+            if module.weight is not None:
+                init.constant_(module.weight, module.initial_gain)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)  # type: ignore[arg-type]
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+
+def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
+    """The transformers model of ``config.backbone_config`` with its layers wired as ``config.plan`` says, and the norm
+    on the embedding that the plan asks for.
+
+    Raises ValueError for an architecture whose layers have no attention and feed-forward to take out, or for a plan that
+    asks for norms on projections that it does not have.
+    """
+    backbone_config, plan = config.get_text_config(), config.plan
+    base = MODEL_MAPPING[type(backbone_config)]
+    # transformers keys its output recorders by the class, so a class of its own must exist before the model is built.
+    record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
+    attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
+    cls = type("Lamina" + base.__name__, (_InitializesPlan, base), attributes)
+    backbone = cls._from_config(backbone_config)
+    if plan is None:
+        raise ValueError("plan: a Lamina model needs one (lamina.build makes it)")
+    adapter = ADAPTERS.get(backbone_config.model_type, DEFAULT_ADAPTER)
+    layers, like = getattr(backbone, adapter.layers, None), getattr(backbone, adapter.norm, None)
+    if layers is None or like is None or not all(hasattr(layers[0], p) for p in (adapter.attention, adapter.feed_forward)):
+        raise ValueError(
+            f"backbone {backbone_config.model_type!r}: its layers have no {adapter.attention!r} and "
+            f"{adapter.feed_forward!r} that could be wired again"
+        )
+    width = backbone_config.hidden_size
+    dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
+    for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
+        attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
+        _norm_projections(attention, plan, like)
+        block = Block(
+            Residual(attention, wiring["attention"], width, like, dropout),
+            Residual(feed_forward, wiring["feed_forward"], width, like, dropout),
+        )
+        if hasattr(layer, "attention_type"):  # some models pick the mask by it
+            block.attention_type = layer.attention_type
+        layers[index] = block
+    setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, like) or nn.Identity())
+    return backbone, make_norm(plan["embedding_norm"], width, like)
+
+
+def _norm_projections(attention: nn.Module, plan: dict, like: nn.Module) -> None:
+    for option, names in (("qk_norm", ("q_proj", "k_proj")), ("v_norm", ("v_proj",))):
+        if plan[option] == "off":
+            continue
+        for name in names:
+            linear = getattr(attention, name, None)
+            if not isinstance(linear, nn.Linear) or hasattr(attention, f"{name[0]}_norm"):
+                why = "has a norm of its own there" if linear is not None else f"has no {name!r}"
+                raise ValueError(f"{option}: {plan[option]!r} does not apply, {type(attention).__name__} {why}")
+            dim = int(attention.head_dim) if plan[option] == "head" else linear.out_features  # type: ignore[arg-type]
+            spec = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
+            norm = make_norm(spec, dim, like)
+            assert norm is not None
+            setattr(attention, name, NormedLinear.of(linear, dim, norm))
+
+
+class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
+    """What transformers has to know of every Lamina model."""
+
+    config_class = LaminaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+
+class LaminaModel(LaminaPreTrainedModel):
+    """A backbone wired by a plan: token ids [batch, tokens] in, states [batch, tokens, hidden_size] out.
+
+    ``hidden_states`` of the output are the stream x^0 .. x^N, the last one before the final norm.
+    """
+
+    def __init__(self, config: LaminaConfig):
+        super().__init__(config)
+        self.backbone, self.embedding_norm = build_backbone(config)
+        assert config.plan is not None
+        text_config, scale = config.get_text_config(), config.plan["embedding_scale"]
+        self.embedding_scale = text_config.hidden_size**0.5 if scale == "sqrt_hidden_size" else float(scale)
+        self._final_norm_name = ADAPTERS.get(text_config.model_type, DEFAULT_ADAPTER).norm
+        self.post_init()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.backbone.layers  # type: ignore[return-value]
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm behind the last block; Identity where the plan has none."""
+        return getattr(self.backbone, self._final_norm_name)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if self.embedding_norm is not None or self.embedding_scale != 1.0:
+            if inputs_embeds is None:
+                inputs_embeds = self.get_input_embeddings()(input_ids)
+            input_ids, inputs_embeds = None, inputs_embeds * self.embedding_scale
+            inputs_embeds = inputs_embeds if self.embedding_norm is None else self.embedding_norm(inputs_embeds)
+        if use_cache is None and self.training:
+            use_cache = False  # nothing reads it, and its guards would make torch.compile compile every layer anew
+        if kwargs.get("output_hidden_states") is None and self.config.output_hidden_states:
+            kwargs["output_hidden_states"] = True
+        return self.backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
+    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.backbone.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LaminaConfig):
+        super().__init__(config)
+        self.model = LaminaModel(config)
+        text_config = config.get_text_config()
+        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
+        kwargs.pop("return_dict", None)
+        outputs = self.model(input_ids=input_ids, **kwargs)
+        hidden = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = _scaled_logits(self.lm_head(hidden[:, keep]), self.config.get_text_config())
+        loss = None
+        if labels is not None:
+            vocab_size = self.config.get_text_config().vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def _scaled_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """What some backbones do to their logits (Gemma 2's soft-cap, Cohere's and Granite's scale)."""
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if scale := getattr(config, "logits_scaling", None):
+        logits = logits / scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPreTrainedModel):
+    """A LaminaModel with a score for each sequence, read at its last token (a reward model has num_labels = 1)."""
+
+    def __init__(self, config: LaminaConfig):
+        # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
+        LaminaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LaminaModel(config)
+        self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
+        self.post_init()

@@ -1,0 +1,6 @@
+"""Where the norms sit: placements as data. Imports neither torch nor transformers."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import Placement, get, names, placement, resolve
+
+__all__ = ["Layer", "Norm", "Placement", "Plan", "Sublayer", "get", "names", "placement", "resolve"]

@@ -1,0 +1,199 @@
+"""Placements of the user's own: a YAML file, a Python file, and options written behind a name.
+
+A YAML placement is a list of rules; a later rule changes the layers that it names, field by field:
+
+    placement: my_ln
+    equation: ["y = x + A(LN(x))", "x = y + F(LN(y))"]
+    final_norm: true
+    rules:
+      - attention: {pre_norm: true}
+        feed_forward: {pre_norm: true}
+      - layers: "0:4"                       # a slice, an index (negative ones count from the end) or a list of them
+        feed_forward: {out_norm: true}
+
+or the full plan as ``Plan.to_dict`` writes it, for one depth. Numbers may be formulas of ``num_layers`` and ``layer``
+(1-based): ``skip_scale: "2 * num_layers"``, ``pre_scale: "layer ** -0.5"``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import operator
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import UserError, nearest
+from lamina.placements import registry
+from lamina.placements.plan import SUBLAYERS, Plan
+
+_RULE_FIELDS = ("layers", *SUBLAYERS)
+_FILE_FIELDS = (
+    *("placement", "title", "equation", "source", "initialization", "advice", "rules"),
+    *("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm"),
+)
+_OPERATORS: dict[type, Callable[..., float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+
+
+def parse_spec(spec: str) -> tuple[registry.Placement | str, dict[str, Any]]:
+    """Split ``"name(option=value, ...)"`` into the placement, or its name, and the options."""
+    match = re.fullmatch(r"\s*([^()]+?)\s*(?:\((.*)\))?\s*", spec, re.S)
+    if match is None:
+        raise UserError(f"placement {spec!r}: not of the form name, file or name(option=value, ...)")
+    target, written = match[1], match[2]
+    options = {}
+    for part in (written or "").split(","):
+        if part.strip():
+            key, equals, value = part.partition("=")
+            if not equals:
+                raise UserError(f"placement {spec!r}: {part.strip()!r} is not of the form option=value")
+            options[key.strip()] = _scalar(value.strip())
+    if Path(target).suffix in (".yaml", ".yml", ".py"):
+        return load(Path(target)), options
+    return target, options
+
+
+def split_specs(text: str) -> list[str]:
+    """Split a comma-separated list of specs, leaving the commas within brackets alone."""
+    return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
+
+
+def load(path: Path) -> registry.Placement:
+    """Read a placement from a YAML or Python file. Raises UserError that names the file and the field."""
+    if not path.is_file():
+        raise UserError(f"placement {str(path)!r}: no such file")
+    return _load_python(path) if path.suffix == ".py" else _load_yaml(path)
+
+
+def _load_python(path: Path) -> registry.Placement:
+    spec = importlib.util.spec_from_file_location(f"lamina_placement_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    before = dict(registry._registry)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    new = [p for name, p in registry._registry.items() if before.get(name) is not p]
+    if len(new) != 1:
+        raise UserError(f"placement {str(path)!r}: registers {len(new)} placements with @placement (needed: one)")
+    return new[0]
+
+
+def _load_yaml(path: Path) -> registry.Placement:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"placement {str(path)!r}: not readable as YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(data, Mapping):
+        raise UserError(f"placement {str(path)!r}: a mapping with the field 'rules' is needed")
+    full = "layers" in data
+    if not full:
+        for key in data:
+            if key not in _FILE_FIELDS:
+                raise UserError(
+                    f"placement {str(path)!r}: unknown field {key!r}{nearest(str(key), _FILE_FIELDS)} "
+                    f"(allowed: {', '.join(_FILE_FIELDS)})"
+                )
+    name = str(data.get("placement", path.stem))
+
+    def make(num_layers: int) -> Plan:
+        try:
+            return Plan.from_dict({"placement": name, **data} if full else _from_rules(name, data, num_layers))
+        except UserError as error:
+            raise UserError(f"placement {str(path)!r}: {error}") from None
+
+    equation = data.get("equation", ())
+    return registry.Placement(
+        name=name,
+        title=str(data.get("title", name)),
+        equation=(equation,) if isinstance(equation, str) else tuple(equation),
+        source=str(data.get("source", path.name)),
+        initialization=str(data.get("initialization", "normal")),
+        advice=str(data.get("advice", "")),
+        description="",
+        options=(),
+        make=make,
+    )
+
+
+def _from_rules(name: str, data: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    layers: list[dict[str, dict[str, Any]]] = [{s: {} for s in SUBLAYERS} for _ in range(num_layers)]
+    rules = data.get("rules")
+    if not isinstance(rules, list) or not rules:
+        raise UserError("rules: a list of at least one rule is needed")
+    for number, rule in enumerate(rules):
+        where = f"rules[{number}]"
+        if not isinstance(rule, Mapping):
+            raise UserError(f"{where}: {rule!r} is not a mapping of fields")
+        for key in rule:
+            if key not in _RULE_FIELDS:
+                raise UserError(
+                    f"{where}: unknown field {key!r}{nearest(str(key), _RULE_FIELDS)} "
+                    f"(allowed: {', '.join(_RULE_FIELDS)})"
+                )
+        for index in _indices(rule.get("layers", ":"), num_layers, where):
+            for sublayer in SUBLAYERS:
+                given = rule.get(sublayer) or {}
+                if not isinstance(given, Mapping):
+                    raise UserError(f"{where}.{sublayer}: {given!r} is not a mapping of fields")
+                names = {"num_layers": num_layers, "num_sublayers": 2 * num_layers, "layer": index + 1}
+                layers[index][sublayer].update(
+                    {k: _formula(v, names, f"{where}.{sublayer}.{k}") for k, v in given.items()}
+                )
+    kept = {k: v for k, v in data.items() if k in _FILE_FIELDS[7:]}
+    return {"placement": name, "layers": layers, **kept}
+
+
+def _indices(written: Any, num_layers: int, where: str) -> list[int]:
+    everything = range(num_layers)
+    try:
+        if isinstance(written, list):
+            return [everything[int(i)] for i in written]
+        parts = str(written).split(":")
+        if len(parts) == 1:
+            return [everything[int(parts[0])]]
+        return list(everything[slice(*(int(p) if p.strip() else None for p in parts))])
+    except (ValueError, IndexError, TypeError):
+        raise UserError(
+            f"{where}.layers: {written!r} names no layer of {num_layers} (allowed: an index, a slice such as '0:4', "
+            "a list of indices)"
+        ) from None
+
+
+def _formula(value: Any, names: Mapping[str, float], where: str) -> Any:
+    if not isinstance(value, str) or not where.endswith(("_scale", "_gain")):
+        return value
+
+    def evaluate(node: ast.AST) -> float:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return node.value
+        if isinstance(node, ast.Name) and node.id in names:
+            return names[node.id]
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](evaluate(node.operand))
+        raise ValueError(ast.dump(node))
+
+    try:
+        return evaluate(ast.parse(value, mode="eval").body)
+    except (ValueError, SyntaxError, ArithmeticError, TypeError):
+        raise UserError(
+            f"{where}: {value!r} is no formula (allowed: numbers, + - * / **, brackets and {', '.join(names)})"
+        ) from None
+
+
+def _scalar(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)

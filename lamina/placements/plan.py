@@ -1,0 +1,216 @@
+"""The plan: one record a layer that says where the norms sit, what the skip carries and how it is scaled.
+
+A sub-layer computes
+
+    y = C( skip_scale * s + B( module( pre_scale * A(x) ) ) )
+
+with A = ``pre_norm``, B = ``out_norm``, C = ``post_norm`` (the positions of Figure 2 in the Peri-LN paper) and s what
+the skip carries: the stream x, the block's input (FuseNorm's feed-forward) or the sum of both (B2T).
+
+Plain data: imports neither torch nor transformers, goes to JSON and comes back equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, cast, get_args, get_type_hints
+
+from lamina.errors import UserError, nearest
+
+NormKind = Literal["backbone", "rms", "layer", "group"]
+Skip = Literal["stream", "block_input", "both"]
+Learned = Literal["no", "scalar", "vector"]
+HeadNorm = Literal["off", "head", "full"]
+
+POSITIONS = ("pre_norm", "out_norm", "post_norm")
+SUBLAYERS = ("attention", "feed_forward")
+
+
+def _one_of(where: str, value: Any, literal: Any) -> None:
+    allowed = get_args(literal)
+    if value not in allowed:
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def _finite(where: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{where}: {value!r} is not a finite number")
+
+
+def _boolean(where: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {value!r} is not true or false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A norm at one position.
+
+    ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
+    normalises ``groups`` equal parts of each token's channels on their own, so it is causal.
+    """
+
+    kind: NormKind = "backbone"
+    learnable_gain: bool = True
+    initial_gain: float = 1.0
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a kind, gain or number of groups that has no meaning."""
+        _one_of("norm.kind", self.kind, NormKind)
+        _boolean("norm.learnable_gain", self.learnable_gain)
+        _finite("norm.initial_gain", self.initial_gain)
+        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
+            raise UserError(f"norm.groups: {self.groups!r} is not a whole number of at least 1")
+        if self.groups > 1 and self.kind != "group":
+            raise UserError(f"norm.groups: {self.groups} groups need kind 'group', not {self.kind!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sublayer:
+    """One residual sub-layer (attention or feed-forward).
+
+    ``weight_gain`` is a factor that an initialiser with gains (DeepNorm's beta) applies to the sub-layer's value and
+    output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
+    """
+
+    pre_norm: Norm | None = None
+    out_norm: Norm | None = None
+    post_norm: Norm | None = None
+    skip: Skip = "stream"
+    skip_scale: float = 1.0
+    skip_scale_learned: Learned = "no"
+    pre_scale: float = 1.0
+    pre_scale_learned: Learned = "no"
+    weight_gain: float = 1.0
+    gate_gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Accept True / False for a norm of the default kind / none; raise UserError for what has no meaning."""
+        for position in POSITIONS:
+            value = getattr(self, position)
+            if isinstance(value, bool):
+                object.__setattr__(self, position, Norm() if value else None)
+            elif isinstance(value, str):
+                object.__setattr__(self, position, Norm(kind=cast(NormKind, value)))
+            elif value is not None and not isinstance(value, Norm):
+                raise UserError(f"{position}: {value!r} is not a norm (true, false, a kind, or its fields)")
+        _one_of("skip", self.skip, Skip)
+        _one_of("skip_scale_learned", self.skip_scale_learned, Learned)
+        _one_of("pre_scale_learned", self.pre_scale_learned, Learned)
+        for name in ("skip_scale", "pre_scale", "weight_gain", "gate_gain"):
+            _finite(name, getattr(self, name))
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """The norms that are there, by position."""
+        return {p: n for p in POSITIONS if (n := getattr(self, p)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One block: an attention and a feed-forward sub-layer, run in this order."""
+
+    attention: Sublayer = field(default_factory=Sublayer)
+    feed_forward: Sublayer = field(default_factory=Sublayer)
+
+    def __post_init__(self) -> None:
+        """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
+        if self.attention.skip != "stream":
+            raise UserError(
+                f"attention.skip: {self.attention.skip!r} contradicts its place (the stream that enters a block's "
+                "attention is the block's input; allowed: 'stream')"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A placement resolved for a number of layers: all that a model needs to know about norms and skips.
+
+    ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
+    ``qk_norm`` and ``v_norm`` normalise queries and keys, or values: per head, or over the full projected width.
+    """
+
+    placement: str
+    layers: tuple[Layer, ...]
+    final_norm: Norm | None = None
+    embedding_norm: Norm | None = None
+    embedding_scale: float | Literal["sqrt_hidden_size"] = 1.0
+    qk_norm: HeadNorm = "off"
+    v_norm: HeadNorm = "off"
+    initialization: str = "normal"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a plan without layers or with fields that have no meaning."""
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise UserError("layers: a plan needs at least one layer")
+        for name in ("final_norm", "embedding_norm"):
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                object.__setattr__(self, name, Norm() if value else None)
+            elif isinstance(value, str):
+                object.__setattr__(self, name, Norm(kind=cast(NormKind, value)))
+            elif value is not None and not isinstance(value, Norm):
+                raise UserError(f"{name}: {value!r} is not a norm (true, false, a kind, or its fields)")
+        if self.embedding_scale != "sqrt_hidden_size":
+            _finite("embedding_scale", self.embedding_scale)
+        _one_of("qk_norm", self.qk_norm, HeadNorm)
+        _one_of("v_norm", self.v_norm, HeadNorm)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of blocks (twice as many sub-layers)."""
+        return len(self.layers)
+
+    def kinds(self) -> list[tuple[Layer, list[int]]]:
+        """The distinct layers with the indices at which each stands, in order of first appearance."""
+        found: dict[Layer, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            found.setdefault(layer, []).append(index)
+        return list(found.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan."""
+        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Read a plan from plain dicts. Raises UserError that names an unknown field or a value with no meaning."""
+        return _read(cls, data, "plan")
+
+
+def _read(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}: {data!r} is not a mapping of fields")
+    names = [f.name for f in fields(cls)]
+    for key in data:
+        if key not in names:
+            raise UserError(
+                f"{where}: unknown field {key!r}{nearest(str(key), names)} (allowed: {', '.join(sorted(names))})"
+            )
+    hints = get_type_hints(cls)
+    values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    missing = [f.name for f in fields(cls) if f.name in ("placement", "layers") and f.name not in values]
+    if missing:
+        raise UserError(f"{where}: field {missing[0]!r} is missing")
+    try:
+        return cls(**values)
+    except UserError as error:
+        raise UserError(f"{where}.{error}") from None
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    candidates = [a for a in (*get_args(hint), hint) if isinstance(a, type) and a in (Norm, Sublayer, Layer)]
+    if candidates and isinstance(value, Mapping):
+        return _read(candidates[0], value, where)
+    if candidates and Layer in candidates:
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where}: {value!r} is not a list of layers")
+        return tuple(_read(Layer, item, f"{where}[{i}]") for i, item in enumerate(value))
+    if candidates and (Sublayer in candidates):
+        raise UserError(f"{where}: {value!r} is not a mapping of fields")
+    return value

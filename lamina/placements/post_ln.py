@@ -1,0 +1,19 @@
+"""Post-LN: the original Transformer (Vaswani et al. 2017)."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "post_ln",
+    title="Post-LN",
+    equation=("y = LN(x + A(x))", "x' = LN(y + F(y))"),
+    source="Vaswani et al. 2017 (arXiv 1706.03762); FuseNorm Eq 1",
+    initialization="scaled",
+    advice="needs a small learning rate and a long warm-up; beyond about 20 layers it often sticks at the unigram loss",
+)
+def post_ln(num_layers: int) -> Plan:
+    """Every sum is normalised; the gradient shrinks by the norm's Jacobian at each sub-layer on its way down."""
+    sublayer = Sublayer(post_norm=Norm())
+    layer = Layer(attention=sublayer, feed_forward=sublayer)
+    return Plan(placement="post_ln", layers=(layer,) * num_layers)

@@ -1,0 +1,19 @@
+"""Pre-LN: the norm on each module's input (GPT-2, Llama)."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "pre_ln",
+    title="Pre-LN",
+    equation=("y = x + A(LN x)", "x' = y + F(LN y)", "logits = W LN(x_N)"),
+    source="Xiong et al. 2020 (arXiv 2002.04745); FuseNorm Eq 2",
+    initialization="scaled",
+    advice="tolerates high learning rates; the stream's variance grows with depth, so deep layers change it little",
+)
+def pre_ln(num_layers: int) -> Plan:
+    """The stream itself is never normalised, which keeps an identity path from the loss to every layer."""
+    sublayer = Sublayer(pre_norm=Norm())
+    layer = Layer(attention=sublayer, feed_forward=sublayer)
+    return Plan(placement="pre_ln", layers=(layer,) * num_layers, final_norm=Norm())
