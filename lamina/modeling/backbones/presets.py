@@ -49,7 +49,7 @@ _MIX_FIELDS = {"max_position_embeddings": 1024, "rms_norm_eps": 1e-6}
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
-        _llama("llama-nano", "Lamina's default: deep and narrow, trains in a minute on two cores", 48, 128, 4, 32),
+        _llama("llama-nano", "Lamina's default: deep and narrow, trains in a minute on two cores", 48, 128, 2, 32),
         _llama("llama-71m", _MIX, 512, 1368, 8, 12, **_MIX_FIELDS),
         _llama("llama-130m", _MIX, 768, 2048, 12, 12, **_MIX_FIELDS),
         _llama("llama-250m", _MIX, 768, 2560, 16, 24, **_MIX_FIELDS),

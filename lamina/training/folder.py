@@ -1,0 +1,211 @@
+"""A run's folder: who may write into it, and the records in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lamina.errors import UserError
+
+LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
+
+
+def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Make ``folder`` ours to write into; True where it holds something to resume.
+
+    Raises UserError where it holds something and neither ``resume`` nor ``overwrite`` was given, or is no folder.
+    """
+    if resume and overwrite:
+        raise UserError("resume and overwrite contradict each other (allowed: one of them)")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output: {str(folder)!r} is a file, not a folder")
+    used = folder.is_dir() and any(folder.iterdir())
+    if used and overwrite:
+        _refuse_foreign(folder)
+        shutil.rmtree(folder)
+        used = False
+    if used and not resume:
+        raise UserError(
+            f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, --resume to go on with "
+            "what is there, --overwrite to delete it)"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return used
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """--overwrite deletes what Lamina wrote, never somebody's home directory."""
+    marks = ("config.yaml", "study.yaml", "environment.json", "result.json")
+    if not any((folder / mark).is_file() for mark in marks):
+        raise UserError(
+            f"output: {str(folder)!r} holds something that Lamina did not write ({', '.join(marks)} are missing), so "
+            "--overwrite leaves it alone (allowed: another folder)"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: to a temporary name, then renamed. Raises OSError (a full disk, say)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON; NaN and infinities become null, so that any reader takes it."""
+    write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n")
+
+
+def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML in the order of its keys."""
+    write_text(path, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{str(path)!r}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{str(path)!r}: not readable as YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{str(path)!r}: a YAML mapping is needed, not {type(data).__name__}")
+    return data
+
+
+def finite(data: Any) -> Any:
+    """The same data with None for every float that JSON has no number for."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, Mapping):
+        return {k: finite(v) for k, v in data.items()}
+    return [finite(v) for v in data] if isinstance(data, list | tuple) else data
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """A run's result.json, or None where the run has not ended (or the file is not whole)."""
+    try:
+        data = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and "status" in data else None
+
+
+class MetricsWriter:
+    """metrics.jsonl: a line a record, written through at once."""
+
+    def __init__(self, folder: Path, resumed_step: int | None):
+        self.path = folder / "metrics.jsonl"
+        if resumed_step is not None and self.path.exists():
+            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step(line) <= resumed_step]
+            write_text(self.path, "".join(f"{line}\n" for line in kept))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite(dict(record))) + "\n")
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # a torn last line goes
+
+
+class LayersWriter:
+    """layers/part-*.parquet: rows are gathered and written in parts, so that a kill loses at most the last one."""
+
+    rows_a_part = 20_000
+
+    def __init__(self, folder: Path, resumed_step: int | None):
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        self.folder = folder / "layers"
+        self.folder.mkdir(exist_ok=True)
+        self.rows: list[tuple[Any, ...]] = []
+        parts = sorted(self.folder.glob("part-*.parquet"))
+        self.next = int(parts[-1].stem.split("-")[1]) + 1 if parts else 0
+        for part in parts if resumed_step is not None else ():
+            table = pq.read_table(part)
+            kept = table.filter(pc.less_equal(table["step"], resumed_step))
+            if kept.num_rows == 0:
+                part.unlink()
+            elif kept.num_rows < table.num_rows:
+                self._write(part, kept)
+
+    def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Take rows of (step, layer, sublayer, role, index, metric, value)."""
+        self.rows += rows
+        if len(self.rows) >= self.rows_a_part:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has gathered as one part."""
+        import pyarrow as pa
+
+        if not self.rows:
+            return
+        types = (pa.int64(), pa.int32(), pa.string(), pa.string(), pa.int32(), pa.string(), pa.float64())
+        columns = [pa.array(c, t) for c, t in zip(zip(*self.rows, strict=True), types, strict=True)]
+        self._write(self.folder / f"part-{self.next:05d}.parquet", pa.table(columns, names=list(LAYER_COLUMNS)))
+        self.rows, self.next = [], self.next + 1
+
+    @staticmethod
+    def _write(path: Path, table: Any) -> None:
+        import pyarrow.parquet as pq
+
+        temporary = path.with_name(f".{path.name}")
+        pq.write_table(table, temporary)
+        os.replace(temporary, path)
+
+
+def environment(seed: int) -> dict[str, Any]:
+    """What the run ran on: versions, machine, seed, git revision of the working directory."""
+    versions = {}
+    for package in ("lamina", "torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "seed": seed,
+        "git_revision": git_revision(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of the source tree that this package was imported from; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,89 @@
+"""The divergence guard: decides that a run is over, and names the step and the layer that left first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lamina.training.monitor import Row
+
+WATCHED = ("gradient_norm", "hidden_variance", "hidden_abs_max")
+
+
+class Diverged(Exception):
+    """Ends the training loop; ``reason`` is for result.json."""
+
+    def __init__(self, step: int, reason: str):
+        super().__init__(reason)
+        self.step, self.reason = step, reason
+
+
+@dataclass(kw_only=True)
+class DivergenceGuard:
+    """Watches losses and layer statistics.
+
+    A run has diverged on a loss or gradient that is not finite, or when the loss stays more than ``margin`` nats above
+    its best for ``patience`` steps. A layer has left when a watched statistic of it is not finite or exceeds
+    ``factor`` times its median so far.
+    """
+
+    margin: float
+    patience: int
+    factor: float = 10.0
+    best: float = math.inf
+    above_since: int | None = None
+    history: dict[tuple[int, str, str], list[tuple[int, float]]] = field(default_factory=dict)
+    left: list[tuple[int, int, str, str, float]] = field(default_factory=list)
+
+    def see_layers(self, rows: Iterable[Row]) -> None:
+        """Take the monitor's rows of one step and note the layers that left at it."""
+        for step, layer, sublayer, _, _, metric, value in rows:
+            if metric not in WATCHED or layer < 0 or sublayer == "block":
+                continue
+            past = self.history.setdefault((layer, sublayer, metric), [])
+            usual = sorted(v for _, v in past)[len(past) // 2] if past else None
+            if not math.isfinite(value) or (len(past) >= 3 and usual and value > self.factor * usual):
+                self.left.append((step, layer, sublayer, metric, value / usual if usual else math.inf))
+            if math.isfinite(value):
+                past.append((step, value))
+
+    def see_loss(self, step: int, loss: float) -> None:
+        """Take a step's loss. Raises Diverged."""
+        if not math.isfinite(loss):
+            raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
+        self.best = min(self.best, loss)
+        if loss <= self.best + self.margin:
+            self.above_since = None
+            return
+        self.above_since = step if self.above_since is None else self.above_since
+        if step - self.above_since + 1 >= self.patience:
+            raise Diverged(
+                step,
+                f"the loss stayed more than {self.margin:g} nats above its best of {self.best:.3f} from step "
+                f"{self.above_since} to {step} (now {loss:.3f}); {self.first_to_leave()}",
+            )
+
+    def see_gradient(self, step: int, norm: float, rows: Sequence[Row]) -> None:
+        """Take the total gradient norm before clipping and, where it isn't finite, its layers. Raises Diverged."""
+        if math.isfinite(norm):
+            return
+        self.see_layers(rows)
+        raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
+
+    def first_to_leave(self) -> str:
+        """A clause that names the layer whose statistics left first, and when."""
+        if not self.left:
+            return "no layer's recorded statistics left before it"
+        step = min(entry[0] for entry in self.left)
+        entries = [entry for entry in self.left if entry[0] == step]
+        _, layer, sublayer, metric, ratio = max(entries, key=_blame)
+        how = f"{ratio:.0f} times its median" if math.isfinite(ratio) else "not finite"
+        return f"layer {layer} ({sublayer}) left first: its {metric} was {how} at step {step}"
+
+
+def _blame(entry: tuple[int, int, str, str, float]) -> tuple[float, int, int]:
+    """The largest excess; among those that are not finite, where it arose: states spread upwards, gradients downwards."""
+    _, layer, sublayer, metric, ratio = entry
+    order = 2 * layer + (sublayer == "feed_forward")
+    return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)

@@ -1,0 +1,157 @@
+"""The layer monitor: what every layer's gradients, states and norm gains do while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lamina.modeling.initialization import weights
+from lamina.modeling.modeling_lamina import Block, LaminaModel, LaminaNorm, Residual
+
+Row = tuple[int, int, str, str, int, str, float]
+STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
+
+
+def layer_gradient_norms(model: nn.Module, step: int) -> list[Row]:
+    """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout; call before clipping.
+
+    Under FSDP2 each parameter's squared local part is summed over the mesh first, so the norms are those of one process.
+    """
+    groups: dict[tuple[int, str, str], list[torch.Tensor]] = {}
+    for weight in weights(model):  # type: ignore[arg-type]
+        if weight.parameter.grad is not None:
+            key = (weight.layer, weight.sublayer, "all") if weight.layer >= 0 else (-1, "block", weight.sublayer)
+            groups.setdefault(key, []).append(weight.parameter.grad)
+    squares = _squared_norms(groups.values())
+    rows: list[Row] = []
+    blocks: dict[int, float] = {}
+    for (layer, sublayer, role), square in zip(groups, squares, strict=True):
+        rows.append((step, layer, sublayer, role, 0, "gradient_norm", square**0.5))
+        if layer >= 0:
+            blocks[layer] = blocks.get(layer, 0.0) + square
+    rows += [(step, layer, "block", "all", 0, "gradient_norm", square**0.5) for layer, square in blocks.items()]
+    return rows
+
+
+def _squared_norms(groups: Iterable[list[torch.Tensor]]) -> list[float]:
+    sums = []
+    mesh = None
+    for gradients in groups:
+        local = []
+        for gradient in gradients:
+            if isinstance(gradient, DTensor):
+                mesh, gradient = gradient.device_mesh, gradient.to_local()
+            local.append(gradient)
+        sums.append(torch.stack([n.double() ** 2 for n in torch._foreach_norm(local)]).sum())
+    if not sums:
+        return []
+    stacked = torch.stack(sums)
+    if mesh is not None:
+        torch.distributed.all_reduce(stacked, group=mesh.get_group())
+    return stacked.tolist()
+
+
+def state_statistics(x: torch.Tensor) -> torch.Tensor:
+    """Variance and mean over all elements, mean |x|, largest |x| of a state [batch, tokens, hidden_size]."""
+    x = x.detach().float()
+    magnitude = x.abs()
+    return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
+
+
+def hidden_state_rows(model: nn.Module, input_ids: torch.Tensor, step: int) -> list[Row]:
+    """The statistics of x^0 and of the stream after every sub-layer, for one batch of token ids [batch, tokens].
+
+    Runs the model in evaluation mode without gradients, uncompiled; leaves its mode as it was.
+    """
+    base = _base(model)
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    handles = []
+    for index, block in enumerate(base.layers):
+        for name in ("attention", "feed_forward"):
+            handles.append(getattr(block, name).register_forward_hook(_recorder(found, (index, name))))
+    handles.append(base.layers[0].register_forward_pre_hook(_first_recorder(found)))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _uncompiled(base.layers):
+            base(input_ids=input_ids, use_cache=False)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    rows: list[Row] = []
+    values = torch.stack(list(found.values())).tolist()
+    for (layer, sublayer), statistics in zip(found, values, strict=True):
+        rows += [
+            (step, layer, sublayer, "all", 0, metric, value)
+            for metric, value in zip(STATE_METRICS, statistics, strict=True)
+        ]
+    return rows
+
+
+def gain_rows(model: nn.Module, step: int) -> list[Row]:
+    """Mean and largest magnitude of every norm's gain, and of every learned scale."""
+    keys, values = [], []
+    for layer, sublayer, role, parameter in _gains(_base(model)):
+        keys.append((layer, sublayer, role))
+        values.append(torch.stack([parameter.detach().float().mean(), parameter.detach().float().abs().max()]))
+    rows: list[Row] = []
+    for (layer, sublayer, role), (mean, largest) in zip(keys, torch.stack(values).tolist() if values else [], strict=True):
+        rows += [
+            (step, layer, sublayer, role, 0, "gain_mean", mean),
+            (step, layer, sublayer, role, 0, "gain_abs_max", largest),
+        ]
+    return rows
+
+
+def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+    for index, block in enumerate(base.layers):
+        for name in ("attention", "feed_forward"):
+            residual: Residual = getattr(block, name)
+            for role in ("pre_norm", "out_norm", "post_norm"):
+                norm = getattr(residual, role)
+                if isinstance(norm, LaminaNorm) and norm.weight is not None:
+                    yield index, name, role, norm.weight
+            for role in ("skip_scale", "pre_scale"):
+                if isinstance(scale := getattr(residual, role), nn.Parameter):
+                    yield index, name, role, scale
+    for role, norm in (("embedding_norm", base.embedding_norm), ("final_norm", base.norm)):
+        if isinstance(norm, LaminaNorm) and norm.weight is not None:
+            yield -1, "block", role, norm.weight
+
+
+def _base(model: nn.Module) -> LaminaModel:
+    base = model if isinstance(model, LaminaModel) else model.model
+    assert isinstance(base, LaminaModel)
+    return base
+
+
+def _recorder(found: dict[tuple[int, str], torch.Tensor], key: tuple[int, str]):
+    def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        found[key] = state_statistics(output)
+
+    return hook
+
+
+def _first_recorder(found: dict[tuple[int, str], torch.Tensor]):
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        found[-1, "block"] = state_statistics(args[0])
+
+    return hook
+
+
+@contextmanager
+def _uncompiled(layers: nn.ModuleList) -> Iterator[None]:
+    """A compiled block would not call the hooks inside it."""
+    calls = {block: block._compiled_call_impl for block in layers if isinstance(block, Block)}
+    for block in calls:
+        block._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for block, call in calls.items():
+            block._compiled_call_impl = call

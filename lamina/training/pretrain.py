@@ -1,0 +1,310 @@
+"""Pretraining: settings in, a run's folder out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Subset
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from lamina.data import Blocks, prepare_blocks
+from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.errors import UserError, unknown
+from lamina.modeling import initialization
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.building import build, make_plan
+from lamina.placements import Plan
+from lamina.training import folder as run_folder
+from lamina.training.guard import Diverged, DivergenceGuard
+from lamina.training.settings import PretrainSettings, Status
+from lamina.training.trainer import LaminaTrainer, RunRecorder, safe_exp, stop_signals
+
+logger = logging.getLogger(__name__)
+
+_OURS = {
+    "output_dir": "output",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "epsilon",
+    "max_grad_norm": "max_grad_norm",
+    "warmup_steps": "warmup",
+    "seed": "seed",
+    "logging_steps": "logging_steps",
+    "eval_steps": "eval_steps",
+    "save_steps": "save_steps",
+    "save_total_limit": "keep",
+    "report_to": "report_to",
+}
+_FIXED = ("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy")
+
+
+def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True) -> dict:
+    """Train a model from scratch and leave the run's folder; returns what result.json holds.
+
+    A run that diverges, sticks or is interrupted ends with that status, not with an exception. With ``resume`` a folder
+    that holds a finished run is left as it is; otherwise the run goes on from its newest whole checkpoint.
+
+    Raises:
+        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use.
+    """
+    target = Path(settings.output)
+    arguments = check(settings)
+    used = run_folder.claim(target, resume=resume, overwrite=overwrite)
+    if used:
+        done = run_folder.read_result(target)
+        if done is not None and done["status"] in ("finished", "stuck", "diverged"):
+            return done
+    run_folder.write_yaml(target / "config.yaml", settings.to_dict())
+    run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
+    try:
+        result = _run(settings, arguments, target, resume=used, bar=bar)
+    except KeyboardInterrupt:
+        result = {"status": "interrupted", "reason": "stopped at once", "steps": None}
+    except UserError:
+        raise
+    except Exception as error:
+        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        run_folder.write_json(target / "result.json", result)
+        raise
+    run_folder.write_json(target / "result.json", result)
+    return result
+
+
+def check(settings: PretrainSettings) -> TrainingArguments:
+    """Everything that can be known wrong before the corpus is read. Raises UserError."""
+    config = backbone_config(settings)
+    plan = make_plan(settings.placement, config.num_hidden_layers)
+    initialization.check(plan.initialization if settings.init == "recommended" else settings.init)
+    return training_arguments(settings)
+
+
+def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> transformers.PreTrainedConfig:
+    """The backbone's configuration with the settings' sizes and room for the sequence length."""
+    config = resolve_backbone(
+        settings.backbone,
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_heads=settings.num_heads,
+        vocab_size=vocab_size,
+    )
+    if settings.sequence_length > config.max_position_embeddings:
+        config.max_position_embeddings = settings.sequence_length
+    return config
+
+
+def training_arguments(settings: PretrainSettings) -> TrainingArguments:
+    """The Trainer's arguments of these settings, ``settings.trainer`` included. Raises UserError that names a field."""
+    known = {f.name for f in fields(TrainingArguments) if f.init}
+    for name in settings.trainer:
+        if name in _OURS:
+            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
+        if name in _FIXED:
+            raise UserError(f"trainer.{name}: fixed, Lamina's records rest on it")
+        if name not in known:
+            raise unknown("trainer argument", name, known - set(_OURS) - set(_FIXED))
+    values: dict[str, Any] = {
+        "output_dir": str(Path(settings.output) / "checkpoints"),
+        "max_steps": settings.steps,
+        "per_device_train_batch_size": settings.batch_size,
+        "per_device_eval_batch_size": max(settings.batch_size, 1),
+        "gradient_accumulation_steps": settings.gradient_accumulation,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": settings.min_learning_rate},
+        "warmup_steps": settings.warmup,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "adam_epsilon": settings.epsilon,
+        "max_grad_norm": settings.max_grad_norm,
+        "seed": settings.seed,
+        "logging_steps": settings.log_every,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps",
+        "eval_steps": settings.eval_every,
+        "save_strategy": "steps" if settings.save_steps else "no",
+        "save_steps": settings.save_steps or 500,
+        "save_total_limit": settings.keep,
+        "report_to": settings.reports() or "none",
+        "logging_dir": None,
+        "optim": "adamw_torch_fused",
+        "remove_unused_columns": False,
+        "prediction_loss_only": True,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+        **settings.trainer,
+    }
+    values = {k: v for k, v in values.items() if k in known}
+    if "tensorboard" in settings.reports():
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(settings.output) / "tensorboard"))
+    try:
+        return TrainingArguments(**values)
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def _run(settings: PretrainSettings, arguments: TrainingArguments, target: Path, *, resume: bool, bar: bool) -> dict:
+    transformers.utils.logging.disable_progress_bar()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    began = time.monotonic()
+    blocks, tokenizer = prepare_blocks(
+        settings.corpus,
+        settings.tokenizer,
+        settings.sequence_length,
+        eval_fraction=settings.eval_fraction,
+        text_field=settings.text_field,
+        progress=bar,
+    )
+    config = backbone_config(settings, vocab_size=len(tokenizer))
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    plan = make_plan(settings.placement, config.num_hidden_layers)
+    run_folder.write_json(target / "plan.json", plan.to_dict())
+    torch.manual_seed(settings.seed)
+    model = build(config, plan, init=settings.init)
+    checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
+    resumed_step = int(checkpoint.name.split("-")[1]) if checkpoint else 0 if resume else None
+    guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
+    monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
+    tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
+    recorder = RunRecorder(
+        metrics=run_folder.MetricsWriter(target, resumed_step),
+        layers=run_folder.LayersWriter(target, resumed_step),
+        guard=guard,
+        monitor_ids=torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)]),
+        tokens_per_step=tokens_per_step * arguments.world_size,
+        bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
+        unigram_entropy=blocks.stats.unigram_entropy,
+        bar=bar,
+    )
+    trainer = LaminaTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=blocks.train,
+        eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
+        callbacks=[recorder],
+        guard=guard,
+    )
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    recorder.trainer = trainer
+    status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
+    if status in ("finished", "stuck"):
+        model.save_pretrained(target / "model")
+        tokenizer.save_pretrained(target / "model")
+    return _result(settings, status, reason, trainer, recorder, blocks, model, plan, time.monotonic() - began)
+
+
+def _train(
+    trainer: Trainer,
+    recorder: RunRecorder,
+    guard: DivergenceGuard,
+    settings: PretrainSettings,
+    blocks: Blocks,
+    checkpoint: Path | None,
+) -> tuple[Status, str]:
+    try:
+        with stop_signals(recorder):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if not recorder.interrupted and trainer.state.global_step % settings.eval_every:
+                trainer.evaluate()
+    except Diverged as diverged:
+        return "diverged", diverged.reason
+    finally:
+        recorder.close()
+    if recorder.interrupted:
+        return "interrupted", f"{recorder.interrupted} at step {trainer.state.global_step}"
+    if not math.isfinite(recorder.last_eval):
+        return "diverged", f"the eval loss is {recorder.last_eval}; {guard.first_to_leave()}"
+    line = blocks.stats.unigram_entropy - settings.stuck_margin
+    if recorder.best_eval > line:
+        return "stuck", (
+            f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
+            f"{blocks.stats.unigram_entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
+        )
+    return "finished", ""
+
+
+def _result(
+    settings: PretrainSettings,
+    status: Status,
+    reason: str,
+    trainer: Trainer,
+    recorder: RunRecorder,
+    blocks: Blocks,
+    model: torch.nn.Module,
+    plan: Plan,
+    seconds: float,
+) -> dict[str, Any]:
+    steps = trainer.state.global_step
+    tokens = steps * recorder.tokens_per_step
+    loss = recorder.last_eval if math.isfinite(recorder.last_eval) else math.nan
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "status": status,
+        "eval_loss": loss,
+        "perplexity": safe_exp(loss),
+        "bits_per_byte": bits_per_byte_of(loss, blocks.stats),
+        "unigram_entropy": blocks.stats.unigram_entropy,
+        "tokens": tokens,
+        "steps": steps,
+        "seconds": round(seconds, 2),
+        "tokens_per_second": tokens / recorder.training_seconds if recorder.training_seconds else None,
+        "parameters": parameters,
+        "flops": training_flops(model, plan, settings.sequence_length) * tokens,
+        "init": plan.initialization if settings.init == "recommended" else settings.init,
+        "reason": reason,
+    }
+
+
+def training_flops(model: torch.nn.Module, plan: Plan, sequence_length: int) -> float:
+    """Model FLOPs a token of forward and backward: 6 a weight outside the embedding and 12 N d T for full attention."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr]
+    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator,union-attr]
+    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+    if not config.tie_word_embeddings:
+        weights -= embedding
+    return 6.0 * weights + 12.0 * plan.num_layers * config.hidden_size * sequence_length
+
+
+def spread(available: int, wanted: int) -> list[int]:
+    """``wanted`` indices (or all) spread evenly over ``available``: the same ones in every run."""
+    wanted = min(wanted, available)
+    return [i * available // wanted for i in range(wanted)]
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole: a kill while one is written leaves files missing."""
+    needed = ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt")
+    whole = [p for p in folder.glob("checkpoint-*") if all((p / name).is_file() for name in needed)]
+    return max(whole, key=lambda p: int(p.name.split("-")[1]), default=None)
+
+
+def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored settings of a run to resume. Raises UserError where a given one differs in what the run computes."""
+    free = {"output", "save_steps", "keep", "report_to", "threads"}
+    for name, value in given.items():
+        if name not in free and stored.get(name) != value:
+            raise UserError(
+                f"{name}: {value!r} differs from the run's {stored.get(name)!r} (allowed with --resume: the same, or "
+                f"another of {', '.join(sorted(free))})"
+            )
+    return {**stored, **given}

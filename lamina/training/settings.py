@@ -1,0 +1,162 @@
+"""What a pretraining run can be told: one frozen record, which is also the command line's flags and config.yaml."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from lamina.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainSettings:
+    """Settings of a pretraining run.
+
+    Args:
+        backbone: a preset's name (see `lamina backbones`), or a folder with a transformers config.json
+        placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+        num_layers: number of blocks (default: the backbone's)
+        hidden_size: width (default: the backbone's); the feed-forward keeps its ratio
+        num_heads: attention heads (default: the backbone's, or what keeps a head's width)
+        init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
+        corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME
+        text_field: the field of a .jsonl row or of a dataset that holds the text
+        tokenizer: bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder
+        sequence_length: tokens in a block
+        eval_fraction: share of the corpus that is held out
+        output: the run's folder
+        steps: optimiser steps
+        batch_size: blocks in a micro-batch
+        gradient_accumulation: micro-batches in an optimiser step
+        learning_rate: peak learning rate
+        min_learning_rate: the cosine's end, as a share of the peak
+        warmup: linear warm-up, in steps (1 or more) or as a share of all steps (below 1)
+        weight_decay: AdamW's, on weight matrices only
+        beta1: AdamW's first beta
+        beta2: AdamW's second beta
+        epsilon: AdamW's epsilon
+        max_grad_norm: gradient clipping (0 for none)
+        seed: of the weights, the data's order and everything else drawn
+        logging_steps: steps between two records of the metrics and the layers (default: about 20 in a run)
+        eval_steps: steps between two evaluations (default: about 5 in a run)
+        eval_blocks: held-out blocks in an evaluation (0 for all)
+        save_steps: steps between two checkpoints (0 for none but the final model)
+        keep: checkpoints kept
+        monitor_blocks: held-out blocks of the layer monitor (default: a quarter of the batch)
+        divergence_margin: nats above its best at which a loss counts as diverging
+        divergence_patience: steps that it must stay there
+        stuck_margin: nats below the unigram entropy that the eval loss must reach for the run not to be stuck
+        gradient_checkpointing: recompute activations in the backward pass
+        threads: CPU threads (default: PyTorch's)
+        report_to: none, or a comma-separated list of tensorboard, wandb, trackio
+        trainer: any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor
+    """
+
+    backbone: str = "llama-nano"
+    placement: str = "pre_ln"
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    num_heads: int | None = None
+    init: str = "recommended"
+    corpus: str = "embedded"
+    text_field: str = "text"
+    tokenizer: str = "bytes"
+    sequence_length: int = 128
+    eval_fraction: float = 0.05
+    output: str = "runs/pretrain"
+    steps: int = 120
+    batch_size: int = 16
+    gradient_accumulation: int = 1
+    learning_rate: float = 3e-3
+    min_learning_rate: float = 0.1
+    warmup: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    logging_steps: int | None = None
+    eval_steps: int | None = None
+    eval_blocks: int = 128
+    save_steps: int = 0
+    keep: int = 2
+    monitor_blocks: int | None = None
+    divergence_margin: float = 1.0
+    divergence_patience: int = 20
+    stuck_margin: float = 0.1
+    gradient_checkpointing: bool = False
+    threads: int | None = None
+    report_to: str = "none"
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UserError that names the setting whose value has no meaning."""
+        for name in ("sequence_length", "steps", "batch_size", "gradient_accumulation", "keep", "divergence_patience"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_layers", "hidden_size", "num_heads", "logging_steps", "eval_steps", "monitor_blocks", "threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("eval_blocks", "save_steps", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("weight_decay", "max_grad_norm", "warmup", "min_learning_rate", "divergence_margin", "stuck_margin"):
+            _number(name, getattr(self, name), 0.0, math.inf)
+        _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
+        _number("epsilon", self.epsilon, 0.0, math.inf, open_low=True)
+        _number("min_learning_rate", self.min_learning_rate, 0.0, 1.0)
+        for name in ("beta1", "beta2"):
+            _number(name, getattr(self, name), 0.0, 1.0, open_high=True)
+        _number("eval_fraction", self.eval_fraction, 0.0, 0.5, open_low=True)
+        if self.warmup >= 1 and self.warmup > self.steps:
+            raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
+        for target in self.reports():
+            if target not in ("tensorboard", "wandb", "trackio"):
+                raise UserError(f"report_to: {target!r} (allowed: none, tensorboard, wandb, trackio)")
+
+    def reports(self) -> list[str]:
+        """The trackers of ``report_to`` as a list."""
+        return [r.strip() for r in self.report_to.split(",") if r.strip() not in ("", "none")]
+
+    @property
+    def log_every(self) -> int:
+        """Steps between two records."""
+        return self.logging_steps or max(1, round(self.steps / 20))
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between two evaluations."""
+        return self.eval_steps or max(1, round(self.steps / 5))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as config.yaml holds them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PretrainSettings:
+        """Read config.yaml's mapping. Raises UserError that names an unknown setting."""
+        known = {f.name for f in fields(cls)}
+        for key in data:
+            if key not in known:
+                raise UserError(f"config: unknown setting {key!r} (allowed: {', '.join(sorted(known))})")
+        return cls(**data)
+
+
+Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UserError(f"{name}: {value!r} is not a whole number of at least {low}")
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = good and (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
+    if not good:
+        span = f"above {low:g}" if open_low else f"at least {low:g}"
+        if math.isfinite(high):
+            span += f" and {'below' if open_high else 'at most'} {high:g}"
+        raise UserError(f"{name}: {value!r} (allowed: a number {span})")
