@@ -62,7 +62,7 @@ class BlockStats:
 class PackedBlocks(torch.utils.data.Dataset):
     """Token blocks in a memory-mapped file, [num_blocks, sequence_length]; pickling keeps the path, not the content.
 
-    Item ``i`` is ``{"input_ids": LongTensor [sequence_length], "labels": the same tensor}``; models shift labels themselves.
+    Item ``i`` is ``{"input_ids": LongTensor [sequence_length], "labels": the same tensor}``: models shift labels.
     """
 
     def __init__(self, path: Path | str, dtype: str, num_blocks: int, sequence_length: int):
@@ -114,7 +114,7 @@ def prepare_blocks(
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
     """Tokenise a corpus, hold out a part of it, and pack both parts into blocks; or find all that in the cache.
 
-    The corpus is cut at line ends into pieces of 4 to 64 thousand characters (fewer in small corpora), and every so
+    The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora), and every so
     many-th piece is held out, so that the eval split is spread over the whole corpus and no training block holds any
     of it. In each split, an end-of-text token stands between documents and wherever a piece is missing.
 

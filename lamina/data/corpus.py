@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ _ALLOWED = (
 class Document:
     """A text that stands by itself: a file, a row of a .jsonl file, a row of a data set.
 
-    A file of more than about 16 million characters comes as several Documents; all but the first have ``continues`` set.
+    A file of more than about 16 million characters comes as several Documents; all but the first have ``continues``.
     """
 
     name: str
@@ -172,7 +173,13 @@ def _read_folder(root: Path, text_field: str) -> Iterator[Document]:
                 raise UserError(f"--corpus {str(path)!r} {error}, after some text; mend or remove it") from None
             skipped.append(f"{name} {error}")
     if skipped:
-        logger.warning("%s: %d files skipped that are not text (%s)", root, len(skipped), "; ".join(skipped[:3]))
+        _warn_once(f"{root}: {len(skipped)} files skipped that are not text ({'; '.join(skipped[:3])})")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A corpus is read more than once, to be measured and to be split; it is one warning all the same."""
+    logger.warning("%s", message)
 
 
 def _read_file(path: Path, name: str, text_field: str) -> Iterator[Document]:

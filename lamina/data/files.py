@@ -24,7 +24,7 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class NotTextError(Exception):
-    """The file is not text that can be read; the message says why. Folders skip such files, a named file is an error."""
+    """The file is not text that can be read, and the message says why. A folder skips it, a file named is an error."""
 
 
 def inner_suffix(path: Path) -> str:
@@ -52,6 +52,14 @@ def compression(path: Path) -> str | None:
     return None
 
 
+def _decompressed(file: IO[bytes], kind: str | None) -> IO[bytes]:
+    if kind == "gzip":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+    if kind == "xz":
+        return lzma.LZMAFile(file)
+    return _zstd_reader(file) if kind == "zstandard" else file
+
+
 def _zstd_reader(file: IO[bytes]) -> IO[bytes]:
     try:
         import zstandard
@@ -73,7 +81,7 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    r"""A text stream of the decompressed file: UTF-8, a byte order mark dropped, lines end at ``\n`` and stay as they are.
+    r"""The decompressed file as UTF-8 text: a byte order mark is dropped, line ends (``\n``) stay as they are.
 
     Raises:
         NotTextError: binary, not UTF-8 or damaged; also from inside the with block, whenever reading reaches the fault.
@@ -83,14 +91,8 @@ def open_text(path: Path) -> Iterator[TextIO]:
     try:
         kind = compression(path)
         with path.open("rb") as file:
-            stream: IO[bytes] = file
-            if kind == "gzip":
-                stream = cast("IO[bytes]", gzip.GzipFile(fileobj=file))
-            elif kind == "xz":
-                stream = lzma.LZMAFile(file)
-            elif kind == "zstandard":
-                stream = _zstd_reader(file)
-            buffered = io.BufferedReader(cast("io.RawIOBase", stream), buffer_size=1 << 20)
+            stream = cast("io.RawIOBase", _decompressed(file, kind))
+            buffered = io.BufferedReader(stream, buffer_size=1 << 20)
             head = buffered.peek(_SNIFF_BYTES)[:_SNIFF_BYTES]
             if head.startswith(_WIDE_MARKS):
                 raise NotTextError("is binary or not UTF-8 (it looks like UTF-16)")
@@ -108,7 +110,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def read_parts(path: Path, part_chars: int = PART_CHARS) -> Iterator[str]:
-    """The file's text in parts of about ``part_chars`` characters, each but the last ending at a line's end if one is near.
+    """The file's text in parts of about ``part_chars`` characters, which end at a line's end if one is near.
 
     Raises:
         NotTextError, UserError: as :func:`open_text`.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamina.data.network import local_when_unreachable, one_line
 from lamina.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -89,16 +90,20 @@ def load(source: HubSource) -> HubData:
         import datasets
     except ImportError:
         raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+    reachable = True
     try:
-        if source.folder is not None and _was_saved_to_disk(source.folder):
-            loaded: Any = datasets.load_from_disk(str(source.folder))
+        if source.folder is None:
+            with local_when_unreachable() as reachable:
+                loaded: Any = datasets.load_dataset(source.name, source.config, split=source.split)
+        elif _was_saved_to_disk(source.folder):
+            loaded = datasets.load_from_disk(str(source.folder))
         else:
-            loaded = datasets.load_dataset(str(source.folder or source.name), source.config, split=source.split)
-    # dozens of types come out of datasets, huggingface_hub, fsspec and httpx here; none tells the user more than its text
+            loaded = datasets.load_dataset(str(source.folder), source.config, split=source.split)
+    # dozens of types come out of datasets, huggingface_hub, fsspec and httpx; none tells the user more than its text
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"--corpus {source.spec!r} could not be loaded ({type(error).__name__}: {reason}); "
+            f"--corpus {source.spec!r} could not be loaded ({reason}); "
             "check the name (hf:NAME[:CONFIG][@SPLIT]), the network, or name a local file"
         ) from error
     return HubData(spec=source.spec, dataset=_one_split(source, loaded))

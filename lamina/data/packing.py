@@ -131,7 +131,8 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
     """Cross-entropy of the held-out tokens under the train tokens' add-one smoothed frequencies, in nats per token.
 
     Args:
-        train, held_out: token ids, [blocks, sequence_length].
+        train: token ids, [blocks, sequence_length].
+        held_out: the same of the other split.
         vocab_size: the number of ids that the smoothing counts.
     """
     train_counts, eval_counts = _counts(train, vocab_size), _counts(held_out, vocab_size)

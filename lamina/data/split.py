@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lamina.data.corpus import Document, read_corpus
 
 _PIECES_WANTED = 400
-_SMALLEST_PIECE = 4 * 1024
+_SMALLEST_PIECE = 1024
 _LARGEST_PIECE = 64 * 1024
 _PIECES_AT_LEAST = 20
 
@@ -32,7 +32,7 @@ class Segment:
 
 
 def piece_chars(total_chars: int) -> int:
-    """The length of a piece, in characters: 4 to 64 thousand, and so short that there are about 20 at the least.
+    """The length of a piece, in characters: 1 to 64 thousand, and so short that there are about 20 at the least.
 
     Many pieces make the held-out text representative, long ones keep its context whole; a few hundred give both.
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lamina.data.cache import cache_root, publish
 from lamina.data.corpus import EMBEDDED, corpus_fingerprint
+from lamina.data.network import local_when_unreachable, one_line
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.errors import UserError, nearest
 
@@ -146,17 +147,23 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(spec).expanduser()
+    reachable = True
     try:
         if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        elif path.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else spec, trust_remote_code=False)
+            with local_when_unreachable() as reachable:
+                tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     # a malformed file, a missing one and an unreachable hub raise a dozen unrelated types between them
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        if path.is_dir():
+            reason = f"the folder holds no tokenizer that transformers can load; {one_line(error)}"
+        else:
+            reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"--tokenizer {spec!r} could not be loaded ({type(error).__name__}: {reason})"
-            f"{nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
+            f"--tokenizer {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
         ) from error
     return _with_end_and_pad(tokenizer)
 

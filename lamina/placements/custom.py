@@ -62,6 +62,12 @@ def parse_spec(spec: str) -> tuple[registry.Placement | str, dict[str, Any]]:
     return target, options
 
 
+def find(spec: str) -> registry.Placement:
+    """The placement that a spec names, without its options. Raises UserError that suggests the nearest name."""
+    target, _ = parse_spec(spec)
+    return registry.get(target) if isinstance(target, str) else target
+
+
 def split_specs(text: str) -> list[str]:
     """Split a comma-separated list of specs, leaving the commas within brackets alone."""
     return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]

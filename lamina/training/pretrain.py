@@ -147,11 +147,14 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
         "optim": "adamw_torch_fused",
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        "gradient_checkpointing": settings.gradient_checkpointing,
+        # renamed in transformers 5.23; the name that this one does not have is dropped below
+        "activation_checkpointing": settings.gradient_checkpointing,
         "disable_tqdm": True,
         "use_cpu": not torch.cuda.is_available() and not torch.backends.mps.is_available(),
         **settings.trainer,
     }
+    if "activation_checkpointing" not in known:
+        values["gradient_checkpointing"] = settings.gradient_checkpointing
     values = {k: v for k, v in values.items() if k in known}
     if "tensorboard" in settings.reports():
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(settings.output) / "tensorboard"))

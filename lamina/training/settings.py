@@ -1,21 +1,20 @@
-"""What a pretraining run can be told: one frozen record, which is also the command line's flags and config.yaml."""
+"""What a pretraining run can be told: frozen records, which are also the command line's flags and config.yaml."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from lamina.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainSettings:
-    """Settings of a pretraining run.
+class RunSettings:
+    """What all the runs of a study have in common.
 
     Args:
         backbone: a preset's name (see `lamina backbones`), or a folder with a transformers config.json
-        placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
         num_layers: number of blocks (default: the backbone's)
         hidden_size: width (default: the backbone's); the feed-forward keeps its ratio
         num_heads: attention heads (default: the backbone's, or what keeps a head's width)
@@ -25,11 +24,9 @@ class PretrainSettings:
         tokenizer: bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder
         sequence_length: tokens in a block
         eval_fraction: share of the corpus that is held out
-        output: the run's folder
         steps: optimiser steps
         batch_size: blocks in a micro-batch
         gradient_accumulation: micro-batches in an optimiser step
-        learning_rate: peak learning rate
         min_learning_rate: the cosine's end, as a share of the peak
         warmup: linear warm-up, in steps (1 or more) or as a share of all steps (below 1)
         weight_decay: AdamW's, on weight matrices only
@@ -37,7 +34,6 @@ class PretrainSettings:
         beta2: AdamW's second beta
         epsilon: AdamW's epsilon
         max_grad_norm: gradient clipping (0 for none)
-        seed: of the weights, the data's order and everything else drawn
         logging_steps: steps between two records of the metrics and the layers (default: about 20 in a run)
         eval_steps: steps between two evaluations (default: about 5 in a run)
         eval_blocks: held-out blocks in an evaluation (0 for all)
@@ -54,7 +50,6 @@ class PretrainSettings:
     """
 
     backbone: str = "llama-nano"
-    placement: str = "pre_ln"
     num_layers: int | None = None
     hidden_size: int | None = None
     num_heads: int | None = None
@@ -64,11 +59,9 @@ class PretrainSettings:
     tokenizer: str = "bytes"
     sequence_length: int = 128
     eval_fraction: float = 0.05
-    output: str = "runs/pretrain"
     steps: int = 120
     batch_size: int = 16
     gradient_accumulation: int = 1
-    learning_rate: float = 3e-3
     min_learning_rate: float = 0.1
     warmup: float = 0.1
     weight_decay: float = 0.1
@@ -76,7 +69,6 @@ class PretrainSettings:
     beta2: float = 0.95
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    seed: int = 0
     logging_steps: int | None = None
     eval_steps: int | None = None
     eval_blocks: int = 128
@@ -98,11 +90,10 @@ class PretrainSettings:
         for name in ("num_layers", "hidden_size", "num_heads", "logging_steps", "eval_steps", "monitor_blocks", "threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("eval_blocks", "save_steps", "seed"):
+        for name in ("eval_blocks", "save_steps"):
             _at_least(name, getattr(self, name), 0)
         for name in ("weight_decay", "max_grad_norm", "warmup", "min_learning_rate", "divergence_margin", "stuck_margin"):
             _number(name, getattr(self, name), 0.0, math.inf)
-        _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
         _number("epsilon", self.epsilon, 0.0, math.inf, open_low=True)
         _number("min_learning_rate", self.min_learning_rate, 0.0, 1.0)
         for name in ("beta1", "beta2"):
@@ -133,13 +124,36 @@ class PretrainSettings:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> PretrainSettings:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         """Read config.yaml's mapping. Raises UserError that names an unknown setting."""
         known = {f.name for f in fields(cls)}
         for key in data:
             if key not in known:
                 raise UserError(f"config: unknown setting {key!r} (allowed: {', '.join(sorted(known))})")
         return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainSettings(RunSettings):
+    """Settings of one pretraining run.
+
+    Args:
+        placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+        output: the run's folder
+        learning_rate: peak learning rate
+        seed: of the weights, the data's order and everything else drawn
+    """
+
+    placement: str = "pre_ln"
+    output: str = "runs/pretrain"
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise UserError that names the setting whose value has no meaning."""
+        super().__post_init__()
+        _at_least("seed", self.seed, 0)
+        _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
 
 
 Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]

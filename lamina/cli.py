@@ -1,0 +1,74 @@
+"""`lamina COMMAND`: nothing but parsing and calling. Imports nothing heavy before it knows the command."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+
+from lamina.errors import UserError, nearest
+
+COMMANDS = {
+    "compare": "train placements side by side on your text and write one page about them (the main job)",
+    "pretrain": "train one model from scratch",
+    "placements": "list the placements, or show one: equation, diagram, options, source",
+    "backbones": "list the backbones that a placement can be put on",
+    "report": "write the page of a run's or a study's folder again",
+    "generate": "continue a text with a trained model",
+}
+
+USAGE = """lamina: choose, train and diagnose where the norms sit in a Transformer
+
+usage: lamina COMMAND [OPTIONS]        lamina COMMAND --help for a command's options
+
+commands:
+{commands}
+
+examples:
+  lamina compare                                      six placements, 32 layers deep, in about two minutes
+  lamina compare --corpus my_texts/ --num-layers 24 --learning-rates 1e-3,3e-3,1e-2 --output runs/mine
+  lamina placements keel
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 2 for the user's mistake, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())))
+        return 0
+    if argv[0] in ("-V", "--version"):
+        from lamina import __version__
+
+        print(f"lamina {__version__}")
+        return 0
+    name, *rest = argv
+    try:
+        if name not in COMMANDS:
+            raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
+        # The Trainer's and the tokenizers' own remarks are for developers; what users must know we say ourselves.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        return importlib.import_module(f"lamina.commands.{name}").run(rest) or 0
+    except UserError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted; what was finished is kept (--resume goes on with it)", 130)
+    except BrokenPipeError:  # `lamina placements | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        return _fail(f"{error.strerror}{where}; what was finished is kept", 2)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"lamina: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

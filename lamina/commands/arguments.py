@@ -1,0 +1,106 @@
+"""Flags made of a settings record: its fields, defaults and docstring, a YAML file and dotted overrides."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from jsonargparse import ActionYesNo, ArgumentParser, Namespace
+
+from lamina.errors import UserError, nearest
+
+
+class Parser(ArgumentParser):
+    """An ArgumentParser whose errors are one UserError that suggests the nearest option."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        """Raise UserError in place of printing the usage."""
+        options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
+        line = " ".join(str(message).split())
+        unknown = re.search(r"(?:[Uu]nrecognized arguments?:|does not accept nested key|[Nn]o action for key)\s*(\S+)", line)
+        if unknown:
+            name = unknown[1].strip("'\"").split("=")[0]
+            given = name if name.startswith("-") else f"--{name.replace('_', '-')}"
+            raise UserError(f"unknown option {given}{nearest(given, options)} (see `{self.prog} --help`)")
+        match = re.search(r"Parser key \"(\w+)\":?\s*(.*)", line)
+        if match:
+            raise UserError(f"--{match[1].replace('_', '-')}: {match[2]}")
+        raise UserError(line)
+
+
+def make_parser(command: str, description: str, examples: str) -> Parser:
+    """A parser for ``lamina COMMAND`` with its examples in the help."""
+    from jsonargparse import set_parsing_settings
+
+    set_parsing_settings(parse_optionals_as_positionals=False)
+    return Parser(
+        prog=f"lamina {command}",
+        description=f"{description}\n\nexamples:\n{inspect.cleandoc(examples)}",
+        formatter_class=_formatter(),
+        exit_on_error=True,
+        default_env=False,
+    )
+
+
+def _formatter() -> Any:
+    from argparse import RawDescriptionHelpFormatter
+
+    from jsonargparse import DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+        """Keeps the examples' line breaks."""
+
+    return Formatter
+
+
+def add_settings(parser: Parser, settings: type) -> None:
+    """A flag for every field of a settings dataclass: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML."""
+    hints, helps = get_type_hints(settings), _helps(settings)
+    parser.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
+    for entry in fields(settings):
+        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        flag, kind = f"--{entry.name.replace('_', '-')}", hints[entry.name]
+        if kind is bool:
+            parser.add_argument(flag, action=ActionYesNo, default=default, help=helps[entry.name])
+        elif entry.name == "trainer":
+            parser.add_argument(flag, type=dict[str, Any], default=default, help=helps[entry.name])
+        else:
+            parser.add_argument(flag, type=kind, default=default, help=helps[entry.name])
+
+
+def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[str, Any], Namespace]:
+    """What was given on the command line and in --config (the command line wins), and the values of ``others``."""
+    everything = parser.parse_args(argv)
+    given = parser.parse_args(argv, defaults=False).as_dict()
+    given = {k.replace("-", "_"): v for k, v in given.items() if k not in ("config", *others)}
+    path = everything.get("config")
+    if path is None:
+        return given, everything
+    return {**_from_yaml(parser, Path(path), others), **given}, everything
+
+
+def _from_yaml(parser: Parser, path: Path, others: tuple[str, ...]) -> dict[str, Any]:
+    from lamina.training.folder import read_yaml
+
+    data = read_yaml(path)
+    if isinstance(data.get("settings"), Mapping):  # a study.yaml is a configuration, too
+        data = dict(data["settings"])
+    known = {action.dest for action in parser._actions} - {"config", "help", *others}
+    for key in data:
+        if key not in known:
+            raise UserError(f"{str(path)!r}: unknown setting {key!r}{nearest(str(key), known)}")
+    checked = parser.parse_object({k: v for k, v in data.items() if v is not None}, defaults=False).as_dict()
+    return {k: checked[k] if k in checked else v for k, v in data.items()}
+
+
+def _helps(settings: type) -> dict[str, str]:
+    helps: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        text = inspect.cleandoc(cls.__doc__ or "")
+        for match in re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.M):
+            helps[match[1]] = " ".join(match[2].split())
+    return helps

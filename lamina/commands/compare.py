@@ -1,0 +1,72 @@
+"""`lamina compare`: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.errors import UserError
+
+EXAMPLES = """
+  lamina compare
+  lamina compare --placements pre_ln,peri_ln,keel --num-layers 48 --hidden-size 64 --steps 200
+  lamina compare --corpus books/ --tokenizer bpe:4096 --learning-rates 1e-3,3e-3,1e-2 --seeds 0,1,2 --output runs/books
+  lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:scaled
+  lamina compare --output runs/books --resume
+"""
+# What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
+FREE = {"placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"}
+
+
+def run(argv: list[str]) -> int:
+    """Parse, train, write the page, say where it is."""
+    from lamina.studies.settings import CompareSettings
+
+    parser = make_parser(
+        "compare",
+        "Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.",
+        EXAMPLES,
+    )
+    add_settings(parser, CompareSettings)
+    parser.add_argument("--resume", action="store_true", help="go on with the study in the output folder")
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    given, others = given_settings(parser, argv, "resume", "overwrite")
+    folder = Path(given.get("output", CompareSettings.output))
+    if others.resume and (folder / "study.yaml").is_file():
+        given = merged(folder / "study.yaml", given)
+    settings = CompareSettings(**given)
+    return compare_and_report(settings, resume=others.resume, overwrite=others.overwrite)
+
+
+def merged(path: Path, given: dict) -> dict:
+    """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
+    from lamina.training.folder import read_yaml
+
+    stored = read_yaml(path).get("settings")
+    if not isinstance(stored, dict):
+        raise UserError(f"{str(path)!r}: the field 'settings' is missing")
+    for name, value in given.items():
+        if name not in FREE and name in stored and stored[name] != value:
+            raise UserError(
+                f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
+                f"another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
+            )
+    return {**stored, **given}
+
+
+def compare_and_report(settings: object, *, resume: bool = False, overwrite: bool = False) -> int:
+    """Run the study, then write its page; an interrupted study gets its page of what is there, and 130."""
+    from lamina.reports import study_report, study_summary
+    from lamina.studies.compare import compare
+
+    folder = Path(settings.output)  # type: ignore[attr-defined]
+    try:
+        compare(settings, resume=resume, overwrite=overwrite)  # type: ignore[arg-type]
+    except KeyboardInterrupt:
+        if (folder / "results.csv").is_file():
+            study_report(folder)
+        raise
+    page = study_report(folder)
+    print(study_summary(folder))
+    print(f"\nthe page:    {page}\nthe numbers: {folder / 'results.csv'}")
+    return 0

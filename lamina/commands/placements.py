@@ -1,0 +1,71 @@
+"""`lamina placements [NAME]`: the catalogue."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from lamina.commands.arguments import make_parser
+
+EXAMPLES = """
+  lamina placements
+  lamina placements keel
+  lamina placements "mix_ln(alpha=0.5)" --num-layers 24 --svg mix_ln.svg
+  lamina placements --svg placements.svg
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the list, or one placement."""
+    parser = make_parser("placements", "List the placements, or show one in full.", EXAMPLES)
+    parser.add_argument("name", nargs="?", default=None, help="a placement, name(option=value, ...), or a file")
+    parser.add_argument("--num-layers", type=int, default=4, help="depth for which the plan is shown")
+    parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram into an SVG file")
+    options = parser.parse_args(argv)
+    if options.name is None:
+        _list(options.svg, options.num_layers)
+    else:
+        _show(options.name, options.num_layers, options.svg)
+    return 0
+
+
+def _list(svg: str | None, num_layers: int) -> None:
+    from lamina.placements import get, names, resolve
+    from lamina.placements.diagram import gallery
+
+    for name in names():
+        placement = get(name)
+        print(f"{name:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
+    print("\n`lamina placements NAME` shows one in full: all equations, diagram, options, source.")
+    if svg:
+        _write(svg, gallery([resolve(name, num_layers) for name in names()]))
+
+
+def _show(spec: str, num_layers: int, svg: str | None) -> None:
+    from lamina.placements import resolve
+    from lamina.placements.custom import find
+    from lamina.placements.diagram import svg as draw
+    from lamina.placements.diagram import text
+
+    placement, plan = find(spec), resolve(spec, num_layers)
+    print(f"{placement.title} ({placement.name})\n")
+    if placement.description:
+        print(textwrap.fill(placement.description, 100) + "\n")
+    for line in placement.equation:
+        print(f"    {line}")
+    print(f"\nWired for {num_layers} layers:\n")
+    print(textwrap.indent(text(plan), "    "))
+    print(f"\nInitialisation: {placement.initialization}")
+    if placement.advice:
+        print(f"Advice:         {placement.advice}")
+    print(f"Source:         {placement.source}\n\nOptions, as in \"{placement.name}(option=value)\":")
+    for option in placement.all_options():
+        head = f"  {option.name} ({option.type_name}; default {option.default})"
+        print(textwrap.fill(f"{head}: {option.help}", 100, subsequent_indent="      "))
+    if svg:
+        _write(svg, draw(plan, title=placement.title))
+
+
+def _write(path: str, svg: str) -> None:
+    Path(path).write_text(svg, encoding="utf-8")
+    print(f"\nthe diagram: {path}")

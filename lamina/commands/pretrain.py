@@ -1,0 +1,50 @@
+"""`lamina pretrain`: one model from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lamina.commands.arguments import add_settings, given_settings, make_parser
+
+EXAMPLES = """
+  lamina pretrain --placement keel --num-layers 64 --steps 1000 --output runs/keel-64
+  lamina pretrain --backbone llama-71m --placement peri_ln --corpus books/ --tokenizer bpe:8192 --save-steps 200
+  lamina pretrain --placement keel --trainer.optim adafactor --report-to tensorboard --output runs/keel-af
+  lamina pretrain --output runs/keel-64 --resume
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, train, write the page, say how it ended."""
+    from lamina.training.folder import read_yaml
+    from lamina.training.settings import PretrainSettings
+
+    parser = make_parser(
+        "pretrain", "Train one model from scratch; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES
+    )
+    add_settings(parser, PretrainSettings)
+    parser.add_argument("--resume", action="store_true", help="go on from the output folder's last checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    given, others = given_settings(parser, argv, "resume", "overwrite")
+    stored = Path(given.get("output", PretrainSettings.output)) / "config.yaml"
+    if others.resume and stored.is_file():
+        from lamina.training.pretrain import merge
+
+        given = merge(read_yaml(stored), given)
+    settings = PretrainSettings(**given)
+
+    from lamina.reports import run_report
+    from lamina.training.pretrain import pretrain
+
+    result = pretrain(settings, resume=others.resume, overwrite=others.overwrite)
+    folder = Path(settings.output)
+    loss = result.get("eval_loss")
+    numbers = ""
+    if loss is not None and loss == loss:
+        numbers = f": eval loss {loss:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits a byte"
+    print(f"{result['status']}{numbers}" + (f" ({result['reason']})" if result["reason"] else ""))
+    if result["status"] == "interrupted":
+        print(f"to go on: lamina pretrain --output {folder} --resume")
+        return 130
+    print(f"the page:  {run_report(folder)}\nthe model: {folder / 'model'}" if result["status"] != "diverged" else "")
+    return 0

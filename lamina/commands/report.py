@@ -1,0 +1,30 @@
+"""`lamina report FOLDER`: a page of the records that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lamina.commands.arguments import make_parser
+
+EXAMPLES = """
+  lamina report runs/compare
+  lamina report runs/compare --screenshot report.png
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Write report.html again, and a picture of it where asked."""
+    parser = make_parser("report", "Write the page of a run's or a study's folder.", EXAMPLES)
+    parser.add_argument("folder", help="a run's or a study's folder")
+    parser.add_argument(
+        "--screenshot", type=str, default=None, metavar="PNG", help="take a picture of the page, too (needs Chromium or Chrome)"
+    )
+    options = parser.parse_args(argv)
+    from lamina.reports import report, screenshot
+
+    page = report(Path(options.folder))
+    print(f"the page: {page}")
+    if options.screenshot:
+        screenshot(page, Path(options.screenshot))
+        print(f"the picture: {options.screenshot}")
+    return 0

@@ -1,0 +1,173 @@
+"""Figures of the training itself: losses against tokens, U-curves over the learning rate, a run's own course."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from lamina.reports.ranking import by_rate
+from lamina.reports.style import GREY, Shown, polish, rgba, thin
+
+_TRAIN_POINTS = 350
+_MARKERS = {
+    "stuck": "triangle-up-open",
+    "interrupted": "square-open",
+    "diverged": "x-thin-open",
+    "failed": "cross-open",
+}
+
+
+def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go.Figure | None:
+    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy as a dashed line."""
+    figure, evaluated, trained = go.Figure(), [], []
+    for item in shown:
+        for number, trial in enumerate(item.trials):
+            train = thin(trial.metrics.dropna(subset=["loss", "tokens"]), _TRAIN_POINTS)
+            if len(train):
+                trained.append(train["loss"].to_numpy())
+                figure.add_scatter(
+                    x=_float32(train["tokens"]),
+                    y=_float32(train["loss"]),
+                    mode="lines",
+                    line={"color": rgba(item.colour, 0.38), "width": 1},
+                    legendgroup=item.label,
+                    showlegend=False,
+                    hoverinfo="skip",
+                    name=f"{item.label} {number}",
+                )
+        means = _mean_eval(item)
+        has_lines = any(len(trial.metrics) for trial in item.trials)
+        if not has_lines and means.empty:
+            continue
+        evaluated.append(means["eval_loss"].to_numpy())
+        figure.add_scatter(
+            x=_float32(means["tokens"]) if len(means) else [None],
+            y=_float32(means["eval_loss"]) if len(means) else [None],
+            mode="lines+markers",
+            line={"color": item.colour, "width": 2.2},
+            marker={"size": 6},
+            legendgroup=item.label,
+            name=item.label + _in_legend(item),
+            hovertemplate=f"{item.label}: %{{y:.3f}}<extra></extra>",
+        )
+    if not figure.data:
+        return None
+    everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
+    everything = everything[np.isfinite(everything)]
+    if len(everything):
+        low = min(float(everything.min()), unigram_entropy if math.isfinite(unigram_entropy) else math.inf)
+        top = float(np.quantile(everything, 0.9))
+        if math.isfinite(unigram_entropy):
+            figure.add_hline(
+                y=unigram_entropy,
+                line={"color": GREY, "width": 1.2, "dash": "dash"},
+                annotation={"text": f"unigram entropy {unigram_entropy:.2f}", "font": {"size": 12, "color": GREY}},
+                annotation_position="top right",
+            )
+            top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
+        pad = 0.06 * max(top - low, 0.1)
+        figure.update_yaxes(range=[low - pad, top + pad])
+    figure.update_xaxes(title="tokens", rangemode="tozero")
+    figure.update_yaxes(title="loss (nats a token)")
+    figure.update_layout(hovermode="x unified")
+    return polish(figure, 440)
+
+
+def u_curves(results: pd.DataFrame, colour: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
+    """Mean eval loss of the finished seeds against the learning rate; what did not finish stands at the top edge."""
+    rates = by_rate(results[np.isfinite(results["learning_rate"])])
+    if rates.empty or rates["learning_rate"].nunique() < 2:
+        return None
+    done = rates[rates["finished"] > 0]
+    losses = done["eval_loss"] if len(done) else pd.Series([1.0, 2.0])
+    reach = max(float(losses.max() - losses.min()), 0.05)
+    top = float(losses.max()) + 0.16 * reach
+    figure = go.Figure()
+    for placement in order:
+        label = escape(placement)
+        rows = rates[rates["placement"] == placement].sort_values("learning_rate")
+        fine, lost = rows[rows["finished"] > 0], rows[rows["finished"] == 0]
+        spread = fine["eval_loss_std"].fillna(0)
+        figure.add_scatter(
+            x=fine["learning_rate"],
+            y=fine["eval_loss"],
+            error_y={"type": "data", "array": spread, "thickness": 1.1, "width": 3} if spread.any() else None,
+            mode="lines+markers",
+            line={"color": colour[placement], "width": 2.2},
+            marker={"size": [11 if loss == fine["eval_loss"].min() else 7 for loss in fine["eval_loss"]]},
+            name=label,
+            legendgroup=label,
+            showlegend=True,
+            hovertemplate=f"{label}<br>%{{x}}: %{{y:.3f}}<extra></extra>",
+        )
+        figure.add_scatter(
+            x=lost["learning_rate"] * (1 + 0.035 * (list(order).index(placement) - (len(order) - 1) / 2)),
+            y=[top] * len(lost),
+            mode="markers",
+            marker={
+                "symbol": [_MARKERS.get(status, "x-thin-open") for status in lost["status"]],
+                "size": 11,
+                "color": colour[placement],
+                "line": {"width": 2.2, "color": colour[placement]},
+            },
+            customdata=lost[["status_text", "learning_rate"]].map(lambda v: escape(str(v))).to_numpy(),
+            name=label,
+            legendgroup=label,
+            showlegend=False,
+            cliponaxis=False,
+            hovertemplate=f"{label}<br>%{{customdata[1]}}: %{{customdata[0]}}<extra></extra>",
+        )
+    ticks = sorted(rates["learning_rate"].unique())
+    figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
+    figure.update_yaxes(title="eval loss", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
+    return polish(figure, 400)
+
+
+def course(shown: Shown) -> go.Figure | None:
+    """One run's learning rate and whole gradient norm (before clipping) against the steps."""
+    metrics = shown.trials[0].metrics
+    names = [("learning_rate", "learning rate"), ("grad_norm", "gradient norm")]
+    names = [(column, title) for column, title in names if metrics[column].notna().any()]
+    if not names:
+        return None
+    figure = make_subplots(rows=1, cols=len(names), horizontal_spacing=0.09)
+    for number, (column, title) in enumerate(names, start=1):
+        rows = thin(metrics.dropna(subset=[column]), _TRAIN_POINTS)
+        figure.add_scatter(
+            x=rows["step"],
+            y=rows[column],
+            line={"color": shown.colour, "width": 1.8},
+            mode="lines",
+            showlegend=False,
+            hovertemplate="step %{x}: %{y:.3g}<extra></extra>",
+            row=1,
+            col=number,
+        )
+        figure.update_yaxes(title=title, row=1, col=number)
+        if column == "grad_norm":
+            figure.update_yaxes(type="log", dtick=1, row=1, col=number)
+    figure.update_xaxes(title="step")
+    polish(figure, 300)
+    return figure.update_layout(margin_t=24)
+
+
+def _mean_eval(item: Shown) -> pd.DataFrame:
+    points = [trial.metrics[["tokens", "eval_loss"]].dropna() for trial in item.trials]
+    points = [table for table in points if len(table)]
+    if not points:
+        return pd.DataFrame(columns=["tokens", "eval_loss"], dtype=float)
+    return pd.concat(points).groupby("tokens", as_index=False)["eval_loss"].mean()
+
+
+def _in_legend(item: Shown) -> str:
+    return "" if item.status_text in ("finished", "") else f" ({escape(item.status_text)})"
+
+
+def _float32(values: pd.Series) -> np.ndarray:
+    return values.to_numpy(dtype=np.float32)

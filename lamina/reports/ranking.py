@@ -1,0 +1,90 @@
+"""From a row a trial to a row a placement: each at its best learning rate, sorted by eval loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from lamina.reports.records import complete
+
+# From best to worst: a placement's status at a learning rate is the worst of its seeds'.
+STATUSES = ("finished", "stuck", "interrupted", "diverged", "failed")
+_MEANS = ("perplexity", "bits_per_byte", "unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second")
+
+
+def summarize(results: pd.DataFrame) -> pd.DataFrame:
+    """One row a placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
+
+    The best rate is the one with the lowest mean among those at which every seed finished (where there is none:
+    at which the most did), so that a rate cannot win by losing its bad seeds. Placements without a finished seed come
+    last: stuck, interrupted, diverged, failed, and by eval loss within each. ``eval_loss_std`` is over finished seeds
+    (ddof 1), NaN for fewer than two.
+
+    Returns columns rank, placement, learning_rate, learning_rates (how many were tried), seeds, finished, status (the
+    worst), status_text ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, the means of perplexity,
+    bits_per_byte, unigram_entropy, tokens, steps, seconds, tokens_per_second, and init, parameters, reason.
+    """
+    rows = []
+    for _, group in complete(results).groupby("placement", sort=False):
+        rates = [_at_rate(trials) for _, trials in group.groupby("learning_rate", dropna=False)]
+        best = min(rates, key=_order_of_rates)
+        rows.append({**best, "learning_rates": group["learning_rate"].nunique()})
+    rows.sort(key=_order_of_placements)
+    return pd.DataFrame([{"rank": rank, **row} for rank, row in enumerate(rows, start=1)])
+
+
+def by_rate(results: pd.DataFrame) -> pd.DataFrame:
+    """One row for each placement and learning rate, with the columns of ``summarize``."""
+    groups = complete(results).groupby(["placement", "learning_rate"], sort=False)
+    return pd.DataFrame([_at_rate(trials) for _, trials in groups])
+
+
+def severity(status: str) -> int:
+    """The place of a status from best (0) to worst; an unknown one counts as the worst."""
+    return STATUSES.index(status) if status in STATUSES else len(STATUSES)
+
+
+def _at_rate(trials: pd.DataFrame) -> dict[str, Any]:
+    finished = trials[trials["status"].eq("finished") & np.isfinite(trials["eval_loss"])]
+    counted = finished if len(finished) else trials[np.isfinite(trials["eval_loss"])]
+    worst = max(trials["status"], key=severity)
+    reasons = [reason for reason in trials["reason"] if reason]
+    first = trials.iloc[0]
+    return {
+        "placement": first["placement"],
+        "learning_rate": first["learning_rate"],
+        "seeds": len(trials),
+        "finished": len(finished),
+        "status": worst,
+        "status_text": _status_text(trials["status"]),
+        "eval_loss": counted["eval_loss"].mean(),
+        "eval_loss_std": finished["eval_loss"].std(ddof=1) if len(finished) > 1 else math.nan,
+        **{name: (counted if len(counted) else trials)[name].mean() for name in _MEANS},
+        "init": first["init"],
+        "parameters": trials["parameters"].max(),
+        "reason": reasons[0] if reasons else "",
+    }
+
+
+def _status_text(statuses: pd.Series) -> str:
+    counts = statuses.value_counts()
+    if len(counts) == 1:
+        return str(counts.index[0])
+    order = sorted(counts.index, key=severity)
+    first, *others = (f"{counts[s]}/{len(statuses)} {s}" if s == order[0] else f"{counts[s]} {s}" for s in order)
+    return ", ".join([first, *others])
+
+
+def _loss(row: dict[str, Any]) -> float:
+    return row["eval_loss"] if math.isfinite(row["eval_loss"]) else math.inf
+
+
+def _order_of_rates(row: dict[str, Any]) -> tuple[float, ...]:
+    return (-row["finished"] / row["seeds"], severity(row["status"]) if not row["finished"] else 0, _loss(row))
+
+
+def _order_of_placements(row: dict[str, Any]) -> tuple[float, ...]:
+    return (0 if row["finished"] else 1 + severity(row["status"]), _loss(row))

@@ -1,0 +1,218 @@
+"""Reading what a run or a study left: whatever is missing or cut off is left out, never an error of the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from lamina.errors import UserError
+from lamina.placements import Plan
+
+logger = logging.getLogger(__name__)
+
+TEXTS = ("trial", "placement", "init", "status", "reason")
+NUMBERS = (
+    *("learning_rate", "seed", "eval_loss", "perplexity", "bits_per_byte", "unigram_entropy"),
+    *("tokens", "steps", "seconds", "tokens_per_second", "parameters"),
+)
+METRICS = ("gradient_norm", "hidden_variance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run's folder. Its tables are empty where the files are missing."""
+
+    name: str
+    placement: str
+    folder: Path
+    status: str = ""
+    seed: float = float("nan")
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """The lines of metrics.jsonl; a line cut off by a kill is left out."""
+        lines = []
+        for line in _text(self.folder / "metrics.jsonl").splitlines():
+            try:
+                record = json.loads(line)  # accepts NaN and Infinity
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                lines.append(record)
+        frame = pd.DataFrame(lines).reindex(
+            columns=["step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second", "eval_loss"]
+        )
+        return frame.apply(pd.to_numeric, errors="coerce")
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan that the run resolved, or None where plan.json is missing or not readable."""
+        try:
+            return Plan.from_dict(json.loads(_text(self.folder / "plan.json")))
+        except (ValueError, TypeError):
+            return None
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """environment.json: versions, machine, git revision."""
+        return _mapping(self.folder / "environment.json")
+
+    @cached_property
+    def _layers(self) -> pd.DataFrame:
+        parts = []
+        for path in sorted((self.folder / "layers").glob("part-*.parquet")):
+            try:
+                part = pd.read_parquet(path)
+                parts.append(part.loc[part["metric"].isin(METRICS), ["step", "layer", "sublayer", "metric", "value"]])
+            except (OSError, ValueError, KeyError) as error:
+                logger.warning("%s: left out of the report (%s)", path.name, error)
+        if not parts:
+            return pd.DataFrame(columns=["step", "layer", "sublayer", "metric", "value"])
+        return pd.concat(parts, ignore_index=True)
+
+    @cached_property
+    def gradients(self) -> pd.DataFrame:
+        """Gradient norm of each block's parameters: a row a block (counted from 1), a column a step."""
+        rows = self._layers
+        rows = rows[(rows["metric"] == "gradient_norm") & (rows["layer"] >= 0)]
+        whole = rows[rows["sublayer"] == "block"]
+        if whole.empty and not rows.empty:
+            squares = rows.assign(value=rows["value"].astype(float) ** 2)
+            whole = squares.groupby(["step", "layer"], as_index=False)["value"].sum(min_count=1)
+            whole["value"] = np.sqrt(whole["value"])
+        return _by_depth(whole)
+
+    @cached_property
+    def variances(self) -> pd.DataFrame:
+        """Variance of each block's output: a row a block (counted from 1; 0 is the embedding), a column a step."""
+        rows = self._layers[self._layers["metric"] == "hidden_variance"]
+        outputs = rows["sublayer"].eq("feed_forward") & rows["layer"].ge(0)
+        embedding = rows["sublayer"].eq("block") & rows["layer"].eq(-1)
+        return _by_depth(rows[outputs | embedding])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study's folder, or a single run's folder seen as a study of one trial."""
+
+    folder: Path
+    header: dict[str, Any]
+    settings: dict[str, Any]
+    results: pd.DataFrame
+    trials: tuple[Trial, ...]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The machine and versions of the first trial that says."""
+        return next((t.environment for t in self.trials if t.environment), {})
+
+
+def read_study(folder: Path) -> Study:
+    """Read study.yaml and results.csv. Raises UserError where there is nothing to report."""
+    header = _mapping(folder / "study.yaml")
+    if not (folder / "results.csv").is_file():
+        raise UserError(f"{str(folder)!r}: no results.csv in this study (no trial has ended yet)")
+    try:
+        raw = pd.read_csv(folder / "results.csv", dtype=str, keep_default_na=False)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{str(folder / 'results.csv')!r}: not readable as CSV ({error})") from None
+    results = complete(raw)
+    if results.empty:
+        raise UserError(f"{str(folder / 'results.csv')!r}: holds no trial")
+    trials = tuple(
+        Trial(
+            name=row.trial,
+            placement=row.placement,
+            folder=_inside(folder / "trials", row.trial),
+            status=row.status,
+            seed=row.seed,
+        )
+        for row in results.itertuples()
+    )
+    settings = header.pop("settings", None)
+    settings = settings if isinstance(settings, dict) else {}
+    return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
+
+
+def read_run(folder: Path) -> Study:
+    """Read a single run's folder as a study of one trial."""
+    config, result = _mapping(folder / "config.yaml"), _mapping(folder / "result.json")
+    environment = _mapping(folder / "environment.json")
+    trial = Trial(name=folder.name, placement="", folder=folder)
+    flat = flatten(config)
+    plan = trial.plan
+    placement = str(config.get("placement") or (plan.placement if plan else "") or folder.name)
+    if isinstance(config.get("placement"), dict):
+        placement = plan.placement if plan else str(config["placement"].get("name", folder.name))
+    row = {key: value for key, value in {**flat, **result}.items() if key in NUMBERS or key in TEXTS}
+    row |= {"trial": folder.name, "placement": placement, "status": str(result.get("status") or "unfinished")}
+    results = complete(pd.DataFrame([row]))
+    if pd.isna(results.loc[0, "steps"]) and len(trial.metrics):
+        results.loc[0, "steps"] = trial.metrics["step"].max()
+    trial = Trial(name=folder.name, placement=placement, folder=folder, status=str(row["status"]))
+    header = {"command": environment.get("command") or config.get("command")}
+    return Study(folder=folder, header=header, settings=config, results=results, trials=(trial,))
+
+
+def complete(results: pd.DataFrame) -> pd.DataFrame:
+    """The results with every column that the page reads: texts as strings, numbers as floats (NaN where empty)."""
+    results = results.reset_index(drop=True).copy()
+    for name in TEXTS:
+        texts = results[name] if name in results else pd.Series("", index=results.index)
+        results[name] = texts.astype(object).where(texts.notna(), "").astype(str)
+    for name in NUMBERS:
+        numbers = results[name] if name in results else pd.Series(float("nan"), index=results.index)
+        results[name] = pd.to_numeric(numbers, errors="coerce").astype(float)
+    return results
+
+
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as plain dicts."""
+    return cast("list[dict[str, Any]]", frame.to_dict("records"))
+
+
+def flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _by_depth(rows: pd.DataFrame) -> pd.DataFrame:
+    values = pd.to_numeric(rows["value"], errors="coerce")
+    table = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
+        index="depth", columns="step", values="value", aggfunc="last", dropna=False
+    )
+    return table.astype(float).dropna(how="all", axis=0).sort_index().sort_index(axis=1)
+
+
+def _inside(parent: Path, name: str) -> Path:
+    """The trial's folder; a name that leads out of the study's folder leads nowhere."""
+    path = parent / name
+    return path if name and path.resolve().is_relative_to(parent.resolve()) else parent / "no-such-trial"
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        text = _text(path)
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        logger.warning("%s: not readable, left out of the report", path.name)
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "{}" if path.suffix == ".json" else ""

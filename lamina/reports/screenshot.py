@@ -1,0 +1,45 @@
+"""A picture of a page, by a browser that is on the machine already."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from lamina.errors import UserError
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, *, timeout: float = 120) -> Path:
+    """Render the top ``height`` pixels of a page into a PNG. Raises UserError where no browser does it."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        raise UserError(f"screenshot: no browser on PATH (looked for: {', '.join(BROWSERS)})")
+    if not page.is_file():
+        raise UserError(f"screenshot: no such page: {str(page)!r}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "picture.png"
+        command = [
+            browser,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"),
+            f"--user-data-dir={folder}/profile",
+            f"--window-size={width},{height}",
+            "--virtual-time-budget=10000",  # lets the figures draw before the picture is taken
+            f"--screenshot={picture}",
+            page.resolve().as_uri(),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"screenshot: {Path(browser).name} took longer than {timeout:.0f} s") from None
+        if not picture.is_file():
+            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]})")
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.copyfile(picture, partial)
+        os.replace(partial, target)
+    return target

@@ -1,0 +1,118 @@
+"""What all figures share: one colour a placement, one look, one way into a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io
+
+from lamina.reports.records import Trial
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
+
+# Told apart with every common colour blindness (after Okabe and Ito, and Tol). The demo's placements keep theirs in
+# every report; others take what is left in order of appearance.
+_FIXED = {
+    "pre_ln": "#0072b2",
+    "post_ln": "#d55e00",
+    "peri_ln": "#56b4e9",
+    "mix_ln": "#cc79a7",
+    "fusenorm": "#009e73",
+    "keel": "#e69f00",
+}
+_OTHERS = ("#332288", "#882255", "#44aa99", "#999933", "#6b7280", "#000000", "#aa4499", "#117733", "#88ccee", "#661100")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A placement as the figures show it: the trials of its best learning rate, in its colour."""
+
+    placement: str
+    colour: str
+    trials: tuple[Trial, ...]
+    status_text: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name as plotly takes it: it reads a few HTML tags, so the name is escaped."""
+        name = self.placement if len(self.placement) <= 42 else f"{self.placement[:41]}…"
+        return escape(name)
+
+
+def colours(placements: Iterable[str]) -> dict[str, str]:
+    """One colour for each placement, the same in every figure of a page."""
+    names = list(dict.fromkeys(placements))
+    free = [c for c in _OTHERS if c not in _FIXED.values()] + [c for n, c in _FIXED.items() if n not in names]
+    given: dict[str, str] = {}
+    taken = 0
+    for name in names:
+        if name in _FIXED:
+            given[name] = _FIXED[name]
+        else:
+            given[name] = free[taken % len(free)]
+            taken += 1
+    return given
+
+
+def rgba(colour: str, alpha: float) -> str:
+    """A hexadecimal colour with transparency."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def polish(figure: go.Figure, height: int) -> go.Figure:
+    """The look of every figure: white, thin grid lines, the legend above."""
+    figure.update_layout(
+        height=height,
+        template="none",
+        font={"family": FONT, "size": 13, "color": INK},
+        paper_bgcolor="#fff",
+        plot_bgcolor="#fff",
+        margin={"l": 64, "r": 16, "t": 56, "b": 52},
+        hoverlabel={"bgcolor": "#fff", "bordercolor": RULE, "font": {"family": FONT, "size": 12.5, "color": INK}},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "font": {"size": 13}},
+    )
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": RULE,
+        "zeroline": False,
+        "ticks": "outside",
+        "tickcolor": RULE,
+        "ticklen": 4,
+        "tickfont": {"size": 12, "color": GREY},
+        "title_font": {"size": 12.5, "color": GREY},
+        "showline": True,
+    }
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis)
+    return figure
+
+
+def to_html(figure: go.Figure) -> str:
+    """The figure as a div and a script, without plotly.js itself. plotly writes < and > in data as unicode escapes."""
+    config = {
+        "displaylogo": False,
+        "responsive": True,
+        "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+    }
+    return plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config=config)
+
+
+def thin(frame: pd.DataFrame, count: int) -> pd.DataFrame:
+    """At most about ``count`` rows, evenly taken, the last one always among them."""
+    if len(frame) <= count:
+        return frame
+    kept = sorted({round(i * (len(frame) - 1) / (count - 1)) for i in range(count)})
+    return frame.iloc[kept]
+
+
+def titles(figure: go.Figure, texts: Sequence[str]) -> None:
+    """Put plotly's subplot titles to the left edge of their plots, in the page's own size."""
+    for annotation in figure.layout.annotations:  # pyright: ignore[reportAttributeAccessIssue]
+        if annotation.text in texts:
+            annotation.update(font={"size": 13, "color": INK, "family": FONT})

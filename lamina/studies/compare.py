@@ -1,0 +1,163 @@
+"""The main job: every placement side by side on the same text."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from lamina.errors import UserError
+from lamina.studies.settings import CompareSettings
+from lamina.studies.workers import run_trials
+from lamina.training import folder as run_folder
+from lamina.training.settings import PretrainSettings
+
+DONE = ("finished", "stuck", "diverged")
+COLUMNS = (
+    *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
+    *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
+)
+_FROM_SETTINGS = ("placement", "learning_rate", "seed")
+
+
+def compare(settings: CompareSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True) -> pd.DataFrame:
+    """Train every placement at every learning rate and seed; returns results.csv's rows, the trials in their order.
+
+    A trial that fails, diverges or sticks is a row with that status. With ``resume`` trials that ended are skipped and
+    the others go on from their last checkpoint.
+
+    Raises:
+        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use.
+        OSError: the disk is full.
+        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+    """
+    from lamina.data import prepare_blocks
+    from lamina.training.pretrain import check
+
+    folder = Path(settings.output)
+    refuse_used(folder, resume=resume, overwrite=overwrite)
+    trials = settings.trials()
+    for trial in trials.values():
+        check(trial)
+    prepare_blocks(
+        settings.corpus,
+        settings.tokenizer,
+        settings.sequence_length,
+        eval_fraction=settings.eval_fraction,
+        text_field=settings.text_field,
+        progress=bar,
+    )
+    run_folder.claim(folder, resume=resume, overwrite=overwrite)
+    with _only_one(folder):
+        return _compare(settings, trials, folder, bar=bar)
+
+
+def refuse_used(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise UserError for a folder in use before anything else is done."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
+        if resume and folder.is_dir() and not (folder / "study.yaml").is_file():
+            raise UserError(f"output: {str(folder)!r} holds no study to resume (study.yaml is missing)")
+        run_folder.claim(folder, resume=resume, overwrite=False)
+
+
+def _compare(settings: CompareSettings, trials: dict[str, PretrainSettings], folder: Path, *, bar: bool) -> pd.DataFrame:
+    cores = os.cpu_count() or 1
+    workers = min(settings.workers or cores, len(trials))
+    # Two processes of one thread each beat one of two on small models.
+    trials = {t: replace(s, threads=s.threads or max(1, cores // workers)) for t, s in trials.items()}
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    study = {"command": "compare", "version": run_folder.environment(0)["versions"].get("lamina"), "created": created}
+    run_folder.write_yaml(folder / "study.yaml", {**study, "settings": settings.to_dict()})
+    run_folder.write_json(folder / "environment.json", run_folder.environment(0))
+    results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}
+    todo = {t: s for t, s in trials.items() if t not in results}
+    progress = _Progress(todo, done=len(results), show=bar)
+
+    def ended(trial: str, result: dict[str, Any]) -> None:
+        results[trial] = result
+        progress.ended(trial, result)
+        write_results(folder, trials, results)
+
+    write_results(folder, trials, results)
+    try:
+        run_trials(todo, workers=workers, ended=ended, tick=progress.tick)
+    finally:
+        progress.close()
+    return write_results(folder, trials, results)
+
+
+def write_results(folder: Path, trials: dict[str, PretrainSettings], results: dict[str, dict[str, Any]]) -> pd.DataFrame:
+    """Write results.csv, a row for each trial that has ended, and return it."""
+    rows = [
+        {**dict.fromkeys(COLUMNS), **results[t], **{k: getattr(s, k) for k in _FROM_SETTINGS}, "trial": t}
+        for t, s in trials.items()
+        if t in results
+    ]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    run_folder.write_text(folder / "results.csv", table.to_csv(index=False))
+    return table
+
+
+class _Progress:
+    """One bar over all the steps of all the trials, and a line for each that ends."""
+
+    def __init__(self, trials: dict[str, PretrainSettings], *, done: int, show: bool):
+        self.trials, self.show = trials, show
+        self.steps = dict.fromkeys(trials, 0)
+        total = sum(s.steps for s in trials.values())
+        self.bar = tqdm(total=total, unit="step", disable=not show, dynamic_ncols=True)
+        self.count, self.all = done, done + len(trials)
+        self.bar.set_description(f"{self.count}/{self.all} trials")
+
+    def tick(self, running: list[str]) -> None:
+        for trial in running:
+            self._advance(trial, _last_step(Path(self.trials[trial].output) / "metrics.jsonl"))
+
+    def ended(self, trial: str, result: dict[str, Any]) -> None:
+        self._advance(trial, self.trials[trial].steps)
+        self.count += 1
+        self.bar.set_description(f"{self.count}/{self.all} trials")
+        if self.show:
+            loss = result.get("eval_loss")
+            what = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
+            self.bar.write(f"{result['status']:>11}  {trial}  {what}")
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def _advance(self, trial: str, step: int) -> None:
+        self.bar.update(max(0, step - self.steps[trial]))
+        self.steps[trial] = max(step, self.steps[trial])
+
+
+def _last_step(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 400))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return 0
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the study's folder: two studies in one would overwrite each other's trials."""
+    try:
+        import fcntl
+    except ImportError:  # no such lock on this system
+        yield
+        return
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"output: another study runs in {str(folder)!r} (allowed: wait for it, or another folder)") from None
+        yield

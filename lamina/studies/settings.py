@@ -1,0 +1,85 @@
+"""What `lamina compare` can be told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.errors import UserError
+from lamina.placements.custom import split_specs
+from lamina.training.settings import PretrainSettings, RunSettings
+
+DEFAULT_PLACEMENTS = "post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(RunSettings):
+    """Settings of a comparison: every placement at every learning rate and seed is a trial.
+
+    Args:
+        placements: comma-separated: names (see `lamina placements`), name(option=value, ...), YAML or Python files
+        learning_rates: comma-separated peak learning rates; each placement is ranked at its best one
+        seeds: comma-separated seeds
+        init: recommended (each placement's own), or one for all: same:NAME with NAME as in --init of `lamina pretrain`
+        output: the study's folder
+        workers: trials that run at a time, each in a process of its own (default: one a core)
+    """
+
+    placements: str = DEFAULT_PLACEMENTS
+    learning_rates: str = "3e-3"
+    seeds: str = "0"
+    output: str = "runs/compare"
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UserError that names the setting whose value has no meaning."""
+        super().__post_init__()
+        if self.workers is not None and (isinstance(self.workers, bool) or self.workers < 1):
+            raise UserError(f"workers: {self.workers!r} is not a whole number of at least 1")
+        if not split_specs(self.placements):
+            raise UserError("placements: none given (see `lamina placements` for the names)")
+        self._list("learning_rates", self.learning_rates, float)
+        self._list("seeds", self.seeds, int)
+
+    @staticmethod
+    def _list(name: str, text: str, kind: type) -> list:
+        try:
+            values = [kind(part) for part in str(text).split(",") if part.strip()]
+        except ValueError:
+            values = []
+        if not values or len(set(values)) < len(values):
+            what = "whole numbers" if kind is int else "numbers"
+            raise UserError(f"{name}: {text!r} is not a comma-separated list of different {what}")
+        return values
+
+    def trials(self) -> dict[str, PretrainSettings]:
+        """The trials by their ids, which are also their folders' names. Raises UserError for a bad value in one."""
+        specs = split_specs(self.placements)
+        if len(set(specs)) < len(specs):
+            raise UserError(f"placements: {self.placements!r} names one twice")
+        trials: dict[str, PretrainSettings] = {}
+        for spec, rate, seed in self._grid(specs):
+            trial = f"{_slug(spec)}-lr{rate:g}-seed{seed}"
+            while trial in trials:  # two specs that differ in signs only
+                trial += "-b"
+            common = {k: v for k, v in self.to_dict().items() if k not in _STUDY_ONLY}
+            common |= {"placement": spec, "learning_rate": rate, "seed": seed, "init": self.init.removeprefix("same:")}
+            trials[trial] = PretrainSettings(**common, output=str(Path(self.output) / "trials" / trial))
+        return trials
+
+    def _grid(self, specs: list[str]) -> Iterator[tuple[str, float, int]]:
+        # Seeds outermost: a study that is stopped early has every placement once before any twice.
+        for seed in self._list("seeds", self.seeds, int):
+            for rate in self._list("learning_rates", self.learning_rates, float):
+                for spec in specs:
+                    yield spec, rate, seed
+
+
+_STUDY_ONLY = {"placements", "learning_rates", "seeds", "workers", "output"}
+
+
+def _slug(spec: str) -> str:
+    """A spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
+    return re.sub(r"[^\w.]+", "-", Path(spec).name if spec.endswith((".yaml", ".yml", ".py")) else spec).strip("-.")

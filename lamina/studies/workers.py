@@ -1,0 +1,126 @@
+"""Trials in local worker processes: each its own process, so that one that fails is a row and not a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import UserError
+from lamina.training import folder as run_folder
+from lamina.training.settings import PretrainSettings
+
+logger = logging.getLogger(__name__)
+
+DISK_FULL = 74  # EX_IOERR of sysexits.h
+GRACE_SECONDS = 30.0
+
+
+def run_trials(
+    trials: Mapping[str, PretrainSettings],
+    *,
+    workers: int,
+    ended: Callable[[str, dict[str, Any]], None],
+    tick: Callable[[list[str]], None],
+) -> None:
+    """Run every trial, ``workers`` at a time; ``ended`` gets each one's id and result, ``tick`` the running ids.
+
+    On KeyboardInterrupt the running trials are told to stop, save a checkpoint and end as `interrupted`; then it is
+    raised again. A trial whose process dies leaves a result with status `failed`.
+
+    Raises:
+        OSError: the disk is full; what was finished is kept.
+    """
+    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    if hasattr(context, "set_forkserver_preload"):
+        # The server imports torch and transformers once; each trial is forked from it in milliseconds.
+        context.set_forkserver_preload(["lamina.training.pretrain"])
+    waiting, running = list(trials), {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                trial = waiting.pop(0)
+                running[trial] = _start(context, trials[trial])
+            _reap(running, trials, ended)
+            tick(list(running))
+            time.sleep(0.2)
+    except BaseException:
+        _stop(running)
+        with contextlib.suppress(OSError):
+            _reap(running, trials, ended)
+        raise
+
+
+def _start(context: Any, settings: PretrainSettings) -> BaseProcess:
+    process = context.Process(target=_run_trial, args=(settings.to_dict(),))
+    process.start()
+    return process
+
+
+def _reap(
+    running: dict[str, BaseProcess],
+    trials: Mapping[str, PretrainSettings],
+    ended: Callable[[str, dict[str, Any]], None],
+) -> None:
+    for trial, process in list(running.items()):
+        if process.is_alive():
+            continue
+        process.join()
+        del running[trial]
+        folder = Path(trials[trial].output)
+        result = run_folder.read_result(folder)
+        if process.exitcode == DISK_FULL:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        if result is None:
+            result = {"status": "failed", "reason": f"the worker process ended with exit code {process.exitcode}"}
+            folder.mkdir(parents=True, exist_ok=True)
+            run_folder.write_json(folder / "result.json", result)
+        ended(trial, result)
+
+
+def _stop(running: Mapping[str, BaseProcess]) -> None:
+    for process in running.values():
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    try:
+        for process in running.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:  # asked twice: at once, then
+        pass
+    for process in running.values():
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _run_trial(data: dict[str, Any]) -> None:
+    """The body of a worker process: one run, whatever it prints kept in its folder's log.txt."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # a Ctrl-C at the terminal reaches the study, which tells its trials once
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from lamina.training.pretrain import pretrain
+
+    settings = PretrainSettings.from_dict(data)
+    folder = Path(settings.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "log.txt").open("a", encoding="utf-8") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+            # A failed or interrupted try leaves a result; without it the run goes on from its last checkpoint.
+            (folder / "result.json").unlink(missing_ok=True)
+            pretrain(settings, resume=True, bar=False)
+    except OSError as error:
+        sys.exit(DISK_FULL if error.errno == errno.ENOSPC else 1)
+    except UserError as error:
+        run_folder.write_json(folder / "result.json", {"status": "failed", "reason": str(error)})
+        sys.exit(2)

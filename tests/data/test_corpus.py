@@ -1,0 +1,203 @@
+import gzip
+import json
+import logging
+import lzma
+import os
+import sys
+
+import pytest
+import zstandard
+
+from lamina.data import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
+from lamina.data.files import read_parts
+from lamina.errors import UserError
+
+TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: zstandard.ZstdCompressor().compress(content),
+}
+
+
+def texts(corpus, **options):
+    return [document.text for document in read_corpus(str(corpus), **options)]
+
+
+def error_of(corpus, **options):
+    with pytest.raises(UserError) as caught:
+        list(read_corpus(str(corpus), **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_embedded_corpus_is_one_document_from_emma_to_moby_dick():
+    (document,) = read_corpus(EMBEDDED)
+    assert document.text.startswith("EMMA\n")
+    assert len(document.text.encode()) == 5_208_759
+    assert "Ishmael" in document.text[-1_300_000:]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_text_file_is_read_as_it_stands_under_every_compression(tmp_path, suffix):
+    path = tmp_path / f"novel.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](TEXT.encode()))
+    assert texts(path) == [TEXT]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_the_rows_of_a_jsonl_file_are_documents_under_every_compression(tmp_path, suffix):
+    rows = [{"text": "one\ntwo"}, {"text": TEXT, "id": 3}]
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix]("\n\n".join(map(json.dumps, rows)).encode()))
+    assert texts(path) == ["one\ntwo", TEXT]
+
+
+def test_compression_is_known_by_content_when_the_name_does_not_tell(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_bytes(gzip.compress(TEXT.encode()))
+    assert texts(path) == [TEXT]
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    assert texts(path) == [TEXT]
+
+
+def test_another_field_of_the_rows_can_be_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"body": "words", "text": "no"}\n')
+    assert texts(path, text_field="body") == ["words"]
+
+
+def test_a_row_without_the_field_is_refused_with_file_line_and_fields(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n{"texts": "no", "id": 1}\n')
+    message = error_of(path)
+    assert "rows.jsonl" in message
+    assert "line 2" in message
+    assert "'texts'" in message
+    assert "texts, id" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [("{oops", "not JSON"), ('["a"]', "not list"), ('{"text": 3}', "not int"), ('{"text": null}', "not null")],
+)
+def test_a_malformed_row_is_refused_by_line(tmp_path, row, part):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row)
+    assert "line 1" in error_of(path)
+    assert part in error_of(path)
+
+
+def test_half_a_surrogate_pair_in_json_becomes_the_replacement_character(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a\\ud83dz 🐋"}')
+    assert texts(path) == ["a\ufffdz 🐋"]
+
+
+def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or_binary_files(tmp_path, caplog):
+    folder = tmp_path / "project"
+    for name, content in {
+        "b/main.py": b"print('b')\n",
+        "a.md": b"# a\n",
+        "a/z.c": b"int z;\n",
+        "Makefile": b"all:\n",
+        "rows.jsonl.gz": gzip.compress(b'{"text": "row"}'),
+        "logo.png": b"\x89PNG\r\n\x1a\n\x00\x00",
+        "latin.txt": "café".encode("latin-1"),
+        "broken.txt.xz": b"not xz",
+        "empty.py": b"",
+        ".git/config": b"hidden\n",
+        ".env": b"hidden\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        documents = list(read_corpus(str(folder)))
+    names = ["Makefile", "a/z.c", "a.md", "b/main.py", "rows.jsonl.gz:1"]
+    assert [document.name for document in documents] == names
+    assert "3 files skipped" in caplog.text
+    assert "logo.png" in caplog.text
+
+
+def test_a_large_file_comes_in_parts_that_end_at_line_ends_and_join_to_the_whole(tmp_path):
+    path = tmp_path / "large.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(500)))
+    parts = list(read_parts(path, part_chars=100))
+    assert len(parts) > 10
+    assert all(part.endswith("\n") for part in parts)
+    assert "".join(parts) == path.read_text()
+
+
+def test_a_missing_corpus_is_refused_at_once_with_the_nearest_name_and_what_is_allowed(tmp_path):
+    (tmp_path / "austen.txt").write_text("text")
+    with pytest.raises(UserError, match=r"austen\.txt") as caught:
+        read_corpus(str(tmp_path / "austin.txt"))
+    assert "--corpus" in str(caught.value)
+    assert "embedded" in str(caught.value)
+
+
+def test_a_misspelt_embedded_is_recognised():
+    with pytest.raises(UserError, match="did you mean 'embedded'"):
+        validate_corpus("embeded")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path, content):
+    path = tmp_path / "empty.txt"
+    path.write_bytes(content)
+    assert "holds no text" in error_of(path)
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.bin").write_bytes(b"\x00\x01")
+    assert "holds no text" in error_of(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("content", [b"ab\x00cd", b"\xff\xd8\xff\xe0 jpeg", "Wal".encode("utf-16")])
+def test_a_binary_file_that_is_named_is_refused(tmp_path, content):
+    path = tmp_path / "picture.txt"
+    path.write_bytes(content)
+    assert "binary or not UTF-8" in error_of(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_a_truncated_archive_is_refused_as_damaged(tmp_path, suffix):
+    path = tmp_path / f"novel.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](TEXT.encode() * 50)[:-12])
+    assert "damaged" in error_of(path)
+
+
+def test_a_pipe_is_neither_file_nor_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither a regular file nor a folder" in error_of(tmp_path / "pipe")
+
+
+def test_zstandard_missing_names_the_extra_to_install(tmp_path, monkeypatch):
+    path = tmp_path / "novel.txt.zst"
+    path.write_bytes(COMPRESS[".zst"](TEXT.encode()))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "pip install lamina[zstd]" in error_of(path)
+
+
+def test_the_fingerprint_is_that_of_names_contents_and_text_field(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "b.txt").write_text("two")
+    seen = [corpus_fingerprint(str(folder))]
+    os.utime(folder / "a.txt", (1, 1))
+    assert corpus_fingerprint(str(folder)) == seen[0]
+    seen.append(corpus_fingerprint(str(folder), "body"))
+    (folder / "a.txt").write_text("onet")
+    (folder / "b.txt").write_text("wo")
+    seen.append(corpus_fingerprint(str(folder)))
+    (folder / "b.txt").rename(folder / "c.txt")
+    seen.append(corpus_fingerprint(str(folder)))
+    assert len(set(seen)) == 4

@@ -1,0 +1,60 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.data import Document
+from lamina.data.split import is_held_out, piece_chars, split_documents
+
+FEW_CHARACTERS = st.text(alphabet="ab \n🐋", max_size=400)
+
+
+@given(st.lists(FEW_CHARACTERS, max_size=8), st.integers(1, 120), st.floats(0.001, 0.5))
+def test_the_segments_joined_together_are_the_corpus(texts, chars, fraction):
+    documents = [Document(name="d", text=text) for text in texts]
+    segments = list(split_documents(documents, chars, fraction))
+    for number, text in enumerate(texts):
+        own = [segment for segment in segments if segment.document == number]
+        assert "".join(segment.text for segment in own) == text
+        assert all(later.follows(earlier) for earlier, later in itertools.pairwise(own))
+
+
+@given(FEW_CHARACTERS, st.integers(1, 120))
+def test_no_segment_is_longer_than_two_pieces(text, chars):
+    segments = split_documents([Document(name="d", text=text)], chars, 0.1)
+    assert all(len(segment.text) <= 2 * chars for segment in segments)
+
+
+def test_pieces_end_at_line_ends_where_there_are_any():
+    text = "".join(f"line {number}\n" for number in range(200))
+    segments = list(split_documents([Document(name="d", text=text)], 50, 0.1))
+    assert all(segment.text.endswith("\n") for segment in segments)
+
+
+def test_short_documents_stay_whole():
+    documents = [Document(name=str(number), text=f"document {number}\n" * 2) for number in range(50)]
+    segments = list(split_documents(documents, 120, 0.2))
+    assert [segment.text for segment in segments] == [document.text for document in documents]
+    assert any(segment.held_out for segment in segments)
+
+
+def test_the_parts_of_a_large_file_are_one_document():
+    parts = [Document(name="d", text="abc\n"), Document(name="d", text="def\n", continues=True)]
+    first, second = split_documents(parts, 100, 0.1)
+    assert second.follows(first)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3, 0.5])
+def test_the_held_out_pieces_are_the_fraction_and_evenly_spread(fraction):
+    held_out = [piece for piece in range(2000) if is_held_out(piece, fraction)]
+    assert len(held_out) == pytest.approx(2000 * fraction, abs=1)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(held_out)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("total", [1, 19, 3_000, 100_000, 5_208_759, 10**9])
+def test_there_are_some_twenty_pieces_at_least_and_none_is_longer_than_64_thousand(total):
+    chars = piece_chars(total)
+    assert 1 <= chars <= 64 * 1024
+    assert chars * 20 <= max(total, 20)
