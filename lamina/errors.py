@@ -22,4 +22,5 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
     """The error for a name that is not in a list: names the field, the value, the nearest and all the allowed ones."""
     names = sorted(allowed)
-    return UserError(f"unknown {field} {value!r}{nearest(value, names)} (allowed: {', '.join(names)})")
+    listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
+    return UserError(f"unknown {field} {value!r}{nearest(value, names)} (allowed: {listed})")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
@@ -21,15 +21,27 @@ class Parser(ArgumentParser):
         """Raise UserError in place of printing the usage."""
         options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
         line = " ".join(str(message).split())
-        unknown = re.search(r"(?:[Uu]nrecognized arguments?:|does not accept nested key|[Nn]o action for key)\s*(\S+)", line)
+        unknown = re.search(
+            r"(?:[Uu]nrecognized arguments?:|does not accept nested key|[Nn]o action for key)\s*(\S+)", line
+        )
         if unknown:
             name = unknown[1].strip("'\"").split("=")[0]
             given = name if name.startswith("-") else f"--{name.replace('_', '-')}"
             raise UserError(f"unknown option {given}{nearest(given, options)} (see `{self.prog} --help`)")
-        match = re.search(r"Parser key \"(\w+)\":?\s*(.*)", line)
-        if match:
-            raise UserError(f"--{match[1].replace('_', '-')}: {match[2]}")
+        value = re.search(r"Given value: (.*)", line)
+        key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
+        if value and key:
+            name = key[1].lstrip("-").replace("_", "-")
+            kinds = {
+                str(a.option_strings[-1]): getattr(a, "_typehint", None) for a in self._actions if a.option_strings
+            }
+            raise UserError(f"--{name}: {value[1]!r} (allowed: {_kind_names(kinds.get(f'--{name}'))})")
         raise UserError(line)
+
+
+def _kind_names(kind: Any) -> str:
+    named = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    return " or ".join(named.get(k, getattr(k, "__name__", str(k))) for k in (get_args(kind) or (kind,)))
 
 
 def make_parser(command: str, description: str, examples: str) -> Parser:
@@ -43,6 +55,7 @@ def make_parser(command: str, description: str, examples: str) -> Parser:
         formatter_class=_formatter(),
         exit_on_error=True,
         default_env=False,
+        allow_abbrev=False,
     )
 
 
@@ -94,7 +107,7 @@ def _from_yaml(parser: Parser, path: Path, others: tuple[str, ...]) -> dict[str,
         if key not in known:
             raise UserError(f"{str(path)!r}: unknown setting {key!r}{nearest(str(key), known)}")
     checked = parser.parse_object({k: v for k, v in data.items() if v is not None}, defaults=False).as_dict()
-    return {k: checked[k] if k in checked else v for k, v in data.items()}
+    return {k: checked.get(k, v) for k, v in data.items()}
 
 
 def _helps(settings: type) -> dict[str, str]:

@@ -56,7 +56,7 @@ def merged(path: Path, given: dict) -> dict:
 
 def compare_and_report(settings: object, *, resume: bool = False, overwrite: bool = False) -> int:
     """Run the study, then write its page; an interrupted study gets its page of what is there, and 130."""
-    from lamina.reports import study_report, study_summary
+    from lamina.reports import study_report
     from lamina.studies.compare import compare
 
     folder = Path(settings.output)  # type: ignore[attr-defined]
@@ -67,6 +67,20 @@ def compare_and_report(settings: object, *, resume: bool = False, overwrite: boo
             study_report(folder)
         raise
     page = study_report(folder)
-    print(study_summary(folder))
+    print(summary(folder))
     print(f"\nthe page:    {page}\nthe numbers: {folder / 'results.csv'}")
     return 0
+
+
+def summary(folder: Path) -> str:
+    """The ranking of a study's results.csv as lines for the terminal."""
+    import pandas as pd
+
+    from lamina.reports import summarize
+
+    lines = [f"{'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"]
+    for row in summarize(pd.read_csv(folder / "results.csv")).to_dict("records"):
+        loss, spread = row["eval_loss"], row["eval_loss_std"]
+        shown = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
+        lines.append(f"{row['placement']:<24} {row['status_text']:<20} {shown:>17} {row['learning_rate']:>13g}")
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lamina.commands.arguments import make_parser
 from lamina.errors import UserError
@@ -24,7 +25,9 @@ def run(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     for name in ("max_new_tokens", "temperature"):
         if options[name] < 0 or (name == "max_new_tokens" and options[name] < 1):
-            raise UserError(f"{name}: {options[name]!r} (allowed: {'at least 1' if name != 'temperature' else '0 or more'})")
+            raise UserError(
+                f"{name}: {options[name]!r} (allowed: {'at least 1' if name != 'temperature' else '0 or more'})"
+            )
     folder = Path(options.model)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "config.json").is_file():
@@ -44,7 +47,7 @@ def continuation(folder: Path, prompt: str, max_new_tokens: int, temperature: fl
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     inputs = tokenizer(prompt, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

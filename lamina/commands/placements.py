@@ -58,7 +58,7 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
     print(f"\nInitialisation: {placement.initialization}")
     if placement.advice:
         print(f"Advice:         {placement.advice}")
-    print(f"Source:         {placement.source}\n\nOptions, as in \"{placement.name}(option=value)\":")
+    print(f'Source:         {placement.source}\n\nOptions, as in "{placement.name}(option=value)":')
     for option in placement.all_options():
         head = f"  {option.name} ({option.type_name}; default {option.default})"
         print(textwrap.fill(f"{head}: {option.help}", 100, subsequent_indent="      "))

@@ -41,7 +41,9 @@ def run(argv: list[str]) -> int:
     loss = result.get("eval_loss")
     numbers = ""
     if loss is not None and loss == loss:
-        numbers = f": eval loss {loss:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits a byte"
+        numbers = (
+            f": eval loss {loss:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits a byte"
+        )
     print(f"{result['status']}{numbers}" + (f" ({result['reason']})" if result["reason"] else ""))
     if result["status"] == "interrupted":
         print(f"to go on: lamina pretrain --output {folder} --resume")

@@ -17,7 +17,11 @@ def run(argv: list[str]) -> int:
     parser = make_parser("report", "Write the page of a run's or a study's folder.", EXAMPLES)
     parser.add_argument("folder", help="a run's or a study's folder")
     parser.add_argument(
-        "--screenshot", type=str, default=None, metavar="PNG", help="take a picture of the page, too (needs Chromium or Chrome)"
+        "--screenshot",
+        type=str,
+        default=None,
+        metavar="PNG",
+        help="take a picture of the page, too (needs Chromium or Chrome)",
     )
     options = parser.parse_args(argv)
     from lamina.reports import report, screenshot

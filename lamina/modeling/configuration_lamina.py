@@ -27,7 +27,8 @@ class LaminaConfig(PreTrainedConfig):
     """
 
     model_type = "lamina"
-    sub_configs = {"backbone_config": AutoConfig}  # noqa: RUF012 (transformers reads it as a plain class attribute)
+    # transformers reads it off the class; newer versions have a property of the name
+    sub_configs = {"backbone_config": AutoConfig}  # noqa: RUF012 # pyright: ignore
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     backbone_config: dict | PreTrainedConfig | None = None

@@ -99,7 +99,9 @@ def _scaled(weight: Weight, std: float) -> float:
     return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
 
 
-@initializer("deepnorm", "Xavier normal with gain beta on value, attention-out and FFN weights, 1 elsewhere (DeepNet Fig 2)")
+@initializer(
+    "deepnorm", "Xavier normal with gain beta on value, attention-out and FFN weights, 1 elsewhere (DeepNet Fig 2)"
+)
 def _deepnorm(weight: Weight, std: float) -> float:
     if weight.layer < 0:
         return std
@@ -176,9 +178,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         else:
             role = "embedding" if isinstance(modules[owner], nn.Embedding) else "readout"
         layer, sublayer, wiring = place or (-1, "embedding" if role == "embedding" else "readout", {})
-        yield Weight(
-            name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common
-        )
+        yield Weight(name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common)
 
 
 def _prefixes(name: str, wirings: dict[str, Any]) -> Iterator[tuple[str, Any]]:

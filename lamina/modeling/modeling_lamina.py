@@ -40,7 +40,7 @@ class LaminaNorm(nn.Module):
     def __init__(self, hidden_size: int, *, eps: float, gain: float = 1.0, learnable: bool = True, groups: int = 1):
         super().__init__()
         self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, gain
-        self.register_parameter("weight", nn.Parameter(torch.full((hidden_size,), gain)) if learnable else None)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.full((hidden_size,), gain)) if learnable else None
 
     def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is not None:
@@ -79,7 +79,7 @@ class LaminaLayerNorm(LaminaNorm):
 
     def __init__(self, hidden_size: int, *, learnable: bool = True, **kwargs: Any):
         super().__init__(hidden_size, learnable=learnable, **kwargs)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(hidden_size)) if learnable else None)
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if learnable else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
@@ -124,8 +124,8 @@ class NormedLinear(nn.Linear):
         new.norm_dim, new.norm = norm_dim, norm
         return new
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input)
         return self.norm(y.unflatten(-1, (-1, self.norm_dim))).flatten(-2)
 
 
@@ -190,7 +190,7 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; the rest goes to attention."""
+        """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest."""
         if self._takes_mask:  # a module of the user's own may not know of masks
             kwargs["attention_mask"] = attention_mask
         y = self.attention(hidden_states, **kwargs)
@@ -208,21 +208,20 @@ class _InitializesPlan:
         elif isinstance(module, LaminaNorm):
             if module.weight is not None:
                 init.constant_(module.weight, module.initial_gain)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)  # type: ignore[arg-type]
+            if isinstance(module, LaminaLayerNorm) and module.bias is not None:
+                init.zeros_(module.bias)
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
 
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
-    """The transformers model of ``config.backbone_config`` with its layers wired as ``config.plan`` says, and the norm
-    on the embedding that the plan asks for.
+    """The transformers model of ``config.backbone_config`` wired as ``config.plan`` says, and the embedding's norm.
 
     Raises ValueError for an architecture whose layers have no attention and feed-forward to take out, or for a plan that
     asks for norms on projections that it does not have.
     """
     backbone_config, plan = config.get_text_config(), config.plan
-    base = MODEL_MAPPING[type(backbone_config)]
+    base: Any = MODEL_MAPPING[type(backbone_config)]
     # transformers keys its output recorders by the class, so a class of its own must exist before the model is built.
     record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
     attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
@@ -232,7 +231,11 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         raise ValueError("plan: a Lamina model needs one (lamina.build makes it)")
     adapter = ADAPTERS.get(backbone_config.model_type, DEFAULT_ADAPTER)
     layers, like = getattr(backbone, adapter.layers, None), getattr(backbone, adapter.norm, None)
-    if layers is None or like is None or not all(hasattr(layers[0], p) for p in (adapter.attention, adapter.feed_forward)):
+    if (
+        layers is None
+        or like is None
+        or not all(hasattr(layers[0], p) for p in (adapter.attention, adapter.feed_forward))
+    ):
         raise ValueError(
             f"backbone {backbone_config.model_type!r}: its layers have no {adapter.attention!r} and "
             f"{adapter.feed_forward!r} that could be wired again"
@@ -325,8 +328,9 @@ class LaminaModel(LaminaPreTrainedModel):
         if self.embedding_norm is not None or self.embedding_scale != 1.0:
             if inputs_embeds is None:
                 inputs_embeds = self.get_input_embeddings()(input_ids)
-            input_ids, inputs_embeds = None, inputs_embeds * self.embedding_scale
-            inputs_embeds = inputs_embeds if self.embedding_norm is None else self.embedding_norm(inputs_embeds)
+            assert inputs_embeds is not None
+            x = inputs_embeds * self.embedding_scale
+            input_ids, inputs_embeds = None, x if self.embedding_norm is None else self.embedding_norm(x)
         if use_cache is None and self.training:
             use_cache = False  # nothing reads it, and its guards would make torch.compile compile every layer anew
         if kwargs.get("output_hidden_states") is None and self.config.output_hidden_states:
@@ -348,7 +352,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
         self.model = LaminaModel(config)
-        text_config = config.get_text_config()
+        text_config: Any = config.get_text_config()
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self.post_init()
 

@@ -34,7 +34,7 @@ _FILE_FIELDS = (
     *("placement", "title", "equation", "source", "initialization", "advice", "rules"),
     *("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm"),
 )
-_OPERATORS: dict[type, Callable[..., float]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

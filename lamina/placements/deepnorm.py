@@ -21,7 +21,7 @@ def deepnorm(
     """Bounds the model's update: alpha strengthens the skip, beta shrinks what each branch starts with.
 
     Args:
-        alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, that of decoder-only and encoder-only models.
+        alpha: the constant on the skip; default (2 N)^(1/4) with N blocks, for decoder-only and encoder-only models.
             In an encoder-decoder of N and M blocks: encoder 0.81 (N^4 M)^(1/16), decoder (3 M)^(1/4).
         beta: the gain on the initial value, output and feed-forward weights; default (8 N)^(-1/4).
             Encoder 0.87 (N^4 M)^(-1/16), decoder (12 M)^(-1/4).
@@ -31,11 +31,11 @@ def deepnorm(
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value is not None and value <= 0:
             raise UserError(f"placement 'deepnorm': option {name!r} is {value!r} (allowed: a number above 0)")
-    beta = (8 * num_layers) ** -0.25 if beta is None else float(beta)
+    gain = float((8 * num_layers) ** -0.25 if beta is None else beta)
     sublayer = Sublayer(
         post_norm=Norm(),
         skip_scale=(2 * num_layers) ** 0.25 if alpha is None else float(alpha),
-        weight_gain=beta,
-        gate_gain=beta if scale_gate else 1.0,
+        weight_gain=gain,
+        gate_gain=gain if scale_gate else 1.0,
     )
     return Plan(placement="deepnorm", layers=(Layer(attention=sublayer, feed_forward=sublayer),) * num_layers)

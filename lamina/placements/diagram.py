@@ -19,7 +19,7 @@ _MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace
 _INK, _GREY, _LINE = "#1f2933", "#66717d", "#3b4754"
 _FILL = {"norm": ("#fde9b8", "#b7800b"), "attention": ("#d9e8f6", "#2f6ea8"), "feed_forward": ("#d8efe4", "#2b8263")}
 _END, _PANEL = ("#f1f3f5", "#98a2ad"), "#f7f8fa"
-_COLUMN, _STREAM, _BRANCH, _BYPASS = 190, 66, 134, 22  # a column's width; x of the three lines in it
+_COLUMN, _STREAM, _BRANCH, _BYPASS = 178, 62, 126, 20  # a column's width; x of the three lines in it
 _NORM, _MODULE, _SUBLAYER = 21, 27, 172  # heights
 _HEAD, _FOOT, _CAP = 60, 66, 22  # room above and below the blocks; a panel's top
 _MAX_COLUMNS = 4
@@ -56,6 +56,8 @@ def text(plan: Plan) -> str:
 def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
     """One plan as a self-contained SVG: a column for each kind of layer, with the lines of ``equation`` below.
 
+    ``title`` stands above it (default: the placement's own; an empty one leaves the room to the drawing).
+
     A plan with more than four kinds shows those of one wiring as one column, their scales as a range. No scripts, fonts
     or ids, so that several stand in one page; all text is escaped.
     """
@@ -88,7 +90,7 @@ def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[st
     groups = _groups(plan)
     hidden = len(groups) - _MAX_COLUMNS
     shown = groups[:_MAX_COLUMNS]
-    heading = title or _title(plan)
+    heading = _title(plan) if title is None else title
     notes = _head_norms(plan) + sorted({note for layers, _ in shown for note in _notes(layers)})
     learned = {getattr(sub, f) for layers, _ in shown for sub in _sublayers(layers) for f in _LEARNED}
     notes += ["learned scales: one number each"] * ("scalar" in learned)
@@ -103,8 +105,9 @@ def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[st
         *(math.ceil(len(note) * 5.6) + 16 for note in notes),
         0,
     )
-    parts = [_text(8, 17, heading, size=14.5, weight=600)]
-    bottom = 28 + _HEAD + _CAP + 2 * _SUBLAYER
+    top = 28 if heading else 6
+    parts = [_text(8, 17, heading, size=14.5, weight=600)] if heading else []
+    bottom = top + _HEAD + _CAP + 2 * _SUBLAYER
     for number, (layers, indices) in enumerate(shown):
         column = _column(plan, layers, indices, bottom, last=plan.num_layers - 1 in indices)
         parts.append(f'<g transform="translate({number * _COLUMN} 0)">{column}</g>')

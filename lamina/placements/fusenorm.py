@@ -14,7 +14,7 @@ from lamina.placements.registry import placement
     ),
     source="FuseNorm (SpanNorm, arXiv 2601.22580) Eq 5-8",
     initialization="scaled",
-    advice="learning rate 2e-4 (740M to 5B), 1.2e-4 at 128 layers, 200 steps of warm-up; needs the scaled initialisation",
+    advice="learning rate 2e-4 (740M to 5B), 1.2e-4 at 128 layers, 200 steps of warm-up; needs the scaled init",
 )
 def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
     """The feed-forward reads y but its skip carries x, so one norm, not two, stands on a block's residual path.

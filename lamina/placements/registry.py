@@ -217,7 +217,9 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 COMMON: tuple[Option, ...] = (
-    Option(name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: the scheme's)"),
+    Option(
+        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: the scheme's)"
+    ),
     Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
     Option(
         name="embedding_scale",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lamina.placements.custom import parse_spec
 from lamina.reports import depth, figures, tables
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.ranking import summarize
-from lamina.reports.records import Study, read_run, read_study, rows_of
+from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
 from lamina.reports.sentences import notices, sentences
 from lamina.reports.style import Shown, colours, to_html
 
@@ -48,7 +49,7 @@ def study_report(folder: Path) -> Path:
     rates = figures.u_curves(study.results, colour, list(summary["placement"]))
     return write_page(
         study.folder / PAGE,
-        title=f"{count} placement{'s' * (count > 1)} of the norm, side by side",
+        title=f"Where the norms sit: {count} placement{'s' * (count > 1)} side by side",
         facts=_facts(study),
         command=str(study.header.get("command") or ""),
         sections=[
@@ -115,7 +116,7 @@ def _prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
     return summary, shown, colour
 
 
-def _happened(study: Study, summary: pd.DataFrame, shown: list[Shown], colour: dict[str, str]) -> Section:
+def _happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str, str]) -> Section:
     said = sentences(
         summary,
         gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in shown},
@@ -125,7 +126,7 @@ def _happened(study: Study, summary: pd.DataFrame, shown: list[Shown], colour: d
     return Section(name="What happened", title="What happened", html=html)
 
 
-def _ranking_note(several: bool, summary: pd.DataFrame) -> str:
+def _ranking_note(several: bool, summary: Frame) -> str:
     parts = ["Each placement at its best learning rate" if several else "Every placement at the same learning rate"]
     if summary["seeds"].max() > 1:
         parts.append("mean ± standard deviation over the seeds that finished")
@@ -163,11 +164,13 @@ def _diagrams(study: Study, shown: list[Shown]) -> Section:
         scheme = _scheme(item.placement)
         title = scheme.title if scheme else plan.placement
         lines = "\n".join(scheme.equation) if scheme else diagram.text(plan)
+        drawing = diagram.svg(plan, title="")
+        width = max(int(re.findall(r'width="(\d+)"', drawing)[0]), 232) + 34
         spec = "" if item.placement == title else f'<span class="spec">{escape(item.placement)}</span>'
         source = f'<p class="source">{escape(scheme.source)}</p>' if scheme else ""
         cards.append(
-            f'<div class="plan" style="border-top-color:{item.colour}"><h3>{escape(title)}{spec}</h3>'
-            f'<div class="drawing">{diagram.svg(plan, title="")}</div><pre>{escape(lines)}</pre>{source}</div>'
+            f'<div class="plan" style="border-top-color:{item.colour};width:{width}px"><h3>{escape(title)}{spec}</h3>'
+            f'<div class="drawing">{drawing}</div><pre>{escape(lines)}</pre>{source}</div>'
         )
     html = f"<p>{escape(_DIAGRAMS)}</p><div class=plans>{''.join(cards)}</div>" if cards else ""
     return Section(name="Placements", title="Where the norms sit", html=html)
@@ -209,7 +212,7 @@ def _facts(study: Study) -> list[str]:
         facts.append(f"{layers} layers" + (f" of width {width}" if width else ""))
     parameters, tokens = study.results["parameters"].max(), study.results["tokens"].max()
     facts += [f"{parameters:,.0f} parameters"] if math.isfinite(parameters) else []
-    facts += [f"{tokens:,.0f} tokens each"] if math.isfinite(tokens) else []
+    facts += [f"{tokens:,.0f} tokens" + " each" * (len(study.results) > 1)] if math.isfinite(tokens) else []
     seeds = study.results["seed"].nunique()
     facts += [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds else []
     version = study.header.get("version")

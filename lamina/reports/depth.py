@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from lamina.reports.records import Trial
-from lamina.reports.style import FONT, GREY, Shown, polish, rgba
+from lamina.reports.records import Frame, Trial
+from lamina.reports.style import FONT, GREY, Shown, log_ticks, polish, rgba
 
 _MAX_ROWS, _MAX_COLUMNS = 128, 80  # cells of a heat map
 _ACROSS = 3  # heat maps in a row
 
-Table = Callable[[Trial], pd.DataFrame]
+Table = Callable[[Trial], Frame]
 
 
-def gradients(trial: Trial) -> pd.DataFrame:
+def gradients(trial: Trial) -> Frame:
     """The gradient norm of each block: a row a block, a column a step."""
     return trial.gradients
 
 
-def variances(trial: Trial) -> pd.DataFrame:
+def variances(trial: Trial) -> Frame:
     """The variance of each block's output: a row a block (0: the embedding), a column a step."""
     return trial.variances
 
 
-def over_seeds(item: Shown, table: Table) -> pd.DataFrame:
+def over_seeds(item: Shown, table: Table) -> Frame:
     """The geometric mean over a placement's seeds, for the steps that all of them logged."""
     tables = [t for trial in item.trials if not (t := table(trial)).empty]
     if len(tables) < 2:
@@ -51,8 +52,10 @@ def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
     drawn = [(item, tables) for item, tables in drawn if tables]
     if not drawn:
         return None
-    names = [_when(tables, 0, "first") for _, tables in drawn], [_when(tables, -1, "last") for _, tables in drawn]
-    captions = [f"{end}: step {steps[0]}" if len(set(steps)) == 1 else end for end, steps in _named(names)]
+    captions = []
+    for end, column in (("start", 0), ("end", -1)):
+        steps = {tables[0].columns[column] for _, tables in drawn}
+        captions.append(f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's own logged step")
     figure = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.035, subplot_titles=captions)
     for item, tables in drawn:
         for number, column in ((1, 0), (2, -1)):
@@ -64,6 +67,7 @@ def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
                 figure.add_scatter(
                     x=[*band.index, *band.index[::-1]],
                     y=[*band.max(axis=1), *band.min(axis=1)[::-1]],
+                    mode="lines",
                     fill="toself",
                     fillcolor=rgba(item.colour, 0.14),
                     line={"width": 0},
@@ -88,11 +92,11 @@ def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
             )
     first = min(int(t.index.min()) for _, tables in drawn for t in tables)
     figure.update_xaxes(title="layer (0: the embedding)" if first == 0 else "layer")
-    figure.update_yaxes(type="log", exponentformat="power", minor={"showgrid": False})
+    figure.update_yaxes(type="log")
     figure.update_yaxes(title=quantity, row=1, col=1)
     figure.update_layout(hovermode="x unified")
     polish(figure, 430)
-    figure.update_yaxes(dtick=_decades(figure))
+    figure.update_yaxes(**_ticks(figure))
     figure.update_layout(margin_t=84, legend_y=1.1)
     return _left_titles(figure)
 
@@ -128,10 +132,17 @@ def heat_maps(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure 
         )
     values = np.concatenate([cells.to_numpy().ravel() for _, cells in drawn])
     low, high = np.nanquantile(values, [0.01, 0.99])
-    low, high = (low, high) if high - low > 0.2 else (low - 0.1, high + 0.1)
-    ticks = _ticks(low, high)
+    low, high = _at_least_a_decade(float(low), float(high))
+    ticks, texts = log_ticks(low, high)
+    for number in range(max(0, len(drawn) - across), len(drawn)):
+        figure.update_xaxes(title="step", showticklabels=True, row=number // across + 1, col=number % across + 1)
+    for row in range(down):
+        figure.update_yaxes(title="layer", row=row + 1, col=1)
     polish(figure, height)
+    figure.update_xaxes(showgrid=False)
+    figure.update_yaxes(showgrid=False)
     figure.update_layout(
+        plot_bgcolor="#f1f3f5",
         margin={"l": 52, "r": 16, "t": 44, "b": 48},
         coloraxis={
             "colorscale": "Viridis",
@@ -140,7 +151,7 @@ def heat_maps(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure 
             "colorbar": {
                 "title": {"text": quantity, "side": "right", "font": {"size": 12, "color": GREY, "family": FONT}},
                 "tickvals": ticks,
-                "ticktext": [_power(tick) for tick in ticks],
+                "ticktext": texts,
                 "tickfont": {"size": 12, "color": GREY},
                 "thickness": 12,
                 "outlinewidth": 0,
@@ -148,16 +159,10 @@ def heat_maps(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure 
             },
         },
     )
-    figure.update_xaxes(showgrid=False)
-    figure.update_yaxes(showgrid=False)
-    for number in range(max(0, len(drawn) - across), len(drawn)):
-        figure.update_xaxes(title="step", showticklabels=True, row=number // across + 1, col=number % across + 1)
-    for row in range(down):
-        figure.update_yaxes(title="layer", row=row + 1, col=1)
     return _left_titles(figure)
 
 
-def _logarithm(table: pd.DataFrame) -> pd.DataFrame:
+def _logarithm(table: Frame) -> Frame:
     if table.empty:
         return table
     rows = sorted({round(i) for i in np.linspace(0, len(table) - 1, min(len(table), _MAX_ROWS))})
@@ -167,29 +172,21 @@ def _logarithm(table: pd.DataFrame) -> pd.DataFrame:
     return cells.dropna(how="all", axis=1)
 
 
-def _when(tables: Sequence[pd.DataFrame], column: int, _: str) -> str:
-    return f"{tables[0].columns[column]:.0f}"
+def _ticks(figure: go.Figure) -> dict[str, Any]:
+    values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in cast("Any", figure.data)])
+    values = np.log10(values[np.isfinite(values) & (values > 0)])
+    if not len(values):
+        return {}
+    low, high = _at_least_a_decade(float(values.min()), float(values.max()))
+    pad = 0.06 * (high - low)
+    exponents, texts = log_ticks(low - pad, high + pad)
+    return {"range": [low - pad, high + pad], "tickvals": [10**e for e in exponents], "ticktext": texts}
 
 
-def _named(names: tuple[list[str], list[str]]) -> list[tuple[str, list[str]]]:
-    return list(zip(("start", "end"), names, strict=True))
-
-
-def _decades(figure: go.Figure) -> int:
-    """How many powers of ten from tick to tick: one, unless the values span more than ten."""
-    values = np.concatenate([np.asarray(t.y, dtype=float) for t in figure.data])  # pyright: ignore[reportAttributeAccessIssue]
-    values = values[np.isfinite(values) & (values > 0)]
-    return max(1, math.ceil((np.log10(values.max()) - np.log10(values.min())) / 8)) if len(values) else 1
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    step = 1.0 if high - low > 2 else 0.5 if high - low > 0.8 else 0.2
-    step *= max(1, math.ceil((high - low) / step / 8))
-    return [round(tick * step, 3) for tick in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _power(exponent: float) -> str:
-    return f"10<sup>{exponent:.0f}</sup>" if exponent == round(exponent) else f"{10**exponent:.2g}"
+def _at_least_a_decade(low: float, high: float) -> tuple[float, float]:
+    """Widen a range of exponents, so that noise does not fill the scale as if it were a difference."""
+    missing = max(0.0, 1 - (high - low))
+    return low - missing / 2, high + missing / 2
 
 
 def _left_titles(figure: go.Figure) -> go.Figure:

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.reports.ranking import by_rate
+from lamina.reports.records import Frame
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
@@ -68,7 +69,7 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
                 y=unigram_entropy,
                 line={"color": GREY, "width": 1.2, "dash": "dash"},
                 annotation={"text": f"unigram entropy {unigram_entropy:.2f}", "font": {"size": 12, "color": GREY}},
-                annotation_position="top right",
+                annotation_position="bottom left",
             )
             top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
         pad = 0.06 * max(top - low, 0.1)
@@ -79,7 +80,7 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
     return polish(figure, 440)
 
 
-def u_curves(results: pd.DataFrame, colour: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
+def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
     """Mean eval loss of the finished seeds against the learning rate; what did not finish stands at the top edge."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
@@ -95,8 +96,8 @@ def u_curves(results: pd.DataFrame, colour: Mapping[str, str], order: Sequence[s
         fine, lost = rows[rows["finished"] > 0], rows[rows["finished"] == 0]
         spread = fine["eval_loss_std"].fillna(0)
         figure.add_scatter(
-            x=fine["learning_rate"],
-            y=fine["eval_loss"],
+            x=fine["learning_rate"] if len(fine) else [None],
+            y=fine["eval_loss"] if len(fine) else [None],
             error_y={"type": "data", "array": spread, "thickness": 1.1, "width": 3} if spread.any() else None,
             mode="lines+markers",
             line={"color": colour[placement], "width": 2.2},
@@ -126,7 +127,7 @@ def u_curves(results: pd.DataFrame, colour: Mapping[str, str], order: Sequence[s
     ticks = sorted(rates["learning_rate"].unique())
     figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
     figure.update_yaxes(title="eval loss", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
-    return polish(figure, 400)
+    return polish(figure, 420)
 
 
 def course(shown: Shown) -> go.Figure | None:
@@ -150,14 +151,14 @@ def course(shown: Shown) -> go.Figure | None:
             col=number,
         )
         figure.update_yaxes(title=title, row=1, col=number)
-        if column == "grad_norm":
-            figure.update_yaxes(type="log", dtick=1, row=1, col=number)
+        if column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0:
+            figure.update_yaxes(type="log", row=1, col=number)
     figure.update_xaxes(title="step")
     polish(figure, 300)
     return figure.update_layout(margin_t=24)
 
 
-def _mean_eval(item: Shown) -> pd.DataFrame:
+def _mean_eval(item: Shown) -> Frame:
     points = [trial.metrics[["tokens", "eval_loss"]].dropna() for trial in item.trials]
     points = [table for table in points if len(table)]
     if not points:
@@ -169,5 +170,5 @@ def _in_legend(item: Shown) -> str:
     return "" if item.status_text in ("finished", "") else f" ({escape(item.status_text)})"
 
 
-def _float32(values: pd.Series) -> np.ndarray:
+def _float32(values: Frame) -> np.ndarray:
     return values.to_numpy(dtype=np.float32)

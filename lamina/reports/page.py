@@ -138,6 +138,7 @@ code { font: .91em var(--mono); background: rgba(31,41,51,.06); padding: 1px 5px
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--grey); font-size: 13px; border-bottom: 1px solid #c9d0d8;
   padding: 7px 10px; white-space: nowrap; vertical-align: bottom; }
+tbody tr:last-child td { border-bottom: 0; }
 td { padding: 9px 10px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 tbody tr:hover { background: var(--soft); }
 .number { text-align: right; }
@@ -162,10 +163,10 @@ figure { margin: 6px 0 30px; }
 figcaption { max-width: 840px; margin-top: 4px; color: var(--grey); font-size: 14px; line-height: 1.5; }
 .plans { display: flex; flex-wrap: wrap; gap: 16px; align-items: stretch; }
 .plan { border: 1px solid var(--rule); border-radius: 10px; padding: 14px 16px 12px; display: flex;
-  flex-direction: column; flex: 1 0 auto; max-width: 100%; border-top: 3px solid; }
-.plan .drawing { flex: 1 0 auto; text-align: center; padding: 4px 0 6px; }
-.plan pre { margin: 0; font: 12.5px/1.6 var(--mono); white-space: pre-wrap; }
-.plan .source { margin: 7px 0 0; color: var(--grey); font-size: 12.5px; }
+  flex-direction: column; flex: 0 0 auto; max-width: 100%; border-top: 3px solid; }
+.plan .drawing { flex: none; text-align: center; padding: 4px 0 6px; }
+.plan pre { margin: 0; font: 12px/1.6 var(--mono); white-space: pre-wrap; }
+.plan .source { margin: auto 0 0; padding-top: 7px; color: var(--grey); font-size: 12.5px; }
 .plan .spec { font: 12.5px var(--mono); color: var(--grey); margin-left: 8px; font-weight: 400; }
 details { border-top: 1px solid var(--rule); padding: 9px 0; }
 summary { cursor: pointer; font-size: 15px; color: var(--accent); }

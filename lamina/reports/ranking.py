@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lamina.reports.records import complete
+from lamina.reports.records import Frame, complete
 
 # From best to worst: a placement's status at a learning rate is the worst of its seeds'.
 STATUSES = ("finished", "stuck", "interrupted", "diverged", "failed")
 _MEANS = ("perplexity", "bits_per_byte", "unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second")
 
 
-def summarize(results: pd.DataFrame) -> pd.DataFrame:
+def summarize(results: Frame) -> Frame:
     """One row a placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
 
     The best rate is the one with the lowest mean among those at which every seed finished (where there is none:
@@ -36,7 +36,7 @@ def summarize(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([{"rank": rank, **row} for rank, row in enumerate(rows, start=1)])
 
 
-def by_rate(results: pd.DataFrame) -> pd.DataFrame:
+def by_rate(results: Frame) -> Frame:
     """One row for each placement and learning rate, with the columns of ``summarize``."""
     groups = complete(results).groupby(["placement", "learning_rate"], sort=False)
     return pd.DataFrame([_at_rate(trials) for _, trials in groups])
@@ -47,7 +47,7 @@ def severity(status: str) -> int:
     return STATUSES.index(status) if status in STATUSES else len(STATUSES)
 
 
-def _at_rate(trials: pd.DataFrame) -> dict[str, Any]:
+def _at_rate(trials: Frame) -> dict[str, Any]:
     finished = trials[trials["status"].eq("finished") & np.isfinite(trials["eval_loss"])]
     counted = finished if len(finished) else trials[np.isfinite(trials["eval_loss"])]
     worst = max(trials["status"], key=severity)
@@ -69,7 +69,7 @@ def _at_rate(trials: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _status_text(statuses: pd.Series) -> str:
+def _status_text(statuses: Frame) -> str:
     counts = statuses.value_counts()
     if len(counts) == 1:
         return str(counts.index[0])

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,12 @@ NUMBERS = (
     *("learning_rate", "seed", "eval_loss", "perplexity", "bits_per_byte", "unigram_entropy"),
     *("tokens", "steps", "seconds", "tokens_per_second", "parameters"),
 )
+# pandas' own annotations make every selection a union of all it could ever be; Frame says what a value is to a reader.
+if TYPE_CHECKING:
+    Frame: TypeAlias = Any
+else:
+    Frame = pd.DataFrame
+_COLUMNS = ("step", "layer", "sublayer", "role", "metric", "value")
 METRICS = ("gradient_norm", "hidden_variance")
 
 
@@ -37,7 +43,7 @@ class Trial:
     seed: float = float("nan")
 
     @cached_property
-    def metrics(self) -> pd.DataFrame:
+    def metrics(self) -> Frame:
         """The lines of metrics.jsonl; a line cut off by a kill is left out."""
         lines = []
         for line in _text(self.folder / "metrics.jsonl").splitlines():
@@ -47,7 +53,7 @@ class Trial:
                 continue
             if isinstance(record, dict):
                 lines.append(record)
-        frame = pd.DataFrame(lines).reindex(
+        frame: Frame = pd.DataFrame(lines).reindex(
             columns=["step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second", "eval_loss"]
         )
         return frame.apply(pd.to_numeric, errors="coerce")
@@ -66,23 +72,23 @@ class Trial:
         return _mapping(self.folder / "environment.json")
 
     @cached_property
-    def _layers(self) -> pd.DataFrame:
+    def _layers(self) -> Frame:
         parts = []
         for path in sorted((self.folder / "layers").glob("part-*.parquet")):
             try:
-                part = pd.read_parquet(path)
-                parts.append(part.loc[part["metric"].isin(METRICS), ["step", "layer", "sublayer", "metric", "value"]])
+                part: Frame = pd.read_parquet(path)
+                parts.append(part.loc[part["metric"].isin(METRICS), list(_COLUMNS)])
             except (OSError, ValueError, KeyError) as error:
                 logger.warning("%s: left out of the report (%s)", path.name, error)
         if not parts:
-            return pd.DataFrame(columns=["step", "layer", "sublayer", "metric", "value"])
+            return pd.DataFrame(columns=_COLUMNS)
         return pd.concat(parts, ignore_index=True)
 
     @cached_property
-    def gradients(self) -> pd.DataFrame:
+    def gradients(self) -> Frame:
         """Gradient norm of each block's parameters: a row a block (counted from 1), a column a step."""
         rows = self._layers
-        rows = rows[(rows["metric"] == "gradient_norm") & (rows["layer"] >= 0)]
+        rows = rows[(rows["metric"] == "gradient_norm") & (rows["layer"] >= 0) & (rows["role"] == "all")]
         whole = rows[rows["sublayer"] == "block"]
         if whole.empty and not rows.empty:
             squares = rows.assign(value=rows["value"].astype(float) ** 2)
@@ -91,7 +97,7 @@ class Trial:
         return _by_depth(whole)
 
     @cached_property
-    def variances(self) -> pd.DataFrame:
+    def variances(self) -> Frame:
         """Variance of each block's output: a row a block (counted from 1; 0 is the embedding), a column a step."""
         rows = self._layers[self._layers["metric"] == "hidden_variance"]
         outputs = rows["sublayer"].eq("feed_forward") & rows["layer"].ge(0)
@@ -106,7 +112,7 @@ class Study:
     folder: Path
     header: dict[str, Any]
     settings: dict[str, Any]
-    results: pd.DataFrame
+    results: Frame
     trials: tuple[Trial, ...]
 
     @property
@@ -129,13 +135,13 @@ def read_study(folder: Path) -> Study:
         raise UserError(f"{str(folder / 'results.csv')!r}: holds no trial")
     trials = tuple(
         Trial(
-            name=row.trial,
-            placement=row.placement,
-            folder=_inside(folder / "trials", row.trial),
-            status=row.status,
-            seed=row.seed,
+            name=row["trial"],
+            placement=row["placement"],
+            folder=_inside(folder / "trials", row["trial"]),
+            status=row["status"],
+            seed=row["seed"],
         )
-        for row in results.itertuples()
+        for row in rows_of(results)
     )
     settings = header.pop("settings", None)
     settings = settings if isinstance(settings, dict) else {}
@@ -162,7 +168,7 @@ def read_run(folder: Path) -> Study:
     return Study(folder=folder, header=header, settings=config, results=results, trials=(trial,))
 
 
-def complete(results: pd.DataFrame) -> pd.DataFrame:
+def complete(results: Frame) -> Frame:
     """The results with every column that the page reads: texts as strings, numbers as floats (NaN where empty)."""
     results = results.reset_index(drop=True).copy()
     for name in TEXTS:
@@ -170,11 +176,11 @@ def complete(results: pd.DataFrame) -> pd.DataFrame:
         results[name] = texts.astype(object).where(texts.notna(), "").astype(str)
     for name in NUMBERS:
         numbers = results[name] if name in results else pd.Series(float("nan"), index=results.index)
-        results[name] = pd.to_numeric(numbers, errors="coerce").astype(float)
+        results[name] = cast("Frame", pd.to_numeric(numbers, errors="coerce")).astype(float)
     return results
 
 
-def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def rows_of(frame: Frame) -> list[dict[str, Any]]:
     """The rows as plain dicts."""
     return cast("list[dict[str, Any]]", frame.to_dict("records"))
 
@@ -187,9 +193,9 @@ def flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _by_depth(rows: pd.DataFrame) -> pd.DataFrame:
-    values = pd.to_numeric(rows["value"], errors="coerce")
-    table = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
+def _by_depth(rows: Frame) -> Frame:
+    values: Frame = pd.to_numeric(rows["value"], errors="coerce")
+    table: Frame = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
         index="depth", columns="step", values="value", aggfunc="last", dropna=False
     )
     return table.astype(float).dropna(how="all", axis=0).sort_index().sort_index(axis=1)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
-import pandas as pd
-
 from lamina.reports.ranking import severity
-from lamina.reports.records import rows_of
+from lamina.reports.records import Frame, rows_of
 
-Tables = Mapping[str, pd.DataFrame]
+Tables = Mapping[str, Frame]
 _LEVEL = 1.5  # a factor below which two layers' values count as the same size
 
 
-def sentences(summary: pd.DataFrame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
+def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
     """Say who leads and by how much, who got nowhere, and what gradients and variances by layer show of the reason.
 
     ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, a row a block (counted from
@@ -25,7 +24,7 @@ def sentences(summary: pd.DataFrame, *, gradients: Tables | None = None, varianc
     return [sentence for sentence in said if sentence]
 
 
-def notices(summary: pd.DataFrame, results: pd.DataFrame) -> list[str]:
+def notices(summary: Frame, results: Frame) -> list[str]:
     """What a reader must know before trusting the ranking: one learning rate, one seed, trials cut short."""
     said = []
     if len(summary) > 1 and results["learning_rate"].nunique() < 2:
@@ -47,7 +46,7 @@ def notices(summary: pd.DataFrame, results: pd.DataFrame) -> list[str]:
     return said
 
 
-def _lead(summary: pd.DataFrame) -> str:
+def _lead(summary: Frame) -> str:
     done = [row for row in rows_of(summary) if row["finished"]]
     if not done:
         return f"No trial finished, so there is nothing to rank: {_and(_statuses(summary))}."
@@ -76,7 +75,7 @@ def _noise(first: dict[str, Any], second: dict[str, Any]) -> str:
     return f"; the gap to {second['placement']} is {gap / spread:.1f} times the seeds' spread ({seeds} seeds)"
 
 
-def _trouble(summary: pd.DataFrame) -> str:
+def _trouble(summary: Frame) -> str:
     said = []
     for row in rows_of(summary[summary["finished"] == 0]):
         if row["status"] == "stuck" and math.isfinite(row["eval_loss"]):
@@ -87,7 +86,7 @@ def _trouble(summary: pd.DataFrame) -> str:
                 f"entropy{known}, so it has learned how often each token occurs and next to nothing of the context"
             )
         else:
-            reason = f" ({row['reason'].strip().rstrip('.')})" if row["reason"].strip() else ""
+            reason = f" ({shorten(row['reason'], 160, placeholder=' …').rstrip('.')})" if row["reason"].strip() else ""
             verb = {"diverged": "diverged", "failed": "failed", "interrupted": "was interrupted", "stuck": "is stuck"}
             said.append(f"{row['placement']} {verb.get(row['status'], 'did not finish')}{reason}")
     partly = summary[(summary["finished"] > 0) & (summary["finished"] < summary["seeds"])]
@@ -95,7 +94,7 @@ def _trouble(summary: pd.DataFrame) -> str:
     return "; ".join(said) + "." if said and summary["finished"].any() else ""
 
 
-def _why(summary: pd.DataFrame, gradients: Tables, variances: Tables) -> str:
+def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
     known = [p for p in summary["placement"] if _ratio(gradients.get(p), 0) or _ratio(gradients.get(p), -1)]
     said = []
     if len(known) == 1:
@@ -116,7 +115,7 @@ def _why(summary: pd.DataFrame, gradients: Tables, variances: Tables) -> str:
             )
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
-        most, least = max(growth, key=lambda p: growth[p]), min(growth, key=lambda p: _size(growth[p]))
+        most, least = max(growth, key=lambda p: growth[p]), next(iter(growth))
         if growth[most] > 2:
             by = _times(growth[most])
             part = f"by the end the hidden variance grows {by} from the first block to the last in {most}"
@@ -129,14 +128,14 @@ def _why(summary: pd.DataFrame, gradients: Tables, variances: Tables) -> str:
     return _capital("; ".join(said)) + "." if said else ""
 
 
-def _worst(summary: pd.DataFrame, known: list[str]) -> str:
+def _worst(summary: Frame, known: list[str]) -> str:
     """The stuck placement where there is one (a diverged one's gradients only say that it diverged), else the last."""
     rows = [row for row in rows_of(summary) if row["placement"] in known]
     stuck = [row for row in rows if row["status"] == "stuck" and not row["finished"]]
     return (stuck or sorted(rows, key=lambda row: (severity(row["status"]), row["rank"]))[-1:])[0]["placement"]
 
 
-def _evenness(placement: str, table: pd.DataFrame, column: int) -> str:
+def _evenness(placement: str, table: Frame, column: int) -> str:
     """One placement's first and last block's gradient norm at the first (0) or last (-1) logged step."""
     ratio, column = _ratio(table, column) or 1.0, column if _ratio(table, column) else 0
     blocks, step = table.loc[1:], table.columns[column]
@@ -150,7 +149,7 @@ def _evenness(placement: str, table: pd.DataFrame, column: int) -> str:
     )
 
 
-def _ratio(table: pd.DataFrame | None, column: int) -> float | None:
+def _ratio(table: Frame | None, column: int) -> float | None:
     """Last block's value over the first's at a logged step, by position; None where it has no meaning."""
     if table is None or table.empty or len(table.loc[1:]) < 2:
         return None
@@ -171,7 +170,10 @@ def _times(factor: float, comparison: str = "") -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.2g}" if 1e-3 <= value < 1e4 else f"{value:.0e}"
+    rounded = float(f"{value:.2g}")
+    if rounded >= 10:
+        return f"{rounded:,.0f}" if rounded < 1e6 else f"{rounded:.0e}"
+    return f"{rounded:.5f}".rstrip("0").rstrip(".") if rounded >= 1e-4 else f"{rounded:.0e}"
 
 
 def _loss(row: dict[str, Any]) -> str:
@@ -179,11 +181,11 @@ def _loss(row: dict[str, Any]) -> str:
     return f"{row['eval_loss']:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else "")
 
 
-def _statuses(summary: pd.DataFrame) -> list[str]:
+def _statuses(summary: Frame) -> list[str]:
     return [f"{row['placement']} {row['status_text']}" for row in rows_of(summary)]
 
 
-def _at_an_edge(summary: pd.DataFrame, results: pd.DataFrame) -> list[str]:
+def _at_an_edge(summary: Frame, results: Frame) -> list[str]:
     if results["learning_rate"].nunique() < 2:
         return []
     found = []

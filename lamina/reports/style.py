@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-import pandas as pd
 import plotly.graph_objects as go
 import plotly.io
 
-from lamina.reports.records import Trial
+from lamina.reports.records import Frame, Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
@@ -47,12 +47,15 @@ class Shown:
 def colours(placements: Iterable[str]) -> dict[str, str]:
     """One colour for each placement, the same in every figure of a page."""
     names = list(dict.fromkeys(placements))
-    free = [c for c in _OTHERS if c not in _FIXED.values()] + [c for n, c in _FIXED.items() if n not in names]
+    free = [c for c in _OTHERS if c not in _FIXED.values()] + [
+        c for n, c in _FIXED.items() if not any(name.startswith(n) for name in names)
+    ]
     given: dict[str, str] = {}
     taken = 0
     for name in names:
-        if name in _FIXED:
-            given[name] = _FIXED[name]
+        own = _FIXED.get(name.partition("(")[0].strip())
+        if own and own not in given.values():
+            given[name] = own
         else:
             given[name] = free[taken % len(free)]
             taken += 1
@@ -73,7 +76,7 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
         font={"family": FONT, "size": 13, "color": INK},
         paper_bgcolor="#fff",
         plot_bgcolor="#fff",
-        margin={"l": 64, "r": 16, "t": 56, "b": 52},
+        margin={"l": 64, "r": 16, "t": 52, "b": 46},
         hoverlabel={"bgcolor": "#fff", "bordercolor": RULE, "font": {"family": FONT, "size": 12.5, "color": INK}},
         legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "font": {"size": 13}},
     )
@@ -85,7 +88,8 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
         "tickcolor": RULE,
         "ticklen": 4,
         "tickfont": {"size": 12, "color": GREY},
-        "title_font": {"size": 12.5, "color": GREY},
+        "title_font": {"size": 12.5, "color": GREY, "family": FONT},
+        "title_standoff": 8,
         "showline": True,
     }
     figure.update_xaxes(**axis)
@@ -98,12 +102,13 @@ def to_html(figure: go.Figure) -> str:
     config = {
         "displaylogo": False,
         "responsive": True,
-        "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+        "displayModeBar": "hover",
+        "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     }
     return plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config=config)
 
 
-def thin(frame: pd.DataFrame, count: int) -> pd.DataFrame:
+def thin(frame: Frame, count: int) -> Frame:
     """At most about ``count`` rows, evenly taken, the last one always among them."""
     if len(frame) <= count:
         return frame
@@ -111,8 +116,16 @@ def thin(frame: pd.DataFrame, count: int) -> pd.DataFrame:
     return frame.iloc[kept]
 
 
-def titles(figure: go.Figure, texts: Sequence[str]) -> None:
-    """Put plotly's subplot titles to the left edge of their plots, in the page's own size."""
-    for annotation in figure.layout.annotations:  # pyright: ignore[reportAttributeAccessIssue]
-        if annotation.text in texts:
-            annotation.update(font={"size": 13, "color": INK, "family": FONT})
+def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
+    """Ticks between two powers of ten, by their exponents: finer within two decades, decades beyond that."""
+    steps = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 2 else (1,)
+    every = max(1, math.ceil((high - low) / 9))
+    exponents = [
+        k + math.log10(m) for k in range(math.floor(low), math.ceil(high) + 1) if k % every == 0 for m in steps
+    ]
+    kept = [e for e in exponents if low <= e <= high]
+    return kept, [_power(e) for e in kept]
+
+
+def _power(exponent: float) -> str:
+    return f"{10**exponent:.3g}" if -3 <= exponent < 4 else f"10<sup>{exponent:.0f}</sup>"

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-import pandas as pd
-
 from lamina.reports.ranking import STATUSES, severity
-from lamina.reports.records import flatten, rows_of
+from lamina.reports.records import Frame, flatten, rows_of
 
 
-def ranking_table(summary: pd.DataFrame, colours: Mapping[str, str]) -> str:
+def ranking_table(summary: Frame, colours: Mapping[str, str]) -> str:
     """A row a placement at its best learning rate, best first."""
     head = ["", "placement", "status", "eval loss", "perplexity", "bits/byte", "learning rate", "init"]
     several = bool((summary["learning_rates"] > 1).any())
@@ -37,7 +35,7 @@ def ranking_table(summary: pd.DataFrame, colours: Mapping[str, str]) -> str:
     return _table(head, rows, right, "ranking")
 
 
-def trials_table(results: pd.DataFrame, colours: Mapping[str, str]) -> str:
+def trials_table(results: Frame, colours: Mapping[str, str]) -> str:
     """A row a trial, best first, with the reason of its status."""
     ordered = results.assign(order=[(severity(s) > 0) * (1 + severity(s)) for s in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")

@@ -28,7 +28,9 @@ COLUMNS = (
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
-def compare(settings: CompareSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True) -> pd.DataFrame:
+def compare(
+    settings: CompareSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+) -> pd.DataFrame:
     """Train every placement at every learning rate and seed; returns results.csv's rows, the trials in their order.
 
     A trial that fails, diverges or sticks is a row with that status. With ``resume`` trials that ended are skipped and
@@ -68,7 +70,9 @@ def refuse_used(folder: Path, *, resume: bool, overwrite: bool) -> None:
         run_folder.claim(folder, resume=resume, overwrite=False)
 
 
-def _compare(settings: CompareSettings, trials: dict[str, PretrainSettings], folder: Path, *, bar: bool) -> pd.DataFrame:
+def _compare(
+    settings: CompareSettings, trials: dict[str, PretrainSettings], folder: Path, *, bar: bool
+) -> pd.DataFrame:
     cores = os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
     # Two processes of one thread each beat one of two on small models.
@@ -94,7 +98,9 @@ def _compare(settings: CompareSettings, trials: dict[str, PretrainSettings], fol
     return write_results(folder, trials, results)
 
 
-def write_results(folder: Path, trials: dict[str, PretrainSettings], results: dict[str, dict[str, Any]]) -> pd.DataFrame:
+def write_results(
+    folder: Path, trials: dict[str, PretrainSettings], results: dict[str, dict[str, Any]]
+) -> pd.DataFrame:
     """Write results.csv, a row for each trial that has ended, and return it."""
     rows = [
         {**dict.fromkeys(COLUMNS), **results[t], **{k: getattr(s, k) for k in _FROM_SETTINGS}, "trial": t}
@@ -159,5 +165,7 @@ def _only_one(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"output: another study runs in {str(folder)!r} (allowed: wait for it, or another folder)") from None
+            raise UserError(
+                f"output: another study runs in {str(folder)!r} (allowed: wait for it, or another folder)"
+            ) from None
         yield

@@ -28,7 +28,7 @@ class CompareSettings(RunSettings):
     """
 
     placements: str = DEFAULT_PLACEMENTS
-    learning_rates: str = "3e-3"
+    learning_rates: str = "5e-3"
     seeds: str = "0"
     output: str = "runs/compare"
     workers: int | None = None

@@ -40,7 +40,9 @@ def run_trials(
     Raises:
         OSError: the disk is full; what was finished is kept.
     """
-    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    context = multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    )
     if hasattr(context, "set_forkserver_preload"):
         # The server imports torch and transformers once; each trial is forked from it in milliseconds.
         context.set_forkserver_preload(["lamina.training.pretrain"])

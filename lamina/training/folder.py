@@ -132,7 +132,7 @@ class LayersWriter:
     rows_a_part = 20_000
 
     def __init__(self, folder: Path, resumed_step: int | None):
-        import pyarrow.compute as pc
+        import pyarrow.dataset as ds
         import pyarrow.parquet as pq
 
         self.folder = folder / "layers"
@@ -142,7 +142,7 @@ class LayersWriter:
         self.next = int(parts[-1].stem.split("-")[1]) + 1 if parts else 0
         for part in parts if resumed_step is not None else ():
             table = pq.read_table(part)
-            kept = table.filter(pc.less_equal(table["step"], resumed_step))
+            kept = table.filter(ds.field("step") <= resumed_step)
             if kept.num_rows == 0:
                 part.unlink()
             elif kept.num_rows < table.num_rows:
@@ -196,7 +196,11 @@ def git_revision() -> str | None:
     here = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True, timeout=10
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

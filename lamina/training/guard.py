@@ -83,7 +83,7 @@ class DivergenceGuard:
 
 
 def _blame(entry: tuple[int, int, str, str, float]) -> tuple[float, int, int]:
-    """The largest excess; among those that are not finite, where it arose: states spread upwards, gradients downwards."""
+    """The largest excess; of those not finite, where it arose: states spread upwards, gradients downwards."""
     _, layer, sublayer, metric, ratio = entry
     order = 2 * layer + (sublayer == "feed_forward")
     return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_ab
 def layer_gradient_norms(model: nn.Module, step: int) -> list[Row]:
     """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout; call before clipping.
 
-    Under FSDP2 each parameter's squared local part is summed over the mesh first, so the norms are those of one process.
+    Under FSDP2 each parameter's squared local part is summed over the mesh, so the norms are those of one process.
     """
     groups: dict[tuple[int, str, str], list[torch.Tensor]] = {}
     for weight in weights(model):  # type: ignore[arg-type]
@@ -46,7 +47,7 @@ def _squared_norms(groups: Iterable[list[torch.Tensor]]) -> list[float]:
             if isinstance(gradient, DTensor):
                 mesh, gradient = gradient.device_mesh, gradient.to_local()
             local.append(gradient)
-        sums.append(torch.stack([n.double() ** 2 for n in torch._foreach_norm(local)]).sum())
+        sums.append(torch.stack([n.double() ** 2 for n in torch._foreach_norm(local)]).sum()  # pyright: ignore[reportPrivateImportUsage])
     if not sums:
         return []
     stacked = torch.stack(sums)
@@ -100,7 +101,9 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
         keys.append((layer, sublayer, role))
         values.append(torch.stack([parameter.detach().float().mean(), parameter.detach().float().abs().max()]))
     rows: list[Row] = []
-    for (layer, sublayer, role), (mean, largest) in zip(keys, torch.stack(values).tolist() if values else [], strict=True):
+    for (layer, sublayer, role), (mean, largest) in zip(
+        keys, torch.stack(values).tolist() if values else [], strict=True
+    ):
         rows += [
             (step, layer, sublayer, role, 0, "gain_mean", mean),
             (step, layer, sublayer, role, 0, "gain_abs_max", largest),
@@ -113,7 +116,7 @@ def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, torch.Tensor]]:
         for name in ("attention", "feed_forward"):
             residual: Residual = getattr(block, name)
             for role in ("pre_norm", "out_norm", "post_norm"):
-                norm = getattr(residual, role)
+                norm: Any = getattr(residual, role)
                 if isinstance(norm, LaminaNorm) and norm.weight is not None:
                     yield index, name, role, norm.weight
             for role in ("skip_scale", "pre_scale"):

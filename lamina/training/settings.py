@@ -57,9 +57,9 @@ class RunSettings:
     corpus: str = "embedded"
     text_field: str = "text"
     tokenizer: str = "bytes"
-    sequence_length: int = 128
+    sequence_length: int = 64
     eval_fraction: float = 0.05
-    steps: int = 120
+    steps: int = 100
     batch_size: int = 16
     gradient_accumulation: int = 1
     min_learning_rate: float = 0.1
@@ -71,7 +71,7 @@ class RunSettings:
     max_grad_norm: float = 1.0
     logging_steps: int | None = None
     eval_steps: int | None = None
-    eval_blocks: int = 128
+    eval_blocks: int = 256
     save_steps: int = 0
     keep: int = 2
     monitor_blocks: int | None = None
@@ -87,12 +87,27 @@ class RunSettings:
         """Raise UserError that names the setting whose value has no meaning."""
         for name in ("sequence_length", "steps", "batch_size", "gradient_accumulation", "keep", "divergence_patience"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_layers", "hidden_size", "num_heads", "logging_steps", "eval_steps", "monitor_blocks", "threads"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "logging_steps",
+            "eval_steps",
+            "monitor_blocks",
+            "threads",
+        ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         for name in ("eval_blocks", "save_steps"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("weight_decay", "max_grad_norm", "warmup", "min_learning_rate", "divergence_margin", "stuck_margin"):
+        for name in (
+            "weight_decay",
+            "max_grad_norm",
+            "warmup",
+            "min_learning_rate",
+            "divergence_margin",
+            "stuck_margin",
+        ):
             _number(name, getattr(self, name), 0.0, math.inf)
         _number("epsilon", self.epsilon, 0.0, math.inf, open_low=True)
         _number("min_learning_rate", self.min_learning_rate, 0.0, 1.0)
@@ -164,9 +179,7 @@ def _at_least(name: str, value: Any, low: int) -> None:
         raise UserError(f"{name}: {value!r} is not a whole number of at least {low}")
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
-) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     good = good and (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
     if not good:

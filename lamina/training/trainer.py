@@ -150,7 +150,9 @@ class RunRecorder(TrainerCallback):
         self.guard.see_loss(step, loss)
         self._mark = (step, time.monotonic())  # evaluation, monitor and checkpoints are not the training's time
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kw: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kw: Any
+    ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.last_eval, self.best_eval = loss, min(self.best_eval, loss) if loss == loss else self.best_eval
         record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}

@@ -1,0 +1,129 @@
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
+from lamina.placements.diagram import equations, gallery, svg, text
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def words(drawing: str) -> list[str]:
+    return [node.text or "" for node in ET.fromstring(drawing).iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_registered_placement_is_drawn_and_written(name):
+    plan = resolve(name, 12)
+    drawing = svg(plan, equation=("y = x",))
+    root = ET.fromstring(drawing)
+    assert root.get("viewBox")
+    assert root.find(f"{SVG}title") is not None
+    assert "<script" not in drawing
+    columns = words(drawing).count("Attention")
+    assert 1 <= columns <= 4
+    per_layer = sum(len(k.attention.norms) + len(k.feed_forward.norms) for k, _ in plan.kinds()[:columns])
+    ends = (plan.final_norm is not None) + (plan.embedding_norm is not None)
+    assert sum(word.startswith("Norm") for word in words(drawing)) == per_layer + ends
+    assert text(plan).startswith(f"{name}, 12 layers")
+    assert text(plan).count("attention") == columns
+
+
+def test_keels_equations_are_the_papers():
+    first, rest = (kind for kind, _ in resolve("keel", 32).kinds())
+    assert equations(first) == ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")
+    assert equations(rest) == ("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")
+    assert "├─ block 1\n" in text(resolve("keel", 32))
+    assert "├─ blocks 2-32\n" in text(resolve("keel", 32))
+
+
+def test_fusenorms_feed_forward_skip_carries_the_blocks_input():
+    rest = resolve("fusenorm", 4).layers[1]
+    assert equations(rest) == ("y  = LN( x + A( x ) )", "x' = LN( x + F( y ) )")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_norm": Norm()},
+        {"out_norm": Norm()},
+        {"post_norm": Norm()},
+        {"post_norm": Norm(kind="rms")},
+        {"post_norm": Norm(kind="group", groups=4)},
+        {"post_norm": Norm(learnable_gain=False)},
+        {"post_norm": Norm(initial_gain=0.5)},
+        {"skip": "block_input"},
+        {"skip": "both"},
+        {"skip_scale": 64.0},
+        {"skip_scale_learned": "scalar"},
+        {"skip_scale_learned": "vector"},
+        {"pre_scale": 0.5},
+        {"pre_scale_learned": "scalar"},
+        {"pre_scale_learned": "vector"},
+        {"weight_gain": 0.3},
+        {"gate_gain": 0.3},
+    ],
+)
+def test_every_field_of_a_sublayer_shows(change):
+    def plan(**fields):
+        return Plan(placement="mine", layers=(Layer(feed_forward=Sublayer(**fields)),))
+
+    assert svg(plan(**change)) != svg(plan())
+    assert text(plan(**change)) != text(plan())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"final_norm": True},
+        {"embedding_norm": True},
+        {"embedding_scale": 2.0},
+        {"embedding_scale": "sqrt_hidden_size"},
+        {"qk_norm": "head"},
+        {"qk_norm": "full"},
+        {"v_norm": "full"},
+    ],
+)
+def test_every_field_of_a_plan_shows(change):
+    plan = resolve("post_ln", 2)
+    assert svg(replace(plan, **change)) != svg(plan)
+    assert text(replace(plan, **change)) != text(plan)
+
+
+def test_a_scale_that_differs_by_layer_is_one_column_with_a_range():
+    layers = tuple(Layer(attention=Sublayer(pre_norm=Norm(), pre_scale=(i + 1) ** -0.5)) for i in range(32))
+    plan = Plan(placement="mine", layers=layers)
+    assert words(svg(plan)).count("Attention") == 1
+    assert "×1 … 0.177" in words(svg(plan))
+    assert "A( [1 … 0.177] LN x )" in text(plan)
+
+
+def test_many_wirings_are_cut_with_a_note():
+    skips = [Layer(attention=Sublayer(post_norm=Norm(kind="group", groups=g))) for g in range(1, 8)]
+    assert "and 3 more kinds of layer" in words(svg(Plan(placement="mine", layers=tuple(skips))))
+
+
+def test_text_is_escaped():
+    plan = replace(resolve("pre_ln", 2), placement="<script>alert(1)</script>")
+    drawing = svg(plan, equation=('y = "x" & <b>',))
+    assert "<script" not in drawing
+    assert "<b>" not in drawing
+    assert "<script>alert(1)</script>" in words(drawing)
+
+
+def test_gallery_holds_every_plan_within_its_width():
+    plans = [resolve(name, 8) for name in names()]
+    root = ET.fromstring(gallery(plans, width=900))
+    assert float(root.get("width", "0")) <= 900
+    assert words(gallery(plans)).count("Output") == len(plans)
+
+
+def test_diagrams_need_neither_torch_nor_transformers():
+    code = (
+        "import sys, lamina.placements.diagram as d, lamina.placements as p; d.svg(p.resolve('keel', 2));"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,180 @@
+"""Every registered placement, as built and run, against its equation written out in naive.py."""
+
+import pytest
+import torch
+from naive import EPS, FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_norms, observe, rms_norm, token_ids
+
+import lamina
+
+NAMES = [name for name in lamina.placements.names() if name in FORMULAS]
+# The models run in float64, their RMS norms in float32 inside, as Llama's do: where the two sides round apart, 6e-8 a norm,
+# random blocks magnify it by a few hundred.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+FINAL_NORM = {
+    "pre_ln",
+    "peri_ln",
+    "mix_ln",
+    "sandwich_ln",
+    "hybridnorm",
+    "hybridnorm_star",
+    "layernorm_scaling",
+    "olmo2",
+}
+FINAL_NORM |= {"group_ln", "out_ln"}
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def attention_with_norms(module, position_embeddings, scopes):
+    """Causal attention written out; a projection named in `scopes` passes an RMS norm, head by head or over its full width,
+    before RoPE.
+    """
+
+    def project(h, name):
+        layer = getattr(module, name)
+        flat = h @ layer.weight.T
+        if name in scopes:
+            size = {"head": HEAD_DIM, "full": flat.shape[-1]}[scopes[name]]
+            assert layer.norm.weight.shape == (size,)
+            flat = rms_norm(flat.unflatten(-1, (-1, size)), layer.norm.weight, EPS).flatten(-2)
+        return flat.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+    def attend(h):
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        q, k, v = rotated(project(h, "q_proj"), cos, sin), rotated(project(h, "k_proj"), cos, sin), project(h, "v_proj")
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        scores = q @ k.transpose(-1, -2) / HEAD_DIM**0.5
+        future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(-2) @ module.o_proj.weight.T
+
+    return attend
+
+
+def attentions(model, seen, scopes):
+    """Each block's attention as a function of the hidden states: the backbone's own module, or written out when it has norms."""
+    pairs = zip((block.attention.module for block in model.model.layers), seen.attention_kwargs, strict=True)
+    if scopes:
+        return [attention_with_norms(m, kwargs["position_embeddings"], scopes) for m, kwargs in pairs]
+    return [lambda h, m=m, kwargs=kwargs: m(hidden_states=h, **kwargs)[0] for m, kwargs in pairs]
+
+
+def scopes_of(name, options):
+    """HybridNorm norms q, k and v head by head, OLMo2 q and k over their full width; an option changes either."""
+    default = {"hybridnorm": ("head", "head"), "hybridnorm_star": ("head", "head"), "olmo2": ("full", "off")}
+    qk, v = default.get(name, ("off", "off"))
+    qk, v = options.get("qk_norm", qk), options.get("v_norm", v)
+    return {p: scope for p, scope in (("q_proj", qk), ("k_proj", qk), ("v_proj", v)) if scope != "off"}
+
+
+@torch.no_grad()
+def assert_follows_the_formula(name, num_layers, *, formula_options=None, **options):
+    kind = options.get("norm", "group" if name == "group_ln" else "rms")
+    model = built(name, num_layers, **options)
+    norm = {"kind": kind, "groups": options.get("groups", 8)}
+    ids = token_ids()
+    seen = observe(model, ids)
+
+    formula_options = dict(formula_options or {})
+    if name == "admin":
+        formula_options["omegas"] = [(b.attention.skip_scale, b.feed_forward.skip_scale) for b in model.model.layers]
+    x0 = options.get("embedding_scale", 1.0) * model.get_input_embeddings()(ids)
+    embedding_norm = naive_norm(model.model.embedding_norm, **norm)
+    assert (embedding_norm is not None) == options.get("embedding_norm", name == "peri_ln")
+    x0 = x0 if embedding_norm is None else embedding_norm(x0)
+    feed_forwards = [block.feed_forward.module for block in model.model.layers]
+    states = FORMULAS[name](
+        x0,
+        attentions(model, seen, scopes_of(name, options)),
+        feed_forwards,
+        naive_norms(model, **norm),
+        num_layers,
+        **formula_options,
+    )
+    assert len(seen.states) == num_layers + 1
+    for index, (state, expected) in enumerate(zip(seen.states, states, strict=True)):
+        torch.testing.assert_close(state, expected, **CLOSE, msg=lambda text, index=index: f"x^{index}: {text}")
+
+    final_norm = naive_norm(model.model.norm, **norm)
+    assert (final_norm is not None) == options.get("final_norm", name in FINAL_NORM)
+    last = states[-1] if final_norm is None else final_norm(states[-1])
+    torch.testing.assert_close(seen.logits, last @ model.lm_head.weight.T, **CLOSE)
+    assert seen.logits.shape == (*ids.shape, VOCABULARY)
+
+
+def test_every_registered_placement_has_a_formula_of_its_own():
+    assert set(lamina.placements.names()) <= set(FORMULAS)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 12])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_state_and_the_logits_follow_the_formula(name, num_layers):
+    assert_follows_the_formula(name, num_layers)
+
+
+@pytest.mark.parametrize("final_norm", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_final_norm_can_be_set_and_left_out(name, final_norm):
+    assert_follows_the_formula(name, 2, final_norm=final_norm)
+
+
+@pytest.mark.parametrize("embedding_norm", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_norm_of_the_embedding_can_be_set_and_left_out(name, embedding_norm):
+    assert_follows_the_formula(name, 2, embedding_norm=embedding_norm)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "group_ln"])
+def test_the_formulas_hold_with_layer_norms_too(name):
+    assert_follows_the_formula(name, 2, norm="layer")
+
+
+@torch.no_grad()
+def test_the_attention_written_out_here_is_the_backbones_when_nothing_in_it_is_normed():
+    model = built("pre_ln", 1)
+    seen = observe(model, token_ids())
+    module, x = model.model.layers[0].attention.module, seen.states[0]
+    written_out = attention_with_norms(module, seen.attention_kwargs[0]["position_embeddings"], {})
+    torch.testing.assert_close(written_out(x), module(hidden_states=x, **seen.attention_kwargs[0])[0], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "formula_options"),
+    [
+        ("mix_ln", {"alpha": 0.5}, {"alpha": "0.5"}),
+        ("mix_ln", {"alpha": 0}, {"alpha": "0"}),
+        ("mix_ln", {"alpha": 1}, {"alpha": "1"}),
+        ("mix_ln", {"num_post_layers": 3}, {"num_post_layers": 3}),
+        ("keel", {"alpha": 1.5}, {"alpha": 1.5}),
+        ("keel", {"learnable_alpha": True}, {}),
+        ("deepnorm", {"alpha": 1.5}, {"alpha": 1.5}),
+        ("peri_ln", {"learnable_gain": False}, {}),
+        ("pre_ln", {"qk_norm": "head", "v_norm": "head"}, {}),
+        ("post_ln", {"qk_norm": "full"}, {}),
+        ("pre_ln", {"norm": "group", "groups": 4}, {}),
+        ("pre_ln", {"embedding_scale": 3.0}, {}),
+    ],
+)
+def test_the_options_change_what_the_formula_says_they_change(name, options, formula_options):
+    assert_follows_the_formula(name, 4, formula_options=formula_options, **options)
+
+
+def test_every_formula_has_states_of_its_own():
+    """Else a model could follow the wrong formula: the names that share one differ in norms that the formula does not see."""
+    model = built("keel", 2, norm="layer")
+    for block in model.model.layers:
+        for residual in (block.attention, block.feed_forward):
+            residual.pre_norm = residual.out_norm = residual.post_norm = torch.nn.LayerNorm(32).double()
+    seen = observe(model, token_ids())
+    arguments = (attentions(model, seen, {}), [b.feed_forward.module for b in model.model.layers], naive_norms(model))
+    omegas = {"omegas": [(1.1, 1.2), (1.3, 1.4)]}
+    options = {"admin": omegas, "mix_ln": {"num_post_layers": 1}}
+    distinct = {id(f): name for name, f in FORMULAS.items()}.values()
+    with torch.no_grad():
+        last = {n: FORMULAS[n](seen.states[0], *arguments, 2, **options.get(n, {}))[-1] for n in distinct}
+    for name in distinct:
+        same = [other for other in distinct if torch.allclose(last[name], last[other], rtol=1e-3, atol=1e-3)]
+        assert same == [name]

@@ -1,0 +1,168 @@
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from conftest import COURSES, write_study
+
+from lamina.errors import UserError
+from lamina.reports import report, run_report, screenshot, study_report
+
+
+def without_plotly(page: str) -> str:
+    """The page less plotly.js itself."""
+    head, _, rest = page.partition("<script>")
+    return head + rest.partition("</script>\n</head>")[2]
+
+
+@pytest.fixture
+def page(study) -> str:
+    return study_report(study).read_text(encoding="utf-8")
+
+
+def test_the_page_is_written_in_place_and_leaves_no_other_file(study):
+    before = {p.name for p in study.iterdir()}
+    assert report(study) == study / "report.html"
+    assert {p.name for p in study.iterdir()} - before == {"report.html"}
+
+
+def test_the_page_asks_nothing_of_any_server_and_holds_plotly_once(page):
+    body = without_plotly(page)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!#|data:)[^\s>]+""", body)
+    assert "default-src 'none'" in body
+    assert page.count("plotly.js v") == 1
+    assert len(page) < 7_000_000
+
+
+def test_the_ranking_goes_from_best_to_failed(page):
+    table = page[page.index('<table class="ranking"') : page.index("</table>")]
+    names = re.findall(r'class="name"><span[^>]*></span>([^<]+)<', table)
+    assert names == ["fusenorm", "keel", "peri_ln", "pre_ln", "post_ln", "mix_ln(alpha=0.25)", "deepnorm"]
+
+
+def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
+    ids = re.findall(r'<section id="([^"]+)"', page)
+    assert ids == ["what-happened", "ranking", "loss", "gradients", "variances", "placements", "settings"]
+    assert "confounded" in page
+    assert len(re.findall(r'class="plotly-graph-div"', page)) == 5
+    body = without_plotly(page)
+    assert body.count("<svg") == 7
+    assert "Keel (arXiv 2601.19895)" in body
+    assert "optimizer.weight decay" in body
+
+
+def test_a_placement_has_one_colour_in_every_figure(page):
+    assert set(re.findall(r'"color":"(#\w+)","width":2.2\},"marker":\{[^}]*\},"mode":"[^"]*","name":"keel"', page)) <= {
+        "#e69f00"
+    }
+    assert page.count("#e69f00") > 4
+
+
+def test_several_rates_give_u_curves_and_no_confounding(grid):
+    page = study_report(grid).read_text(encoding="utf-8")
+    assert '<section id="learning-rates"' in page
+    assert "confounded" not in without_plotly(page)
+    assert "best learning rate" in page
+    assert "±" in page
+
+
+def test_what_users_wrote_is_escaped(tmp_path):
+    evil = "<script>alert(1)</script>"
+    folder = write_study(
+        tmp_path / "study",
+        courses={evil: (2.5, 0.1, 1.0, "finished"), "pre_ln": COURSES["pre_ln"]},
+        num_layers=4,
+        logged=3,
+    )
+    settings = (folder / "study.yaml").read_text(encoding="utf-8")
+    (folder / "study.yaml").write_text(settings.replace("backbone: llama", f"backbone: '{evil}'"), encoding="utf-8")
+    page = study_report(folder).read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+    assert "</script>alert" not in page
+    assert "<b>out of memory" not in page
+    assert "&lt;b&gt;out of memory&lt;/b&gt; &amp; no more" in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_missing_and_broken_trial_files_do_not_break_the_page(study):
+    trials = sorted((study / "trials").iterdir())
+    shutil.rmtree(trials[0])
+    shutil.rmtree(trials[1] / "layers")
+    (trials[2] / "layers" / "part-00000.parquet").write_bytes(b"no parquet")
+    (trials[3] / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "loss": 5}\n{"step": 2, "tok', "utf-8")
+    (trials[3] / "plan.json").write_text("[", encoding="utf-8")
+    assert "What happened" in study_report(study).read_text(encoding="utf-8")
+
+
+def test_a_study_with_results_alone_is_a_page(study):
+    shutil.rmtree(study / "trials")
+    page = study_report(study).read_text(encoding="utf-8")
+    assert "No records by layer in this folder" in page
+    assert "fusenorm" in page
+
+
+def test_a_trials_name_cannot_lead_out_of_the_study(study):
+    results = pd.read_csv(study / "results.csv")
+    results["trial"] = "../../elsewhere"
+    results.to_csv(study / "results.csv", index=False)
+    assert "No records by layer" in study_report(study).read_text(encoding="utf-8")
+
+
+def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path):
+    folder = write_study(
+        tmp_path / "study", courses={"mine.py": (2.5, 0.1, 1.0, "finished")}, num_layers=4, logged=3, failed=False
+    )
+    for plan in folder.glob("trials/*/plan.json"):
+        plan.write_text(plan.read_text("utf-8").replace('"placement": "pre_ln"', '"placement": "mine"'), "utf-8")
+    body = without_plotly(study_report(folder).read_text(encoding="utf-8"))
+    assert "├─ blocks 1-4" in body
+    assert body.count("<svg") == 1
+
+
+def test_a_single_run_has_a_page_of_its_own(study):
+    run = study / "trials" / "keel-0.003-0"
+    page = report(run).read_text(encoding="utf-8")
+    assert page.count("<section") == 8
+    assert "Learning rate and gradient norm" in page
+    assert "A run with keel" in page
+    assert "2.13.0" in page
+
+
+def test_a_run_without_any_result_yet_is_a_page(tmp_path):
+    (tmp_path / "config.yaml").write_text("placement: keel\n", encoding="utf-8")
+    assert "unfinished" in run_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_diverged_run_is_a_page(study):
+    run = study / "trials" / "mix_ln-0.003-0"
+    assert "NaN" in json.dumps(json.loads((run / "result.json").read_text("utf-8")))
+    assert "diverged" in report(run).read_text(encoding="utf-8")
+
+
+def test_a_folder_that_is_neither_and_a_study_without_results_are_refused(tmp_path):
+    with pytest.raises(UserError, match="neither a study's folder"):
+        report(tmp_path)
+    (tmp_path / "study.yaml").write_text("settings: {}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="no results.csv"):
+        report(tmp_path)
+
+
+def test_reports_load_neither_torch_nor_transformers():
+    code = "import sys, lamina.reports; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_screenshot_without_a_browser_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no browser on PATH"):
+        screenshot(tmp_path / "page.html", tmp_path / "page.png")
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium on this machine")
+def test_a_screenshot_is_a_picture(tmp_path):
+    (tmp_path / "page.html").write_text("<!doctype html><h1>Lamina</h1>", encoding="utf-8")
+    target = screenshot(tmp_path / "page.html", tmp_path / "page.png", width=400, height=300)
+    assert target.read_bytes().startswith(b"\x89PNG")
