@@ -1,7 +1,7 @@
 """A training step of each placement against transformers' LlamaForCausalLM of the same configuration.
 
-Speed: all models in one process, their steps alternating (A B C A B C …), medians; the ratio is taken round by round, so that it
-holds when the machine's speed drifts. Memory: the largest resident size of a process of its own for each.
+Speed: all models in one process, their steps alternating (A B C A B C ...), medians; the ratio is taken round by
+round, so that it holds when the machine's speed drifts. Memory: the largest resident size of a process of its own.
 
     python benchmarks/train_step.py --output benchmarks/results/train_step.json
 """
@@ -129,9 +129,8 @@ def main() -> None:
     }
     text = json.dumps(record, indent=2) + "\n"
     for row in rows:
-        print(
-            f"{row['model']:<32} {row['tokens_per_second']:>8} tokens/s  x{row['speed_ratio']:<6} {row['peak_memory_mib']:>6} MiB"
-        )
+        speed = f"{row['tokens_per_second']:>8} tokens/s  x{row['speed_ratio']:<6}"
+        print(f"{row['model']:<32} {speed} {row['peak_memory_mib']:>6} MiB  x{row['memory_ratio']}")
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text, encoding="utf-8")

@@ -217,8 +217,8 @@ class _InitializesPlan:
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
     """The transformers model of ``config.backbone_config`` wired as ``config.plan`` says, and the embedding's norm.
 
-    Raises ValueError for an architecture whose layers have no attention and feed-forward to take out, or for a plan that
-    asks for norms on projections that it does not have.
+    Raises ValueError for an architecture whose layers have no attention and feed-forward to take out, or for a plan
+    that asks for norms on projections that it does not have.
     """
     backbone_config, plan = config.get_text_config(), config.plan
     base: Any = MODEL_MAPPING[type(backbone_config)]
@@ -399,7 +399,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
         LaminaPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
+        self.num_labels = int(config.num_labels or 1)
         self.model = LaminaModel(config)
         self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
         self.post_init()

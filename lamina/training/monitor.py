@@ -47,7 +47,8 @@ def _squared_norms(groups: Iterable[list[torch.Tensor]]) -> list[float]:
             if isinstance(gradient, DTensor):
                 mesh, gradient = gradient.device_mesh, gradient.to_local()
             local.append(gradient)
-        sums.append(torch.stack([n.double() ** 2 for n in torch._foreach_norm(local)]).sum()  # pyright: ignore[reportPrivateImportUsage])
+        norms = torch._foreach_norm(local)  # pyright: ignore[reportPrivateImportUsage]
+        sums.append(torch.stack([norm.double() ** 2 for norm in norms]).sum())
     if not sums:
         return []
     stacked = torch.stack(sums)
