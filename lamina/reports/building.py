@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,9 @@ def _diagrams(study: Study, shown: list[Shown]) -> Section:
             continue
         scheme = _scheme(item.placement)
         title = scheme.title if scheme else plan.placement
-        lines = "\n".join(scheme.equation) if scheme else diagram.text(plan)
         drawing = diagram.svg(plan, title="")
-        width = max(int(re.findall(r'width="(\d+)"', drawing)[0]), 232) + 34
+        width = max(int(re.findall(r'width="(\d+)"', drawing)[0]), 250) + 34
+        lines = _folded(scheme.equation, (width - 34) // 7.3) if scheme else diagram.text(plan)
         spec = "" if item.placement == title else f'<span class="spec">{escape(item.placement)}</span>'
         source = f'<p class="source">{escape(scheme.source)}</p>' if scheme else ""
         cards.append(
@@ -180,6 +181,15 @@ def _settings(study: Study) -> Section:
     html = details("Settings", tables.settings_table(study.settings)) if study.settings else ""
     html += details("Environment", tables.settings_table(study.environment)) if study.environment else ""
     return Section(name="Settings", title="Settings and environment", html=html)
+
+
+def _folded(equation: Sequence[str], columns: float) -> str:
+    """The equation's lines, those too long for the card broken before each further formula."""
+    lines = []
+    for line in equation:
+        head, *formulas = re.split(r"(?<=:)\s+|(?<=,)\s+(?=[\w']+ = )", line) if len(line) > columns else [line]
+        lines += [head, *(f"  {formula}" for formula in formulas)]
+    return "\n".join(lines)
 
 
 def _scheme(spec: str) -> placements.Placement | None:

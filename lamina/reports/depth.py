@@ -53,9 +53,11 @@ def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
     if not drawn:
         return None
     captions = []
-    for end, column in (("start", 0), ("end", -1)):
+    for end, which, column in (("start", "first", 0), ("end", "last", -1)):
         steps = {tables[0].columns[column] for _, tables in drawn}
-        captions.append(f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's own logged step")
+        captions.append(
+            f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {which} logged step"
+        )
     figure = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.035, subplot_titles=captions)
     for item, tables in drawn:
         for number, column in ((1, 0), (2, -1)):

@@ -1,0 +1,61 @@
+"""What every test stands on: fresh memory is NaN, the seed is 0, no network, and the user's cache is never touched."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+torch.set_num_threads(1)  # the models are so small that threads cost more than they bring
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory):
+    before = os.environ.get("LAMINA_CACHE")
+    os.environ["LAMINA_CACHE"] = str(tmp_path_factory.mktemp("lamina-cache"))
+    yield
+    if before is None:
+        del os.environ["LAMINA_CACHE"]
+    else:
+        os.environ["LAMINA_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def seed_zero():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan(monkeypatch):
+    """A parameter or buffer that nobody fills is NaN, not whatever lay there (often a plausible 0)."""
+
+    def poisoned(make):
+        def make_and_poison(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            if tensor.is_floating_point() and not tensor.is_meta:
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
+
+        return make_and_poison
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def tiny_llama():
+    """Four heads that share two key-value heads, so that grouped attention is run as well."""
+    return LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )

@@ -1,0 +1,203 @@
+"""What every placement does when it runs: gradients, caches, checkpointing, hidden states, precision."""
+
+import pytest
+import torch
+from tiny import VOCABULARY, built, llama, streams, token_ids
+
+import lamina
+from lamina.placements import names
+
+# The same sums in another order, in float32 over two layers with activations of order 1 to 10: some 1e-6 relative.
+SAME_SUMS = {"rtol": 1e-4, "atol": 1e-4}
+
+over_placements = pytest.mark.parametrize("name", names())
+
+
+@over_placements
+def test_every_parameter_gets_a_finite_gradient(name):
+    model = lamina.build(llama(3), name).train()
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().sum() > 0, key
+
+
+@over_placements
+def test_the_loss_is_that_of_the_next_token(name):
+    model, ids = built(name), token_ids()
+    output = model(input_ids=ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+
+
+@over_placements
+def test_the_model_is_causal(name):
+    model, ids = built(name), token_ids()
+    changed = ids.clone()
+    changed[:, 5:] = token_ids(seed=2)[:, 5:]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits[:, :5], model(input_ids=changed).logits[:, :5])
+
+
+@over_placements
+def test_logits_with_a_cache_are_those_without(name):
+    model, ids = built(name), token_ids()
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+        first = model(input_ids=ids[:, :4], use_cache=True)
+        parts, cache = [first.logits], first.past_key_values
+        for position in range(4, ids.shape[1]):
+            step = model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            parts.append(step.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, **SAME_SUMS)
+
+
+@over_placements
+def test_greedy_decoding_with_a_cache_gives_the_tokens_without(name):
+    model, ids = built(name), token_ids()
+    how = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
+    with_cache = model.generate(ids, use_cache=True, **how)
+    assert with_cache.shape == (2, 17)
+    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **how))
+
+
+def test_generation_from_embeddings_gives_the_tokens_of_the_ids():
+    model, ids = built("peri_ln"), token_ids()
+    how = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+    embedded = model.get_input_embeddings()(ids)
+    generated = model.generate(inputs_embeds=embedded, attention_mask=torch.ones_like(ids), **how)
+    assert torch.equal(generated, model.generate(ids, **how)[:, ids.shape[1] :])
+
+
+def test_a_prompt_padded_on_the_left_goes_on_as_without_padding():
+    model, ids = built("pre_ln"), token_ids(batch=1)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+    mask = (padded > 0).long()
+    how = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+    generated = model.generate(padded, attention_mask=mask, **how)[:, padded.shape[1] :]
+    assert torch.equal(generated, model.generate(ids, **how)[:, ids.shape[1] :])
+
+
+@over_placements
+def test_gradient_checkpointing_changes_no_gradient(name):
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(3)
+        model = lamina.build(llama(3), name).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            calls = []
+            module = model.model.layers[1].attention.module
+            module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+        gradients.append({k: p.grad for k, p in model.named_parameters()})
+    assert len(calls) == 2  # once forward, once again for the backward pass
+    for key, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][key]), key
+
+
+@over_placements
+def test_hidden_states_are_the_stream_before_the_final_norm(name):
+    model, ids = built(name, 3), token_ids()
+    with torch.no_grad():
+        seen, output = streams(model, ids, output_hidden_states=True)
+        assert len(output.hidden_states) == 4
+        for state, hooked in zip(output.hidden_states, seen, strict=True):
+            assert torch.equal(state, hooked)
+        x0 = model.get_input_embeddings()(ids)
+        if model.model.embedding_norm is not None:
+            x0 = model.model.embedding_norm(x0)
+        assert torch.equal(output.hidden_states[0], x0)
+        norm = model.model.norm
+        last = output.hidden_states[-1] if norm is None else norm(output.hidden_states[-1])
+        assert torch.equal(model.lm_head(last), output.logits)
+
+
+def test_hidden_states_come_by_the_configuration_as_well_and_not_unasked():
+    model, ids = built("keel", 3), token_ids()
+    assert model(input_ids=ids).hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(input_ids=ids).hidden_states) == 4
+    assert model(input_ids=ids, output_hidden_states=False).hidden_states is None
+
+
+@pytest.mark.parametrize("by_configuration", [False, True])
+def test_attentions_come_with_the_eager_kernel(by_configuration):
+    model, ids = built("keel", 3), token_ids()
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = by_configuration
+    attentions = model(input_ids=ids, **({} if by_configuration else {"output_attentions": True})).attentions
+    assert [a.shape for a in attentions] == [(2, 4, 9, 9)] * 3
+    torch.testing.assert_close(attentions[1].sum(-1), torch.ones(2, 4, 9))
+
+
+def test_a_tuple_is_returned_where_no_dict_is_asked_for():
+    model, ids = built("pre_ln"), token_ids()
+    assert torch.equal(model(input_ids=ids, return_dict=False)[0], model(input_ids=ids).logits)
+    assert isinstance(model(input_ids=ids, return_dict=False), tuple)
+
+
+@over_placements
+def test_bfloat16_is_finite_and_near_float32(name):
+    torch.manual_seed(0)
+    model, ids = lamina.build(llama(2), name).eval(), token_ids()
+    with torch.no_grad():
+        exact = model(input_ids=ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = model(input_ids=ids).logits.float()
+        pure = model.bfloat16()(input_ids=ids).logits
+    assert pure.dtype == torch.bfloat16
+    # 8 bits of mantissa: 2^-8 = 0.4 % a rounding, and some tens of roundings on the way, each of random sign.
+    scale = exact.abs().max()
+    assert (mixed - exact).abs().max() < 0.05 * scale
+    assert (pure.float() - exact).abs().max() < 0.05 * scale
+
+
+@over_placements
+def test_no_scale_is_kept_in_a_buffer(name):
+    model = lamina.build(llama(2), name)
+    assert {key.rpartition(".")[2] for key, _ in model.named_buffers()} <= {"inv_freq", "original_inv_freq"}
+
+
+@over_placements
+def test_nothing_is_left_uninitialised(name):
+    """The fixture of conftest.py fills fresh memory with NaN."""
+    model = lamina.build(llama(2), name)
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor.isfinite().all(), key
+
+
+@over_placements
+def test_more_tokens_keep_the_norms_and_the_old_logits(name):
+    model, ids = built(name, embedding_norm=True), token_ids()
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+        after = model(input_ids=ids).logits
+    assert model.model.embedding_norm is not None
+    assert after.shape[-1] == VOCABULARY + 8 == model.config.get_text_config().vocab_size
+    assert torch.equal(after[..., :VOCABULARY], before)
+
+
+@over_placements
+def test_tied_embeddings_are_one_parameter(name):
+    model = lamina.build(llama(2, tie_word_embeddings=True), name)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_a_backbone_whose_configuration_says_bfloat16_is_built_in_float32():
+    model = lamina.build(llama(2, dtype="bfloat16"), "peri_ln", qk_norm="head")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model(input_ids=token_ids()).logits.isfinite().all()
+
+
+def test_trainers_see_which_inputs_the_model_takes():
+    """Trainer drops the columns of a data set that the signature does not name."""
+    import inspect
+
+    taken = inspect.signature(lamina.build(llama(1), "pre_ln").forward).parameters
+    assert {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels"} <= set(taken)

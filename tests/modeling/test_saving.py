@@ -1,0 +1,185 @@
+"""What was saved comes back bit for bit, in a fresh process, with the package and without it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import built, llama, token_ids
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+
+import lamina
+from lamina.modeling import LaminaConfig, LaminaForSequenceClassification
+from lamina.placements import names, resolve
+
+COMMON = """
+import json, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+root = Path(sys.argv[1])
+results = {}
+def check(folder, loader, trust):
+    model = loader.from_pretrained(folder, trust_remote_code=trust).eval()
+    saved = torch.load(folder / "saved.pt", weights_only=True)
+    with torch.no_grad():
+        output = model(input_ids=saved["ids"])
+    kept = "logits" if "logits" in output else "last_hidden_state"
+    results[f"{folder.name} {loader.__name__}"] = {
+        "equal": torch.equal(output[kept], saved[kept]),
+        "classifies": type(model).__name__,
+        "module": type(model).__module__.split(".")[0],
+    }
+"""
+WITH_PACKAGE = f"""{COMMON}
+import lamina.modeling
+for folder in sorted(root.iterdir()):
+    check(folder, AutoModelForSequenceClassification if folder.name == "reward" else AutoModelForCausalLM, False)
+print(json.dumps(results))
+"""
+WITHOUT_PACKAGE = f"""
+import sys
+class NoLamina:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "lamina":
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+sys.meta_path.insert(0, NoLamina())
+{COMMON}
+for folder in sorted(root.iterdir()):
+    if folder.name == "reward":
+        check(folder, AutoModelForSequenceClassification, True)
+    else:
+        check(folder, AutoModelForCausalLM, True)
+        check(folder, AutoModel, True)
+model = AutoModelForSequenceClassification.from_pretrained(root / "keel", trust_remote_code=True, num_labels=1)
+results["fresh head"] = {{"labels": model.score.out_features}}
+try:
+    AutoModelForCausalLM.from_pretrained(root / "keel", trust_remote_code=False)
+    results["without trust"] = {{"refused": False}}
+except ValueError:
+    results["without trust"] = {{"refused": True}}
+results["package"] = {{"loaded": "lamina" in sys.modules}}
+print(json.dumps(results))
+"""
+
+
+def fill(folder, model):
+    with torch.no_grad():
+        output = model(input_ids=token_ids())
+        base = model.model(input_ids=token_ids()).last_hidden_state
+    model.save_pretrained(folder)
+    torch.save({"ids": token_ids(), "logits": output.logits, "last_hidden_state": base}, folder / "saved.pt")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a saved model for each placement, and some more."""
+    root = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    for name in names():
+        fill(root / name, built(name, 3))
+    fill(root / "keel_learned", built("keel", 3, learnable_alpha=True))
+    fill(root / "tied", built("fusenorm", 2, config=llama(2, tie_word_embeddings=True), embedding_norm=True))
+    fill(root / "normed_heads", built("post_ln", 2, qk_norm="head", v_norm="full", norm="group", groups=4))
+    config = LaminaConfig(
+        backbone_config=llama(2, pad_token_id=0), plan=resolve("fusenorm", 2).to_dict(), num_labels=1
+    )
+    fill(root / "reward", LaminaForSequenceClassification(config).eval())
+    return root
+
+
+def fresh_process(code, root, home):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(home)}
+    run = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_a_fresh_process_with_the_package_computes_the_same_logits(saved, tmp_path):
+    results = fresh_process(WITH_PACKAGE, saved, tmp_path)
+    assert {key.split()[0] for key in results} == {folder.name for folder in saved.iterdir()}
+    assert [key for key, result in results.items() if not result["equal"]] == []
+    assert {result["module"] for result in results.values()} == {"lamina"}
+
+
+def test_a_fresh_process_without_the_package_computes_the_same_logits(saved, tmp_path):
+    results = fresh_process(WITHOUT_PACKAGE, saved, tmp_path)
+    assert results.pop("package") == {"loaded": False}
+    assert results.pop("fresh head") == {"labels": 1}
+    assert results.pop("without trust") == {"refused": True}
+    assert {key.split()[0] for key in results} == {folder.name for folder in saved.iterdir()}
+    assert [key for key, result in results.items() if not result["equal"]] == []
+    assert {result["module"] for result in results.values()} == {"transformers_modules"}
+
+
+def test_a_learned_alpha_survives_a_reload(tmp_path):
+    model = lamina.build(llama(3), "keel", learnable_alpha=True)
+    with torch.no_grad():
+        model.model.layers[2].attention.skip_scale.fill_(1.25)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.model.layers[2].attention.skip_scale.item() == 1.25
+    assert again.model.layers[2].feed_forward.skip_scale.item() == 6
+    assert again.model.layers[0].attention.skip_scale == 1.0
+
+
+def test_a_removed_layer_leaves_the_others_their_plan(tmp_path):
+    model = lamina.build(llama(4), "mix_ln", alpha=0.5)
+    assert [b.attention.post_norm is not None for b in model.model.layers] == [True, True, False, False]
+    plan = model.config.plan
+    assert [layer["attention"]["post_norm"] is not None for layer in plan["layers"]] == [True, True, False, False]
+    kept = {**plan, "layers": plan["layers"][1:]}
+    shorter = LaminaConfig(backbone_config=llama(3), plan=kept)
+    shorter.save_pretrained(tmp_path)
+    again = LaminaConfig.from_pretrained(tmp_path)
+    assert [layer["attention"]["post_norm"] is not None for layer in again.plan["layers"]] == [True, False, False]
+
+
+def test_a_configuration_whose_plan_is_of_another_depth_is_refused():
+    with pytest.raises(ValueError, match=r"plan: it has 3 layers, .* num_hidden_layers = 2"):
+        LaminaConfig(backbone_config=llama(2), plan=resolve("keel", 3).to_dict())
+
+
+def test_a_saved_model_comes_back_in_the_precision_it_was_saved_in(tmp_path):
+    built("peri_ln", 2, qk_norm="head").bfloat16().save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+
+
+def test_the_attention_kernel_can_be_chosen_when_loading(saved):
+    model = AutoModelForCausalLM.from_pretrained(saved / "keel", attn_implementation="eager")
+    assert len(model(input_ids=token_ids(), output_attentions=True).attentions) == 3
+
+
+def test_a_causal_model_gives_its_body_to_a_classifier(saved):
+    reward = AutoModelForSequenceClassification.from_pretrained(saved / "peri_ln", num_labels=1, pad_token_id=0)
+    causal = AutoModelForCausalLM.from_pretrained(saved / "peri_ln")
+    for key, parameter in causal.model.named_parameters():
+        assert torch.equal(parameter, reward.model.get_parameter(key)), key
+
+
+def test_a_plain_llama_beside_it_is_what_it_was():
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(llama(3)).eval()
+    with torch.no_grad():
+        before = plain(input_ids=token_ids(), output_hidden_states=True)
+        model = lamina.build(llama(3), "keel").eval()
+        assert len(model(input_ids=token_ids(), output_hidden_states=True).hidden_states) == 4
+        after = plain(input_ids=token_ids(), output_hidden_states=True)
+    assert len(after.hidden_states) == 4
+    for one, other in zip(before.hidden_states, after.hidden_states, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(plain.lm_head(after.hidden_states[-1]), after.logits)  # its own last state is the normed one
+
+
+def test_a_configuration_of_the_users_is_not_changed():
+    config = llama(2)
+    before = config.to_dict()
+    lamina.build(config, "keel")
+    assert config.to_dict() == before
+    LaminaConfig(backbone_config=config, plan=resolve("keel", 2).to_dict())
+    assert config.to_dict() == before

@@ -1,0 +1,51 @@
+"""The tiny models that these tests build, and what they compare them on."""
+
+import torch
+from transformers import LlamaConfig
+
+import lamina
+
+VOCABULARY = 61
+
+
+def llama(num_layers=2, **changes):
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaConfig(num_hidden_layers=num_layers, **{**sizes, **changes})
+
+
+def built(placement, num_layers=2, *, config=None, **options):
+    """A model in evaluation mode whose weights are large and whose gains differ, so that no mistake is too small to see."""
+    model = lamina.build(config or llama(num_layers), placement, **options).eval()
+    shake(model)
+    return model
+
+
+@torch.no_grad()
+def shake(model):
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.3)
+        else:
+            parameter.mul_(1 + 0.2 * torch.randn_like(parameter)).add_(0.05 * torch.randn_like(parameter))
+
+
+def token_ids(batch=2, length=9, seed=1):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def streams(model, ids, **kwargs):
+    """The stream x^0 .. x^N as forward hooks on the blocks see it, and the output."""
+    seen = []
+    handles = [model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))]
+    handles += [block.register_forward_hook(lambda _, args, out: seen.append(out)) for block in model.model.layers]
+    output = model(input_ids=ids, **kwargs)
+    for handle in handles:
+        handle.remove()
+    return seen, output

@@ -1,0 +1,228 @@
+"""Placements of the user's own: options in brackets, YAML rules, full plans and Python files."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import yaml
+
+import lamina
+from lamina.errors import UserError
+from lamina.placements import Norm, names, registry, resolve
+from lamina.placements.custom import find, parse_spec, split_specs
+
+RULES = """
+placement: my_ln
+title: Mine
+equation: ["y = x + A(LN(x))", "x' = y + F(LN(y))"]
+final_norm: true
+rules:
+  - attention: {pre_norm: true}
+    feed_forward: {pre_norm: true, pre_scale: "layer ** -0.5"}
+  - layers: "0:2"
+    feed_forward: {out_norm: {kind: layer, initial_gain: 0.5}}
+  - layers: -1
+    attention: {pre_norm: false, skip_scale: "2 * num_layers"}
+"""
+PYTHON = """
+from lamina.placements import Layer, Norm, Plan, Sublayer, placement
+
+@placement("file_ln", title="From a file", equation=("y = LN(a x + A(x))",), source="here")
+def file_ln(num_layers: int, *, strength: float = 2.0) -> Plan:
+    sublayer = Sublayer(post_norm=Norm(), skip_scale=strength)
+    return Plan(placement="file_ln", layers=(Layer(attention=sublayer, feed_forward=sublayer),) * num_layers)
+"""
+
+
+@pytest.fixture(autouse=True)
+def registry_as_before(monkeypatch):
+    names()
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="mine.yaml"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "options"),
+    [
+        ("mix_ln", "mix_ln", {}),
+        (" keel ", "keel", {}),
+        ("mix_ln(alpha=0.5, final_norm=false)", "mix_ln", {"alpha": 0.5, "final_norm": False}),
+        ("mix_ln(alpha=1/3)", "mix_ln", {"alpha": "1/3"}),
+        ("keel(variant=scale_gain,learnable_alpha=true)", "keel", {"variant": "scale_gain", "learnable_alpha": True}),
+        ("pre_ln()", "pre_ln", {}),
+    ],
+)
+def test_options_are_read_from_behind_the_name(spec, name, options):
+    assert parse_spec(spec) == (name, options)
+    assert resolve(spec, 6) == resolve(name, 6, **options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "option", "value"),
+    [("pre_ln(qk_norm=off)", "qk_norm", "off"), ("keel(alpha=1e1)", "alpha", 10.0), ("keel(alpha=5e-1)", "alpha", 0.5)],
+)
+def test_words_and_numbers_that_yaml_reads_otherwise_are_meant_as_written(spec, option, value):
+    assert resolve(spec, 2).options == {option: value}
+
+
+def test_an_option_given_by_keyword_wins_over_one_in_brackets():
+    assert resolve("keel(alpha=2)", 3, alpha=5).layers[1].attention.skip_scale == 5
+
+
+@pytest.mark.parametrize("spec", ["keel(alpha)", "keel(alpha=1", "keel)alpha=1(", "", "keel(alpha=1)x"])
+def test_a_spec_of_another_form_is_refused(spec):
+    with pytest.raises(UserError, match="placement"):
+        resolve(spec, 2)
+
+
+def test_a_list_of_specs_is_split_outside_the_brackets():
+    assert split_specs("pre_ln, mix_ln(alpha=0.5, final_norm=false),keel") == [
+        "pre_ln",
+        "mix_ln(alpha=0.5, final_norm=false)",
+        "keel",
+    ]
+
+
+def test_yaml_rules_give_a_plan_and_later_rules_change_the_layers_they_name(file):
+    plan = resolve(file(RULES), 4)
+    assert (plan.placement, plan.num_layers, plan.final_norm) == ("my_ln", 4, Norm())
+    assert [x.feed_forward.pre_scale for x in plan.layers] == pytest.approx([1, 2**-0.5, 3**-0.5, 0.5], rel=1e-15)
+    assert [x.feed_forward.out_norm for x in plan.layers] == [Norm(kind="layer", initial_gain=0.5)] * 2 + [None] * 2
+    assert [x.attention.skip_scale for x in plan.layers] == [1, 1, 1, 8]
+    assert [x.attention.pre_norm is None for x in plan.layers] == [False, False, False, True]
+    assert find(file(RULES)).title == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("0", [0]), ("-2", [3]), ("[0, -1]", [0, 4]), ('"1:3"', [1, 2]), ('"::2"', [0, 2, 4]), ('"-2:"', [3, 4])],
+)
+def test_layers_are_named_by_index_slice_or_list(file, layers, expected):
+    plan = resolve(file(f"rules:\n  - layers: {layers}\n    attention: {{pre_norm: true}}\n"), 5)
+    assert [i for i, layer in enumerate(plan.layers) if layer.attention.pre_norm] == expected
+    assert plan.placement == "mine"
+
+
+@pytest.mark.parametrize("formula", ["num_sublayers ** 0.25", "(2 * num_layers) ** (1 / 4)", "-(-1.6817928305074292)"])
+def test_numbers_may_be_formulas(file, formula):
+    plan = resolve(file(f"rules:\n  - attention: {{post_norm: true, skip_scale: '{formula}'}}\n"), 4)
+    assert plan.layers[2].attention.skip_scale == pytest.approx(8**0.25, rel=1e-15)
+
+
+def test_a_norms_gain_may_be_a_formula_too(file):
+    rules = "rules:\n  - attention: {out_norm: {initial_gain: '(2 * num_layers) ** -0.5'}}\n"
+    assert resolve(file(rules), 8).layers[0].attention.out_norm.initial_gain == 0.25
+
+
+@pytest.mark.parametrize("formula", ["__import__('os')", "depth", "layer.real", "1 / 0", "num_layers if 1 else 2", "2 *"])
+def test_what_is_no_formula_is_refused_and_never_run(file, formula):
+    text = yaml.safe_dump({"rules": [{"attention": {"skip_scale": formula}}]})
+    with pytest.raises(UserError, match=r"rules\[0\]\.attention\.skip_scale"):
+        resolve(file(text), 2)
+
+
+@pytest.mark.parametrize("switch", ["off", "'off'"])
+def test_off_is_a_word_in_a_file_too(file, switch):
+    assert resolve(file(f"qk_norm: {switch}\nrules: [{{attention: {{pre_norm: true}}}}]\n"), 2).qk_norm == "off"
+
+
+def test_a_full_plan_is_read_as_to_dict_writes_it(file):
+    plan = resolve("keel", 3)
+    again = resolve(file(yaml.safe_dump(plan.to_dict())), 3)
+    assert (again.layers, again.final_norm, again.placement) == (plan.layers, plan.final_norm, "keel")
+    assert again.initialization == plan.initialization
+
+
+def test_a_full_plan_keeps_the_initialisation_that_it_names(file):
+    assert resolve(file(yaml.safe_dump(resolve("deepnorm", 2).to_dict())), 2).initialization == "deepnorm"
+
+
+def test_a_full_plan_for_another_depth_is_refused(file):
+    path = file(yaml.safe_dump(resolve("keel", 3).to_dict()))
+    with pytest.raises(UserError, match=r"3 layers, num_layers is 4"):
+        resolve(path, 4)
+
+
+def test_common_options_apply_to_a_placement_from_a_file(file):
+    assert resolve(f"{file(RULES)}(final_norm=false)", 4).final_norm is None
+    assert resolve(file(RULES), 4, norm="layer").layers[0].attention.pre_norm == Norm(kind="layer")
+
+
+@pytest.mark.parametrize(
+    ("text", "mentions"),
+    [
+        ("final_nrom: true\nrules: []", ["'final_nrom'", "'final_norm'"]),
+        ("rules: [{atention: {}}]", ["rules[0]", "'atention'", "'attention'"]),
+        ("rules: [{attention: {prenorm: true}}]", ["attention", "'prenorm'", "'pre_norm'"]),
+        ("rules: [{attention: {skip: both}}]", ["attention.skip", "'both'", "'stream'"]),
+        ("rules: [{layers: 4, attention: {}}]", ["rules[0].layers", "4"]),
+        ("rules: [{layers: 'a:b'}]", ["rules[0].layers", "'a:b'"]),
+        ("rules: [{attention: true}]", ["rules[0].attention", "True"]),
+        ("rules: {attention: {}}", ["rules"]),
+        ("rules: [pre_ln]", ["rules[0]"]),
+        ("- pre_ln", ["rules"]),
+        ("", ["rules"]),
+        ("rules: [", ["YAML"]),
+        ("layers: [{}]\nfinal_nrom: true", ["'final_nrom'", "'final_norm'"]),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_the_file(file, text, mentions):
+    path = file(text)
+    with pytest.raises(UserError) as error:
+        resolve(path, 4)
+    for mention in ["mine.yaml", *mentions]:
+        assert mention in str(error.value)
+
+
+def test_a_file_that_is_missing_or_not_text_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml.*no such file"):
+        resolve(str(tmp_path / "nowhere.yaml"), 2)
+    (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(UserError, match=r"image\.yaml.*YAML"):
+        resolve(str(tmp_path / "image.yaml"), 2)
+
+
+def test_a_python_file_registers_a_placement_with_options(file):
+    path = file(PYTHON, "mine.py")
+    assert resolve(path, 2).layers[0].attention.skip_scale == 2
+    assert resolve(f"{path}(strength=3.5)", 2).layers[1].feed_forward.skip_scale == 3.5
+    assert resolve(path, 2).placement == "file_ln"
+    with pytest.raises(UserError, match=r"no option 'strenght'; did you mean 'strength'"):
+        resolve(path, 2, strenght=1)
+
+
+def test_a_python_file_without_a_placement_is_refused(file):
+    with pytest.raises(UserError, match=r"mine\.py.*0 placements"):
+        resolve(file("x = 1\n", "mine.py"), 2)
+
+
+def test_a_python_file_may_build_on_a_registered_placement_as_the_first_thing_that_runs(file):
+    path = file(PYTHON + "\nfrom lamina.placements import resolve\nBASE = resolve('pre_ln', 2)\n", "mine.py")
+    code = f"from lamina.placements import resolve; print(resolve({path!r}, 2).placement)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == "file_ln", run.stderr
+
+
+@pytest.mark.parametrize(("name", "text"), [("mine.yaml", RULES), ("mine.py", PYTHON)])
+def test_a_placement_in_one_new_file_trains(file, tiny_llama, name, text):
+    model = lamina.build(tiny_llama, file(text, name)).train()
+    ids = torch.randint(61, (2, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]

@@ -1,0 +1,183 @@
+"""Where one placement becomes another, and what every placement does when its branches are silent or its gains are one."""
+
+import pytest
+import torch
+from naive import EPS, WIDTH, built, llama, observe, rms_norm, token_ids
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import lamina
+
+NAMES = lamina.placements.names()
+STREAM_STAYS = {"pre_ln", "layernorm_scaling", "peri_ln", "sandwich_ln", "olmo2", "out_ln", "group_ln"}
+STREAM_IS_NORMED = {"post_ln", "deepnorm", "admin", "fusenorm", "keel", "b2t", "pre_post_ln"}
+# Norms of a stream that is normed already change it by eps / 2 = 5e-7 each.
+NORMED_AGAIN = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def tiny_eps(num_layers):
+    return llama(num_layers, rms_norm_eps=1e-6)
+
+
+@torch.no_grad()
+def gains_of_one(model):
+    for block in model.model.layers:
+        for residual in (block.attention, block.feed_forward):
+            for norm in (residual.pre_norm, residual.out_norm, residual.post_norm):
+                if getattr(norm, "weight", None) is not None:
+                    norm.weight.fill_(1.0)
+            if isinstance(residual.skip_scale, torch.Tensor):
+                residual.skip_scale.fill_(1.0)
+    return model
+
+
+@torch.no_grad()
+def silenced(model, *, feed_forward=True):
+    for block in model.model.layers:
+        block.attention.module.o_proj.weight.zero_()
+        if feed_forward:
+            block.feed_forward.module.down_proj.weight.zero_()
+    return model
+
+
+def copied(target, source):
+    """The same weights, name by name: both plans must have the same parameters."""
+    target.load_state_dict(source.state_dict(), strict=True)
+    return target
+
+
+def assert_equal_bit_for_bit(one, other):
+    seen, expected = observe(one, token_ids()), observe(other, token_ids())
+    for state, expected_state in zip(seen.states, expected.states, strict=True):
+        assert torch.equal(state, expected_state)
+    assert torch.equal(seen.logits, expected.logits)
+
+
+def test_every_placement_is_known_to_keep_the_stream_or_to_norm_it():
+    assert set(NAMES) <= STREAM_STAYS | STREAM_IS_NORMED | {"mix_ln", "hybridnorm", "hybridnorm_star"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in STREAM_STAYS])
+def test_with_silent_branches_the_stream_stays_what_it_is(name):
+    states = observe(silenced(built(name, 3)), token_ids()).states
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in STREAM_STAYS])
+def test_with_silent_branches_and_gains_of_one_the_last_state_is_the_normed_embedding(name):
+    model = silenced(gains_of_one(built(name, 4, config=tiny_eps(4))))
+    states = observe(model, token_ids()).states
+    assert not torch.allclose(states[0], rms_norm(states[0], 1.0, 1e-6), atol=1e-2)
+    torch.testing.assert_close(states[-1], rms_norm(states[0], 1.0, 1e-6), **NORMED_AGAIN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_gains_of_one_the_rms_of_a_blocks_output_is_one_exactly_where_the_block_ends_in_a_norm(name):
+    states = observe(gains_of_one(built(name, 4, config=tiny_eps(4))), token_ids()).states
+    for index, state in enumerate(states[1:]):
+        rms = state.pow(2).mean(-1).sqrt()
+        ends_in_a_norm = name in STREAM_IS_NORMED or (name == "mix_ln" and index == 0)
+        assert torch.allclose(rms, torch.ones_like(rms), atol=1e-4) == ends_in_a_norm
+
+
+def test_inside_keels_first_block_the_state_after_attention_is_not_normed():
+    model = gains_of_one(built("keel", 2, config=tiny_eps(2)))
+    seen = []
+    for block in model.model.layers:
+        block.attention.register_forward_hook(lambda _, args, output: seen.append(output))
+    observe(model, token_ids())
+    first, second = (state[0] if isinstance(state, tuple) else state for state in seen)
+    assert not torch.allclose(first.pow(2).mean(-1), torch.tensor(1.0).double(), atol=0.05)
+    torch.testing.assert_close(second.pow(2).mean(-1), torch.ones(2, 7).double(), **NORMED_AGAIN)
+
+
+@pytest.mark.parametrize("final_norm", [True, False])
+@pytest.mark.parametrize(("num_post_layers", "limit"), [(0, "pre_ln"), (4, "post_ln")])
+def test_mix_ln_with_no_post_layers_is_pre_ln_and_with_all_of_them_post_ln(num_post_layers, limit, final_norm):
+    mix = built("mix_ln", 4, num_post_layers=num_post_layers, final_norm=final_norm)
+    assert_equal_bit_for_bit(mix, copied(built(limit, 4, final_norm=final_norm), mix))
+
+
+def test_deepnorm_with_an_alpha_of_one_is_post_ln():
+    deepnorm = built("deepnorm", 3, alpha=1.0)
+    assert_equal_bit_for_bit(deepnorm, copied(built("post_ln", 3), deepnorm))
+
+
+@torch.no_grad()
+def test_keel_with_an_alpha_of_one_and_no_inner_norms_is_post_ln_after_its_first_block():
+    keel, post = built("keel", 3, alpha=1.0), built("post_ln", 3)
+    for block in keel.model.layers[1:]:
+        block.attention.pre_norm = nn.Identity()
+        block.feed_forward.pre_norm = nn.Identity()
+    seen = observe(keel, token_ids())
+    for index in (1, 2):
+        block = copied(post.model.layers[index], keel.model.layers[index])
+        output = block(seen.states[index], **seen.block_kwargs[index])
+        assert torch.equal(output[0] if isinstance(output, tuple) else output, seen.states[index + 1])
+
+
+@pytest.mark.skipif("layernorm_scaling" not in NAMES, reason="layernorm_scaling is not registered")
+def test_layernorm_scalings_first_block_is_pre_lns_and_its_second_is_not():
+    scaled = built("layernorm_scaling", 2)
+    seen, expected = (observe(m, token_ids()).states for m in (scaled, copied(built("pre_ln", 2), scaled)))
+    assert torch.equal(seen[1], expected[1])
+    assert not torch.allclose(seen[2], expected[2], atol=1e-2)
+
+
+@pytest.mark.parametrize(("name", "relative"), [("sandwich_ln", "peri_ln"), ("layernorm_scaling", "pre_ln")])
+def test_placements_that_differ_in_nothing_else_agree(name, relative):
+    if name not in NAMES:
+        pytest.skip(f"{name} is not registered")
+    model = built(name, 1, embedding_norm=False)
+    assert_equal_bit_for_bit(model, copied(built(relative, 1, embedding_norm=False), model))
+
+
+@torch.no_grad()
+def test_fusenorm_with_a_silent_attention_and_a_normed_input_takes_post_lns_feed_forward_step():
+    model = silenced(gains_of_one(built("fusenorm", 2, config=tiny_eps(2))), feed_forward=False)
+    seen = observe(model, token_ids())
+    x = seen.states[1]
+    expected = rms_norm(x + model.model.layers[1].feed_forward.module(x), 1.0, 1e-6)
+    torch.testing.assert_close(seen.states[2], expected, **NORMED_AGAIN)
+
+
+@torch.no_grad()
+def test_fusenorms_first_block_norms_the_attentions_input_and_neither_skip():
+    """papers.md 2.2: Y = LN(A(LN E) + E), X' = LN(F(Y) + E) in block 1 alone."""
+    model = built("fusenorm", 2)
+    seen = observe(model, token_ids())
+    first, second = model.model.layers
+    assert second.attention.pre_norm is None or isinstance(second.attention.pre_norm, nn.Identity)
+    assert all(residual.skip_scale == 1.0 for residual in (first.attention, first.feed_forward))
+    e, attend = seen.states[0], first.attention.module
+    y = e + attend(hidden_states=rms_norm(e, first.attention.pre_norm.weight, EPS), **seen.attention_kwargs[0])[0]
+    y = rms_norm(y, first.attention.post_norm.weight, EPS)
+    x1 = rms_norm(e + first.feed_forward.module(y), first.feed_forward.post_norm.weight, EPS)
+    torch.testing.assert_close(seen.states[1], x1, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_pre_ln_has_llamas_logits_to_the_last_bit_on_llamas_weights():
+    torch.manual_seed(0)
+    config = llama(3)
+    theirs = LlamaForCausalLM(config).eval()
+    for parameter in theirs.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.3) + (parameter.dim() == 1))
+    ours = lamina.build(llama(3), "pre_ln").eval()
+    pairs = [
+        (ours.get_input_embeddings(), theirs.get_input_embeddings()),
+        (ours.model.norm, theirs.model.norm),
+        (ours.lm_head, theirs.lm_head),
+    ]
+    for block, layer in zip(ours.model.layers, theirs.model.layers, strict=True):
+        pairs.append((block.attention.module, layer.self_attn))
+        pairs.append((block.attention.pre_norm, layer.input_layernorm))
+        pairs.append((block.feed_forward.module, layer.mlp))
+        pairs.append((block.feed_forward.pre_norm, layer.post_attention_layernorm))
+    for target, source in pairs:
+        target.load_state_dict(source.state_dict(), strict=True)
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+    ids = token_ids(2, 16)
+    difference = ours(input_ids=ids).logits - theirs(input_ids=ids).logits
+    assert difference.abs().max().item() == 0.0
+    assert WIDTH == config.hidden_size

@@ -1,0 +1,161 @@
+"""Numbers of the papers: scales, borders, exceptions of the first layer, and how many parameters the norms have."""
+
+import math
+
+import pytest
+import torch
+from naive import HEAD_DIM, HEADS, KEY_VALUE_HEADS, WIDTH, built, llama
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import lamina
+from lamina.placements import names, resolve
+
+NAMES = names()
+d = WIDTH
+
+
+def positions(plan, index):
+    """Which of A (pre_norm), B (out_norm) and C (post_norm) the attention and the feed-forward of a layer have."""
+    layer = plan.layers[index]
+    return tuple(
+        "".join(
+            letter
+            for letter, norm in zip("ABC", (part.pre_norm, part.out_norm, part.post_norm), strict=True)
+            if norm is not None
+        )
+        for part in (layer.attention, layer.feed_forward)
+    )
+
+
+POSITIONS = {  # (first layer, every other layer), papers.md section 0
+    "post_ln": (("C", "C"), ("C", "C")),
+    "pre_ln": (("A", "A"), ("A", "A")),
+    "peri_ln": (("AB", "AB"), ("AB", "AB")),
+    "sandwich_ln": (("AB", "AB"), ("AB", "AB")),
+    "fusenorm": (("AC", "C"), ("C", "C")),
+    "keel": (("A", "AC"), ("AC", "AC")),
+    "deepnorm": (("C", "C"), ("C", "C")),
+    "hybridnorm": (("C", ""), ("C", "")),
+    "hybridnorm_star": (("A", "A"), ("C", "")),
+    "layernorm_scaling": (("A", "A"), ("A", "A")),
+    "olmo2": (("B", "B"), ("B", "B")),
+    "out_ln": (("B", "B"), ("B", "B")),
+    "admin": (("C", "C"), ("C", "C")),
+    "group_ln": (("A", "A"), ("A", "A")),
+    "b2t": (("C", "C"), ("C", "C")),
+    "pre_post_ln": (("AC", "AC"), ("AC", "AC")),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mix_ln"])
+def test_the_norms_sit_where_the_paper_puts_them_at_1024_layers(name):
+    plan = resolve(name, num_layers=1024)
+    assert len(plan.layers) == 1024
+    first, others = POSITIONS[name]
+    assert positions(plan, 0) == first
+    assert {positions(plan, index) for index in range(1, 1024)} == {others}
+
+
+def expected_scales(name, index, num_layers):
+    """(skip_scale of the attention, of the feed-forward, pre_scale of both)."""
+    if name == "keel":
+        return (1, 1, 1) if index == 0 else (2 * num_layers, 2 * num_layers, 1)
+    if name == "deepnorm":
+        return (2 * num_layers) ** 0.25, (2 * num_layers) ** 0.25, 1
+    if name == "layernorm_scaling":
+        return 1, 1, 1 / math.sqrt(index + 1)
+    return 1, 1, 1
+
+
+@pytest.mark.parametrize("num_layers", [1, 12, 1024])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "admin"])
+def test_the_scales_of_every_layer_are_the_papers_constants(name, num_layers):
+    for index, layer in enumerate(resolve(name, num_layers=num_layers).layers):
+        attention, feed_forward = layer.attention, layer.feed_forward
+        scales = (attention.skip_scale, feed_forward.skip_scale, attention.pre_scale)
+        assert scales == pytest.approx(expected_scales(name, index, num_layers), rel=1e-12)
+        assert feed_forward.pre_scale == attention.pre_scale
+        assert all(type(scale) is float for scale in scales)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_fusenorm_and_b2t_change_what_the_skip_carries_and_only_before_the_feed_forward(name):
+    carried = {(x.attention.skip, x.feed_forward.skip) for x in resolve(name, num_layers=24).layers}
+    assert carried == {("stream", {"fusenorm": "block_input", "b2t": "both"}.get(name, "stream"))}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "admin"])
+def test_the_built_model_has_the_plans_scales_as_plain_numbers(name):
+    for index, block in enumerate(lamina.build(llama(3), name).model.layers):
+        scales = (block.attention.skip_scale, block.feed_forward.skip_scale, block.attention.pre_scale)
+        assert scales == pytest.approx(expected_scales(name, index, 3), rel=1e-12)
+        assert not any(isinstance(scale, torch.Tensor) for scale in scales)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "alpha"), [(12, 2.21336), (24, 2.63215), (32, 2.82843), (64, 3.36359)]
+)
+def test_deepnorms_alpha_is_the_papers(num_layers, alpha):
+    for layer in resolve("deepnorm", num_layers=num_layers).layers:
+        assert layer.attention.skip_scale == pytest.approx(alpha, abs=5e-6)
+        assert layer.feed_forward.skip_scale == pytest.approx(alpha, abs=5e-6)
+
+
+def test_keels_alpha_counts_sublayers_and_can_be_learned():
+    assert resolve("keel", num_layers=256).layers[-1].attention.skip_scale == 512.0
+    model = built("keel", 4, learnable_alpha=True)
+    scales = [r.skip_scale for block in model.model.layers for r in (block.attention, block.feed_forward)]
+    assert [float(torch.as_tensor(scale).detach()) for scale in scales] == [1.0, 1.0, *[8.0] * 6]
+    assert all(isinstance(scale, nn.Parameter) and scale.requires_grad for scale in scales[2:])
+    assert not any(isinstance(scale, nn.Parameter) for scale in scales[:2])
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "options", "border"),
+    [
+        (12, {}, 3),
+        (24, {}, 6),
+        (32, {"alpha": 0.0625}, 2),
+        (100, {"alpha": 0.29}, 29),  # floor(0.29 * 100) is 28 in floats
+        (10, {"alpha": 0.25}, 2),  # floor, not round
+        (11, {"alpha": 0.25}, 2),
+        (3, {"alpha": "1/3"}, 1),
+        (64, {}, 16),
+        (24, {"num_post_layers": 8}, 8),
+        (24, {"alpha": 0.0}, 0),
+        (24, {"alpha": 1.0}, 24),
+    ],
+)
+def test_mix_lns_border_is_the_floor_in_exact_arithmetic(num_layers, options, border):
+    plan = resolve("mix_ln", num_layers=num_layers, **options)
+    kinds = [positions(plan, index) for index in range(num_layers)]
+    assert kinds == [("C", "C")] * border + [("A", "A")] * (num_layers - border)
+
+
+NORM_PARAMETERS = {  # with neither a final norm nor one of the embedding: papers.md section 16
+    "keel": lambda n: 4 * d * n - d,
+    "fusenorm": lambda n: 2 * d * n + d,
+    "hybridnorm": lambda n: (d + 3 * HEAD_DIM) * n,
+    "hybridnorm_star": lambda n: (d + 3 * HEAD_DIM) * n + d,
+    "sandwich_ln": lambda n: 4 * d * n,
+    "peri_ln": lambda n: 4 * d * n,
+    "pre_post_ln": lambda n: 4 * d * n,
+    "olmo2": lambda n: (2 * d + (HEADS + KEY_VALUE_HEADS) * HEAD_DIM) * n,
+    "admin": lambda n: 4 * d * n,  # 2 d of the norms, 2 d of omega
+}
+
+
+def size(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_norms_have_as_many_parameters_as_the_paper_says(name, num_layers):
+    bare = size(LlamaForCausalLM(llama(num_layers))) - (2 * num_layers + 1) * d
+    model = lamina.build(llama(num_layers), name, final_norm=False, embedding_norm=False)
+    expected = NORM_PARAMETERS.get(name, lambda n: 2 * d * n)(num_layers)
+    assert size(model) - bare == expected
+    both = lamina.build(llama(num_layers), name, final_norm=True, embedding_norm=True)
+    assert size(both) - bare == expected + 2 * d

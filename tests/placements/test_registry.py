@@ -1,0 +1,179 @@
+"""The registry: names, options and the plans that they resolve to."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from lamina.errors import UserError
+from lamina.placements import Layer, Norm, Plan, Sublayer, get, names, placement, registry, resolve
+
+
+@pytest.fixture
+def registry_as_before(monkeypatch):
+    names()
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+
+
+def norms_of(plan):
+    ends = [n for n in (plan.final_norm, plan.embedding_norm) if n is not None]
+    return ends + [n for x in plan.layers for s in (x.attention, x.feed_forward) for n in s.norms.values()]
+
+
+def test_the_schemes_that_compare_trains_by_default_are_registered():
+    assert {"post_ln", "pre_ln", "peri_ln", "mix_ln", "fusenorm", "keel"} <= set(names())
+    assert names() == sorted(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_placement_says_what_it_is(name):
+    scheme = get(name)
+    assert scheme.title
+    assert scheme.equation
+    assert scheme.source
+    assert scheme.advice
+    assert scheme.description
+    for option in scheme.all_options():
+        assert option.help, option.name
+        assert option.type_name, option.name
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_defaults_of_an_option_are_values_that_it_takes(name):
+    for option in get(name).options:
+        option.check(name, option.default)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("peri_nl", "peri_ln"), ("keell", "keel"), ("mixln", "mix_ln")])
+def test_an_unknown_name_suggests_the_nearest(wrong, right):
+    with pytest.raises(UserError, match=f"unknown placement '{wrong}'; did you mean '{right}'"):
+        resolve(wrong, 2)
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_unknown_option_suggests_the_nearest_and_lists_the_rest(name):
+    with pytest.raises(UserError, match=r"no option 'final_nrom'; did you mean 'final_norm'") as error:
+        resolve(name, 2, final_nrom=True)
+    for option in get(name).all_options():
+        assert option.name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "allowed"),
+    [
+        ("keel", {"alpha": "big"}, "float"),
+        ("keel", {"alpha": True}, "float"),
+        ("keel", {"alpha": -1}, "above 0"),
+        ("keel", {"variant": "kee"}, "'scale_gain'"),
+        ("keel", {"learnable_alpha": 1}, "bool"),
+        ("mix_ln", {"alpha": 1.5}, "0 to 1"),
+        ("mix_ln", {"num_post_layers": 5}, "0 to 4"),
+        ("mix_ln", {"num_post_layers": 1.0}, "int"),
+        ("deepnorm", {"beta": 0}, "above 0"),
+        ("pre_ln", {"final_norm": "yes"}, "bool"),
+        ("pre_ln", {"norm": "batch"}, "'layer'"),
+        ("pre_ln", {"qk_norm": "heads"}, "'head'"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_refused(name, options, allowed):
+    (key, value), *_ = options.items()
+    with pytest.raises(UserError) as error:
+        resolve(name, 4, **options)
+    assert f"'{name}'" in str(error.value)
+    assert f"'{key}'" in str(error.value)
+    assert repr(value) in str(error.value)
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("num_layers", [0, -1, 2.0, "4", True])
+def test_a_depth_with_no_meaning_is_refused(num_layers):
+    with pytest.raises(UserError, match="num_layers"):
+        resolve("pre_ln", num_layers)
+
+
+def test_mix_ln_takes_the_share_or_the_number_not_both():
+    with pytest.raises(UserError, match=r"'alpha' or 'num_post_layers'"):
+        resolve("mix_ln", 4, alpha=0.5, num_post_layers=2)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_common_options_change_the_plan(name):
+    assert resolve(name, 3, final_norm=True).final_norm is not None
+    assert resolve(name, 3, final_norm=False).final_norm is None
+    assert resolve(name, 3, embedding_norm=True).embedding_norm is not None
+    assert resolve(name, 3, embedding_norm=False).embedding_norm is None
+    assert resolve(name, 3, embedding_scale="sqrt_hidden_size").embedding_scale == "sqrt_hidden_size"
+    assert resolve(name, 3, embedding_scale=4).embedding_scale == 4
+    assert resolve(name, 3, qk_norm="full").qk_norm == "full"
+    assert resolve(name, 3, v_norm="head").v_norm == "head"
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "group"])
+@pytest.mark.parametrize("name", names())
+def test_the_norm_option_changes_every_norm_of_the_plan_and_nothing_else(name, kind):
+    plan = resolve(name, 3, norm=kind, final_norm=True, embedding_norm=True)
+    assert {n.kind for n in norms_of(plan)} == {kind}
+    before = resolve(name, 3, final_norm=True, embedding_norm=True)
+    back = registry.map_norms(plan, lambda norm: replace(norm, kind="backbone", groups=1))
+    assert back.layers == registry.map_norms(before, lambda norm: replace(norm, kind="backbone", groups=1)).layers
+
+
+@pytest.mark.parametrize("name", names())
+def test_groups_are_those_that_were_asked_for(name):
+    assert {n.groups for n in norms_of(resolve(name, 3, norm="group", groups=4))} == {4}
+
+
+def test_groups_without_group_norms_are_refused():
+    with pytest.raises(UserError, match="'groups'"):
+        resolve("pre_ln", 2, groups=4)
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_option_that_is_none_is_the_default(name):
+    options = {option.name: None for option in get(name).all_options() if "None" in option.type_name}
+    assert replace(resolve(name, 4, **options), options={}) == resolve(name, 4)
+
+
+@pytest.mark.usefixtures("registry_as_before")
+def test_a_registered_function_is_a_placement_with_its_keywords_as_options():
+    @placement("mine_ln", title="Mine", equation=("y = x",), source="here")
+    def mine_ln(num_layers: int, *, strength: float = 2.0) -> Plan:
+        """What it does.
+
+        Args:
+            strength: of the skip, which
+                goes on here.
+        """
+        sublayer = Sublayer(pre_norm=Norm(), skip_scale=strength)
+        return Plan(placement="", layers=(Layer(attention=sublayer, feed_forward=sublayer),) * num_layers)
+
+    assert "mine_ln" in names()
+    (option,) = get("mine_ln").options
+    assert (option.name, option.type_name, option.default) == ("strength", "float", 2.0)
+    assert option.help == "of the skip, which goes on here."
+    plan = resolve("mine_ln", 2, strength=3)
+    assert plan.placement == "mine_ln"
+    assert plan.layers[1].feed_forward.skip_scale == 3
+
+
+@pytest.mark.usefixtures("registry_as_before")
+def test_a_scheme_with_a_plan_of_another_depth_is_refused():
+    @placement("wrong_depth", title="", equation=(), source="")
+    def wrong_depth(num_layers: int) -> Plan:
+        return Plan(placement="", layers=(Layer(),))
+
+    with pytest.raises(UserError, match=r"1 layers, num_layers is 2"):
+        resolve("wrong_depth", 2)
+
+
+@pytest.mark.parametrize("module", ["lamina", "lamina.placements"])
+def test_importing_and_resolving_load_neither_torch_nor_transformers(module):
+    code = f"""
+import sys, {module}
+import lamina
+lamina.placements.names(), lamina.placements.resolve("keel(alpha=3)", 4).to_dict()
+print(sorted({{"torch", "transformers", "numpy", "pandas"}} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

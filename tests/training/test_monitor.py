@@ -1,0 +1,182 @@
+"""What the layer monitor records, against the same numbers computed in the plainest way."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+from training.tiny_runs import layers, records, values
+from transformers import AutoModelForCausalLM, Trainer
+
+import lamina.modeling  # noqa: F401
+from lamina import build
+from lamina.data import prepare_blocks
+from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.training import pretrain as pretraining
+
+
+def naive_norms(model) -> dict[tuple[int, str, str], float]:
+    """Norms of the gradients that a model holds now, sorted by the parameters' names."""
+    groups = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if "layers" in parts:
+            layer, sublayer = int(parts[parts.index("layers") + 1]), parts[parts.index("layers") + 2]
+            groups.setdefault((layer, sublayer, "all"), []).append(parameter.grad)
+            groups.setdefault((layer, "block", "all"), []).append(parameter.grad)
+        else:
+            role = "embedding" if "embed_tokens" in parts else "readout"
+            groups.setdefault((-1, "block", role), []).append(parameter.grad)
+    return {key: get_total_norm([g.double() for g in gradients]).item() for key, gradients in groups.items()}
+
+
+@pytest.fixture
+def unclipped(monkeypatch):
+    """The naive norms by step, taken where Trainer gets the gradients: its own methods, which clip, come after."""
+    seen = {}
+
+    def spy(name):
+        original = getattr(Trainer, name)
+
+        def method(self, model, *args, **kwargs):
+            seen.setdefault(self.state.global_step + 1, naive_norms(model))
+            return original(self, model, *args, **kwargs)
+
+        monkeypatch.setattr(Trainer, name, method)
+
+    spy("_clip_grad_norm")
+    spy("_get_grad_norm")
+    return seen
+
+
+@pytest.mark.parametrize("placement", ["pre_ln", "keel"])
+@pytest.mark.parametrize(("clip", "accumulation"), [(1e-3, 1), (1e-3, 2), (0.0, 1), (0.0, 2), (1.0, 2)])
+def test_gradient_norms_are_those_before_clipping(trained, tmp_path, unclipped, placement, clip, accumulation):
+    trained(placement=placement, max_grad_norm=clip, gradient_accumulation=accumulation)
+    table = layers(tmp_path / "run")
+    assert sorted(unclipped) == [1, 2, 3, 4]
+    for step, expected in unclipped.items():
+        assert values(table, "gradient_norm", step) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3, 1.0])
+def test_sublayers_embedding_and_readout_make_up_the_total_norm(trained, tmp_path, clip):
+    trained(max_grad_norm=clip)
+    table = layers(tmp_path / "run")
+    for record in records(tmp_path / "run"):
+        if "loss" in record:
+            found = values(table, "gradient_norm", record["step"])
+            parts = [v for (layer, sublayer, _), v in found.items() if sublayer != "block" or layer < 0]
+            assert math.sqrt(sum(v * v for v in parts)) == pytest.approx(record["grad_norm"], rel=1e-5)
+            blocks = [v for (layer, sublayer, _), v in found.items() if sublayer == "block" or layer < 0]
+            assert math.sqrt(sum(v * v for v in blocks)) == pytest.approx(record["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 2), (1, 4)])
+def test_accumulated_gradients_are_those_of_one_large_batch(tiny, tmp_path, monkeypatch, batch, accumulation):
+    seen = []
+    original = pretraining.LaminaTrainer.training_step
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        if self.state.global_step == 0:
+            seen.append(inputs["input_ids"].clone())
+        return original(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+    chosen = tiny(batch_size=batch, gradient_accumulation=accumulation, max_grad_norm=1e-2)
+    pretraining.pretrain(chosen, bar=False)
+    _, tokenizer = prepare_blocks(chosen.corpus, chosen.tokenizer, chosen.sequence_length, progress=False)
+    torch.manual_seed(chosen.seed)
+    model = build(pretraining.backbone_config(chosen, vocab_size=len(tokenizer)), chosen.placement)
+    ids = torch.cat(seen)
+    assert ids.shape == (4, chosen.sequence_length)
+    logits = model(input_ids=ids).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    assert values(layers(tmp_path / "run"), "gradient_norm", 1) == pytest.approx(naive_norms(model), rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_trainer_calls_the_two_private_methods_that_the_monitor_overrides(trained, monkeypatch, clip):
+    calls = {"_clip_grad_norm": 0, "_get_grad_norm": 0}
+
+    def counted(name):
+        original = getattr(Trainer, name)
+
+        def method(self, *args, **kwargs):
+            calls[name] += 1
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(Trainer, name, method)
+
+    for name in calls:
+        counted(name)
+    trained(max_grad_norm=clip)
+    assert calls["_clip_grad_norm"] == (4 if clip else 0)
+    assert calls["_get_grad_norm"] == 4
+
+
+def naive_states(folder, chosen) -> dict[tuple[int, str], torch.Tensor]:
+    """x^0 and the stream after every sub-layer in double precision, from the model that the run saved."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").double().eval()
+    blocks, _ = prepare_blocks(chosen.corpus, chosen.tokenizer, chosen.sequence_length, progress=False)
+    wanted = chosen.monitor_blocks
+    ids = torch.stack([blocks.eval[i * len(blocks.eval) // wanted]["input_ids"] for i in range(wanted)])
+    states = {}
+    for index, block in enumerate(model.model.layers):
+        for name in ("attention", "feed_forward"):
+            getattr(block, name).register_forward_hook(
+                lambda module, args, output, key=(index, name): states.update({key: output})
+            )
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: states.update({(-1, "block"): args[0]}))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return states
+
+
+@pytest.mark.parametrize("placement", ["pre_ln", "peri_ln", "fusenorm"])
+def test_state_statistics_are_those_of_a_double_computation(tiny, tmp_path, placement):
+    chosen = tiny(placement=placement, monitor_blocks=3)
+    pretraining.pretrain(chosen, bar=False)
+    table = layers(tmp_path / "run")
+    states = naive_states(tmp_path / "run", chosen)
+    assert len(states) == 2 * chosen.num_layers + 1
+    for metric, statistic in {
+        "hidden_variance": lambda x: ((x - x.mean()) ** 2).mean(),
+        "hidden_mean": lambda x: x.sum() / x.numel(),
+        "hidden_abs_max": lambda x: x.abs().max(),
+    }.items():
+        expected = {(*key, "all"): statistic(x).item() for key, x in states.items()}
+        assert values(table, metric, chosen.steps) == pytest.approx(expected, rel=1e-4, abs=1e-6), metric
+
+
+def test_states_are_recorded_before_the_first_step_and_on_the_same_batch_for_every_placement(trained, tmp_path):
+    for placement in ("pre_ln", "post_ln"):
+        trained(placement, placement=placement, init="normal")
+    first = [values(layers(tmp_path / p), "hidden_variance", 0)[-1, "block", "all"] for p in ("pre_ln", "post_ln")]
+    assert first[0] == first[1]
+
+
+def test_gains_are_those_of_the_saved_model(trained, tmp_path):
+    trained(placement="peri_ln", learning_rate=0.1)
+    table = layers(tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").model
+    expected = {}
+    for index, block in enumerate(model.layers):
+        for name in ("attention", "feed_forward"):
+            for role in ("pre_norm", "out_norm", "post_norm"):
+                if isinstance(norm := getattr(getattr(block, name), role), LaminaNorm):
+                    expected[index, name, role] = norm.weight
+    expected |= {(-1, "block", "embedding_norm"): model.embedding_norm.weight}
+    expected |= {(-1, "block", "final_norm"): model.norm.weight}
+    means = values(table, "gain_mean", 4)
+    assert means == pytest.approx({k: w.mean().item() for k, w in expected.items()}, rel=1e-6)
+    assert any(abs(mean - 1) > 1e-3 for mean in means.values())
+    largest = {k: w.abs().max().item() for k, w in expected.items()}
+    assert values(table, "gain_abs_max", 4) == pytest.approx(largest, rel=1e-6)
+
+
+def test_the_monitor_changes_nothing_of_the_training(trained, tmp_path):
+    """Dropout would draw other numbers if the monitor touched the random generator or the model's mode."""
+    trained("often", logging_steps=1, steps=6)
+    trained("never", logging_steps=6, steps=6)
+    assert records(tmp_path / "often")[-1]["eval_loss"] == records(tmp_path / "never")[-1]["eval_loss"]

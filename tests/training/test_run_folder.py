@@ -1,0 +1,186 @@
+"""What a run leaves in its folder, and who may write there."""
+
+import errno
+import math
+import os
+
+import pytest
+import torch
+import yaml
+from training.tiny_runs import layers, result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lamina.errors import UserError
+from lamina.training import folder as run_folder
+from lamina.training.settings import PretrainSettings
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    trained(logging_steps=2, eval_steps=4)
+    return tmp_path / "run"
+
+
+def test_metrics_hold_the_fields_of_the_design(run):
+    lines = [yaml.safe_load(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == [1, 2, 4]
+    for line in logged:
+        assert list(line) == ["step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second"]
+        assert line["tokens"] == line["step"] * 2 * 16
+        assert line["loss"] > 0
+        assert line["tokens_per_second"] > 0
+
+
+def test_layers_are_a_tidy_table(run):
+    table = layers(run)
+    assert list(table.columns) == ["step", "layer", "sublayer", "role", "index", "metric", "value"]
+    assert set(table.step) == {0, 1, 2, 4}
+    assert set(table.sublayer) == {"attention", "feed_forward", "block"}
+    assert not table.duplicated(list(table.columns[:-1])).any()
+    assert table.value.notna().all()
+
+
+def test_the_result_holds_the_fields_of_the_design(run):
+    found = result(run)
+    for key in ("status", "eval_loss", "perplexity", "tokens", "seconds", "flops", "reason"):
+        assert key in found
+    assert found["perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert found["tokens"] == 4 * 2 * 16
+    assert found["flops"] > 0
+    assert found["seconds"] > 0
+
+
+def test_the_saved_model_has_the_reported_eval_loss(run, tiny):
+    from lamina.data import prepare_blocks
+    from lamina.training.pretrain import spread
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    blocks, _ = prepare_blocks(tiny().corpus, "bytes", 16, progress=False)
+    ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), 4)])
+    assert model.config.get_text_config().vocab_size == len(tokenizer)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1].double()
+    naive = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+    assert result(run)["eval_loss"] == pytest.approx(naive, rel=1e-5)
+
+
+def test_the_configuration_runs_again_and_gives_the_same(run, trained, tmp_path):
+    stored = PretrainSettings.from_dict(yaml.safe_load((run / "config.yaml").read_text()))
+    again = {**stored.to_dict(), "output": "", "corpus": ""}
+    again.pop("output"), again.pop("corpus")
+    assert trained("again", **again)["eval_loss"] == result(run)["eval_loss"]
+    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("run", "again")]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+
+
+def test_another_seed_gives_another_run(trained):
+    assert trained("a", seed=1)["eval_loss"] != trained("b", seed=2)["eval_loss"]
+
+
+def test_the_environment_names_versions_machine_seed_and_revision(run):
+    found = yaml.safe_load((run / "environment.json").read_text())
+    assert found["versions"]["torch"] == torch.__version__.split("+")[0] or found["versions"]["torch"] == torch.__version__
+    assert {"python", "lamina", "transformers", "accelerate"} <= set(found["versions"])
+    assert found["machine"]["cores"]
+    assert found["seed"] == 0
+    assert "git_revision" in found
+
+
+def scalars(folder) -> dict:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture
+def no_stale_folder(monkeypatch):
+    """What a run writes into the environment is undone after the test."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+
+
+def test_tensorboard_gets_the_layers_metrics(trained, tmp_path, no_stale_folder):
+    pytest.importorskip("tensorboard")
+    trained(report_to="tensorboard", logging_steps=2)
+    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    tags = scalars(events.parent)
+    layered = {tag: v for tag, v in tags.items() if "gradient_norm" in tag and "0001.attention" in tag}
+    assert len(layered) == 1
+    recorded = layers(tmp_path / "run").query("metric == 'gradient_norm' and layer == 1 and sublayer == 'attention'")
+    (found,) = layered.values()
+    assert found == [(step, pytest.approx(value, rel=1e-5)) for step, value in zip(recorded.step, recorded.value)]  # noqa: B905
+    assert any(tag.endswith("/loss") for tag in tags)
+
+
+def test_each_run_of_a_process_has_tensorboard_files_of_its_own(trained, tmp_path, no_stale_folder):
+    pytest.importorskip("tensorboard")
+    for name in ("a", "b"):
+        trained(name, report_to="tensorboard")
+        assert len(list((tmp_path / name).rglob("events.out.tfevents.*"))) == 1, name
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(run, trained):
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    with pytest.raises(UserError, match=r"in use .*--resume.*--overwrite"):
+        trained()
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+
+def test_overwrite_deletes_what_lamina_wrote(tmp_path, run):
+    (run / "old").touch()
+    assert run_folder.claim(run, resume=False, overwrite=True) is False
+    assert not any(run.iterdir())
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "result.json"])
+def test_overwrite_leaves_alone_what_lamina_did_not_write(tmp_path, name):
+    """Many programs keep a config.yaml or a result.json."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / name).write_text("debug: true\n")
+    (theirs / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="did not write"):
+        run_folder.claim(theirs, resume=False, overwrite=True)
+    assert (theirs / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_bad_corpus_with_overwrite_deletes_nothing(run, trained, tiny):
+    from lamina.training.pretrain import pretrain
+
+    settings = PretrainSettings.from_dict({**tiny().to_dict(), "corpus": "no/such/corpus.txt"})
+    with pytest.raises(UserError, match="no such file"):
+        pretrain(settings, overwrite=True, bar=False)
+    assert (run / "result.json").is_file()
+
+
+def test_a_bad_corpus_leaves_no_folder_in_use(tiny, tmp_path):
+    """The next try, with the corpus mended, must not be refused."""
+    from lamina.training.pretrain import pretrain
+
+    bad = PretrainSettings.from_dict({**tiny().to_dict(), "corpus": "no/such/corpus.txt"})
+    with pytest.raises(UserError):
+        pretrain(bad, bar=False)
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").iterdir())
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    path.write_text("old")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        run_folder.write_json(path, {"status": "finished"})
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    run_folder.write_json(tmp_path / "x.json", {"a": math.nan, "b": [math.inf, 1.0]})
+    assert (tmp_path / "x.json").read_text().split() == '{ "a": null, "b": [ null, 1.0 ] }'.split()

@@ -1,0 +1,100 @@
+"""Runs small enough for tests: a corpus of a few kilobytes, a model of two layers, and what reads their folders."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from lamina.training.settings import PretrainSettings
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "steps": 4,
+    "sequence_length": 16,
+    "batch_size": 2,
+    "eval_blocks": 4,
+    "threads": 1,
+}
+TIMING = ("tokens_per_second", "seconds")
+
+
+def write_corpus(path: Path) -> Path:
+    """About 40 kB of lines made of few words, always the same ones."""
+    draw = random.Random(7)
+    words = "the norm sits before after and between every layer of a deep model whose stream carries what it adds".split()
+    path.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)) + "\n", encoding="utf-8")
+    return path
+
+
+def settings(corpus: Path, output: Path, **changed) -> PretrainSettings:
+    return PretrainSettings(corpus=str(corpus), output=str(output), **{**SMALL, **changed})
+
+
+def flags(**given) -> list[str]:
+    """``num_layers=2`` as ``--num-layers 2``; True as a bare flag."""
+    argv = []
+    for name, value in given.items():
+        argv += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return argv
+
+
+def start(*argv: str, **options) -> subprocess.Popen:
+    """``lamina ARGV`` in a process of its own."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "lamina", *argv], env=environment, **{**pipes, **options})
+
+
+def wait_for(condition, seconds: float = 60.0):
+    """The first true value of ``condition()``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"did not happen within {seconds:g} s")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def records(folder: Path) -> list[dict]:
+    """metrics.jsonl without what a clock measured."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
+
+
+def last_step(folder: Path) -> int:
+    try:
+        return max((r["step"] for r in records(folder)), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def layers(folder: Path) -> pd.DataFrame:
+    """Every row of layers/, sorted, so that runs written in different parts compare."""
+    keys = ["step", "layer", "sublayer", "role", "index", "metric"]
+    table = pd.concat([pd.read_parquet(part) for part in sorted((folder / "layers").glob("part-*.parquet"))])
+    return table.sort_values(keys).reset_index(drop=True)
+
+
+def values(table: pd.DataFrame, metric: str, step: int) -> dict[tuple[int, str, str], float]:
+    """(layer, sublayer, role) -> value of a metric at a step."""
+    found = table[(table.metric == metric) & (table.step == step)]
+    return {(r.layer, r.sublayer, r.role): r.value for r in found.itertuples()}
