@@ -1,7 +1,7 @@
 """The equation of every placement, written from the papers alone, and what is needed to hold a built model against it.
 
-A formula is one block: x is the block's input, `attention` and `feed_forward` are callables on hidden states, `norms` holds the
-six positions as callables (None where the model has no norm), index counts blocks from 0.
+A formula is one block: x is the block's input, `attention` and `feed_forward` are callables on hidden states, `norms`
+holds the six positions as callables (None where the model has no norm), index counts blocks from 0.
 `FORMULAS[name](x0, attention, feed_forward, norms, num_layers, **options)` gives the states [x0, x1, ..., xN].
 """
 
@@ -196,7 +196,7 @@ def llama(num_layers, **changes):
 
 
 def built(placement, num_layers, *, config=None, **options):
-    """A model in float64 whose gains, biases and weights are all random, so that a norm in the wrong place cannot hide."""
+    """A model in float64 whose gains, biases and weights are all random: a norm in the wrong place cannot hide."""
     model = lamina.build(config or llama(num_layers), placement, **options).double().eval()
     generator = torch.Generator().manual_seed(num_layers)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -44,14 +45,15 @@ def _kind_names(kind: Any) -> str:
     return " or ".join(named.get(k, getattr(k, "__name__", str(k))) for k in (get_args(kind) or (kind,)))
 
 
-def make_parser(command: str, description: str, examples: str) -> Parser:
+def make_parser(command: str, description: str, examples: str, positional: str = "") -> Parser:
     """A parser for ``lamina COMMAND`` with its examples in the help."""
     from jsonargparse import set_parsing_settings
 
     set_parsing_settings(parse_optionals_as_positionals=False)
     return Parser(
         prog=f"lamina {command}",
-        description=f"{description}\n\nexamples:\n{inspect.cleandoc(examples)}",
+        usage=f"lamina {command} {positional}[OPTIONS]",
+        description=f"{description}\n\nexamples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}",
         formatter_class=_formatter(),
         exit_on_error=True,
         default_env=False,
@@ -74,11 +76,12 @@ def add_settings(parser: Parser, settings: type) -> None:
     """A flag for every field of a settings dataclass: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML."""
     hints, helps = get_type_hints(settings), _helps(settings)
     parser.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
-    for entry in fields(settings):
+    own = settings.__annotations__
+    for entry in sorted(fields(settings), key=lambda entry: entry.name not in own):  # its own before the inherited
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
         flag, kind = f"--{entry.name.replace('_', '-')}", hints[entry.name]
         if kind is bool:
-            parser.add_argument(flag, action=ActionYesNo, default=default, help=helps[entry.name])
+            parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=helps[entry.name])
         elif entry.name == "trainer":
             parser.add_argument(flag, type=dict[str, Any], default=default, help=helps[entry.name])
         else:

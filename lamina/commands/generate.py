@@ -16,7 +16,7 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Load, generate, print."""
-    parser = make_parser("generate", "Continue a text with a trained model.", EXAMPLES)
+    parser = make_parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     parser.add_argument("model", help="a folder with a saved model, or a run's folder")
     parser.add_argument("--prompt", type=str, default="The", help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=120, help="tokens to add at most")

@@ -14,7 +14,7 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Write report.html again, and a picture of it where asked."""
-    parser = make_parser("report", "Write the page of a run's or a study's folder.", EXAMPLES)
+    parser = make_parser("report", "Write the page of a run's or a study's folder.", EXAMPLES, "FOLDER ")
     parser.add_argument("folder", help="a run's or a study's folder")
     parser.add_argument(
         "--screenshot",

@@ -78,7 +78,11 @@ def _compare(
     # Two processes of one thread each beat one of two on small models.
     trials = {t: replace(s, threads=s.threads or max(1, cores // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    study = {"command": "compare", "version": run_folder.environment(0)["versions"].get("lamina"), "created": created}
+    study = {
+        "command": settings.command(),
+        "version": run_folder.environment(0)["versions"].get("lamina"),
+        "created": created,
+    }
     run_folder.write_yaml(folder / "study.yaml", {**study, "settings": settings.to_dict()})
     run_folder.write_json(folder / "environment.json", run_folder.environment(0))
     results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}

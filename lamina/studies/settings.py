@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lamina.errors import UserError
@@ -53,6 +54,23 @@ class CompareSettings(RunSettings):
             what = "whole numbers" if kind is int else "numbers"
             raise UserError(f"{name}: {text!r} is not a comma-separated list of different {what}")
         return values
+
+    def command(self) -> str:
+        """The command line that gives these settings: every flag that is not at its default."""
+        words = ["lamina", "compare"]
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            default = {} if entry.name == "trainer" else entry.default
+            if value == default:
+                continue
+            flag = f"--{entry.name.replace('_', '-')}"
+            if isinstance(value, bool):
+                words.append(flag if value else f"--no-{flag[2:]}")
+            elif isinstance(value, dict):
+                words += [f"{flag}.{key} {shlex.quote(str(item))}" for key, item in value.items()]
+            else:
+                words += [flag, shlex.quote(str(value))]
+        return " ".join(words)
 
     def trials(self) -> dict[str, PretrainSettings]:
         """The trials by their ids, which are also their folders' names. Raises UserError for a bad value in one."""

@@ -79,7 +79,8 @@ class DivergenceGuard:
         entries = [entry for entry in self.left if entry[0] == step]
         _, layer, sublayer, metric, ratio = max(entries, key=_blame)
         how = f"{ratio:.0f} times its median" if math.isfinite(ratio) else "not finite"
-        return f"layer {layer} ({sublayer}) left first: its {metric} was {how} at step {step}"
+        where = f"model.model.layers[{layer}], block {layer + 1} ({sublayer})"
+        return f"{where}, left first: its {metric} was {how} at step {step}"
 
 
 def _blame(entry: tuple[int, int, str, str, float]) -> tuple[float, int, int]:

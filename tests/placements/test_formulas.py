@@ -7,20 +7,10 @@ from naive import EPS, FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_
 import lamina
 
 NAMES = [name for name in lamina.placements.names() if name in FORMULAS]
-# The models run in float64, their RMS norms in float32 inside, as Llama's do: where the two sides round apart, 6e-8 a norm,
-# random blocks magnify it by a few hundred.
+# The models run in float64, their RMS norms in float32 inside, as Llama's do: where the two sides round apart, by 6e-8
+# a norm, random blocks magnify it by a few hundred.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-FINAL_NORM = {
-    "pre_ln",
-    "peri_ln",
-    "mix_ln",
-    "sandwich_ln",
-    "hybridnorm",
-    "hybridnorm_star",
-    "layernorm_scaling",
-    "olmo2",
-}
-FINAL_NORM |= {"group_ln", "out_ln"}
+NO_FINAL_NORM = {"post_ln", "fusenorm", "keel", "deepnorm", "admin", "b2t", "pre_post_ln"}
 
 
 def rotated(x, cos, sin):
@@ -29,9 +19,7 @@ def rotated(x, cos, sin):
 
 
 def attention_with_norms(module, position_embeddings, scopes):
-    """Causal attention written out; a projection named in `scopes` passes an RMS norm, head by head or over its full width,
-    before RoPE.
-    """
+    """Causal attention written out; a projection named in `scopes` is normed before RoPE, by head or full width."""
 
     def project(h, name):
         layer = getattr(module, name)
@@ -55,7 +43,7 @@ def attention_with_norms(module, position_embeddings, scopes):
 
 
 def attentions(model, seen, scopes):
-    """Each block's attention as a function of the hidden states: the backbone's own module, or written out when it has norms."""
+    """Each block's attention as a function of hidden states: the backbone's module, or written out if it has norms."""
     pairs = zip((block.attention.module for block in model.model.layers), seen.attention_kwargs, strict=True)
     if scopes:
         return [attention_with_norms(m, kwargs["position_embeddings"], scopes) for m, kwargs in pairs]
@@ -99,7 +87,7 @@ def assert_follows_the_formula(name, num_layers, *, formula_options=None, **opti
         torch.testing.assert_close(state, expected, **CLOSE, msg=lambda text, index=index: f"x^{index}: {text}")
 
     final_norm = naive_norm(model.model.norm, **norm)
-    assert (final_norm is not None) == options.get("final_norm", name in FINAL_NORM)
+    assert (final_norm is not None) == options.get("final_norm", name not in NO_FINAL_NORM)
     last = states[-1] if final_norm is None else final_norm(states[-1])
     torch.testing.assert_close(seen.logits, last @ model.lm_head.weight.T, **CLOSE)
     assert seen.logits.shape == (*ids.shape, VOCABULARY)
@@ -163,7 +151,7 @@ def test_the_options_change_what_the_formula_says_they_change(name, options, for
 
 
 def test_every_formula_has_states_of_its_own():
-    """Else a model could follow the wrong formula: the names that share one differ in norms that the formula does not see."""
+    """Else a model could follow the wrong one. Names that share a formula differ in norms that it does not see."""
     model = built("keel", 2, norm="layer")
     for block in model.model.layers:
         for residual in (block.attention, block.feed_forward):

@@ -1,8 +1,8 @@
-"""Where one placement becomes another, and what every placement does when its branches are silent or its gains are one."""
+"""Where one placement becomes another, and what each does when its branches are silent or its gains are one."""
 
 import pytest
 import torch
-from naive import EPS, WIDTH, built, llama, observe, rms_norm, token_ids
+from naive import EPS, built, llama, observe, rms_norm, token_ids
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -159,8 +159,7 @@ def test_fusenorms_first_block_norms_the_attentions_input_and_neither_skip():
 @torch.no_grad()
 def test_pre_ln_has_llamas_logits_to_the_last_bit_on_llamas_weights():
     torch.manual_seed(0)
-    config = llama(3)
-    theirs = LlamaForCausalLM(config).eval()
+    theirs = LlamaForCausalLM(llama(3)).eval()
     for parameter in theirs.parameters():
         parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.3) + (parameter.dim() == 1))
     ours = lamina.build(llama(3), "pre_ln").eval()
@@ -180,4 +179,3 @@ def test_pre_ln_has_llamas_logits_to_the_last_bit_on_llamas_weights():
     ids = token_ids(2, 16)
     difference = ours(input_ids=ids).logits - theirs(input_ids=ids).logits
     assert difference.abs().max().item() == 0.0
-    assert WIDTH == config.hidden_size

@@ -93,9 +93,7 @@ def test_the_built_model_has_the_plans_scales_as_plain_numbers(name):
         assert not any(isinstance(scale, torch.Tensor) for scale in scales)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "alpha"), [(12, 2.21336), (24, 2.63215), (32, 2.82843), (64, 3.36359)]
-)
+@pytest.mark.parametrize(("num_layers", "alpha"), [(12, 2.21336), (24, 2.63215), (32, 2.82843), (64, 3.36359)])
 def test_deepnorms_alpha_is_the_papers(num_layers, alpha):
     for layer in resolve("deepnorm", num_layers=num_layers).layers:
         assert layer.attention.skip_scale == pytest.approx(alpha, abs=5e-6)

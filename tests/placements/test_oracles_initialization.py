@@ -16,7 +16,7 @@ NAMES = lamina.placements.names()
 SIX_SIGMA = {"rel": 0.02}
 WIDTH, INNER, KEY_VALUE_WIDTH = 96, 160, 48
 ROLES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PLAIN = {"pre_ln", "post_ln", "peri_ln", "keel", "layernorm_scaling"}  # papers.md 13
+PLAIN = {"peri_ln", "keel", "layernorm_scaling"}  # what their papers use; FuseNorm's trains all its baselines scaled
 
 
 def initial(name, num_layers, seed=0, **options):
@@ -59,22 +59,31 @@ def test_deepnorms_weights_are_normal_and_its_beta_an_option():
     assert (values.abs() < std).double().mean().item() == pytest.approx(0.6827, abs=0.01)
 
 
+def assert_starts_from(model, std, *, output_std=None):
+    for role in ROLES:
+        expected = output_std if output_std and role in ("o_proj", "down_proj") else std
+        assert weights(model, role).std().item() == pytest.approx(expected, **SIX_SIGMA), role
+
+
 @pytest.mark.parametrize("num_layers", [12, 24])
 def test_fusenorm_divides_the_two_output_projections_by_the_root_of_twice_the_number_of_layers(num_layers):
-    """The Megatron scheme of papers.md 2.4 and 13: N(0, 0.02^2), and N(0, 0.02^2 / (2 N)) for what is added to the stream."""
-    model = initial("fusenorm", num_layers)
-    for role in ROLES:
-        std = 0.02 / math.sqrt(2 * num_layers) if role in ("o_proj", "down_proj") else 0.02
-        assert weights(model, role).std().item() == pytest.approx(std, **SIX_SIGMA), role
+    """Megatron's scheme: N(0, 0.02^2), and N(0, 0.02^2 / (2 N)) for what is added to the stream."""
+    assert_starts_from(initial("fusenorm", num_layers), 0.02, output_std=0.02 / math.sqrt(2 * num_layers))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in PLAIN])
 def test_the_plain_placements_start_every_matrix_from_the_same_standard_deviation(name):
     model = initial(name, 12)
-    for role in ROLES:
-        assert weights(model, role).std().item() == pytest.approx(0.02, **SIX_SIGMA), role
+    assert_starts_from(model, 0.02)
     for matrix in (model.get_input_embeddings().weight, model.lm_head.weight):
         assert matrix.std().item() == pytest.approx(0.02, **SIX_SIGMA)
+
+
+@pytest.mark.parametrize("name", ["pre_ln", "post_ln", "mix_ln", "fusenorm", "keel"])
+def test_the_initialisers_by_name_do_the_same_for_every_placement(name):
+    assert_starts_from(initial(name, 12, init="normal"), 0.02)
+    assert_starts_from(initial(name, 12, init="scaled"), 0.02, output_std=0.02 / math.sqrt(24))
+    assert_starts_from(initial(name, 12, init="small"), math.sqrt(2 / (5 * WIDTH)))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in {"hybridnorm", "hybridnorm_star"}])

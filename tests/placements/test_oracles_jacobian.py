@@ -67,7 +67,7 @@ def test_keels_full_sublayers_carry_the_whole_gradient():
 
 
 def test_keels_first_layer_passes_the_gradient_on_and_then_norms_a_sum_of_three():
-    """Attention: J = 1, no norm. Feed-forward: LN(x1 + F) of a stream of rms sqrt(2) and a branch of rms 1: 1 / sqrt(3)."""
+    """Attention: J = 1. Feed-forward: the norm divides a sum of rms sqrt(3), the stream's 2 and the branch's 1 squared."""
     share = gradient_through_the_skips(blocks_of("keel", 12)[:1])
     assert share == pytest.approx(1 / math.sqrt(3), **CLOSE)
 

@@ -1,0 +1,19 @@
+"""Sandwich-LN: CogView's norms on both sides of each module."""
+
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import placement
+
+
+@placement(
+    "sandwich_ln",
+    title="Sandwich-LN",
+    equation=("y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "logits = W LN(x_N)"),
+    source="CogView (arXiv 2105.13290) Sec 2.4",
+    initialization="normal",
+    advice="Pre-LN's learning rates; the same topology as Peri-LN without the embedding's norm",
+)
+def sandwich_ln(num_layers: int) -> Plan:
+    """Peri-LN's wiring, published for another purpose: it keeps fp16 activations of a text-to-image model in range."""
+    sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm())
+    layer = Layer(attention=sublayer, feed_forward=sublayer)
+    return Plan(placement="sandwich_ln", layers=(layer,) * num_layers, final_norm=Norm())

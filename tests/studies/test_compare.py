@@ -1,0 +1,194 @@
+"""`lamina compare`: a row a trial, whatever becomes of it."""
+
+import math
+
+import pandas as pd
+import pytest
+import yaml
+from training.tiny_runs import SMALL, flags, layers, records, result, settings
+
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.studies.compare import COLUMNS, compare
+from lamina.training.pretrain import pretrain
+
+DESIGN = ["placement", "learning_rate", "seed", "status", "eval_loss", "perplexity", "tokens", "seconds", "tokens_per_second"]
+
+PLACEMENT = """
+import multiprocessing
+import os
+from dataclasses import replace
+
+from lamina.placements import placement, resolve
+
+@placement({name!r}, title="Breaks", equation=("y = x",), source="a test")
+def make(num_layers):
+    if multiprocessing.parent_process() is not None:
+        {act}
+    return replace(resolve("pre_ln", num_layers), placement={name!r})
+"""
+
+
+@pytest.fixture
+def breaking(tmp_path):
+    """A Python placement that is fine where the study is checked and breaks in its worker process."""
+
+    def write(name, act):
+        path = tmp_path / f"{name}.py"
+        path.write_text(PLACEMENT.format(name=name, act=act), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_the_results_hold_the_columns_of_the_design_and_a_row_for_each_trial(study, tmp_path):
+    table = compare(study(learning_rates="1e-3,3e-3", seeds="0,1"), bar=False)
+    written = pd.read_csv(tmp_path / "study" / "results.csv")
+    assert list(written.columns) == list(COLUMNS) == list(table.columns)
+    assert set(DESIGN) <= set(COLUMNS)
+    assert len(written) == len(table) == 8
+    assert set(zip(written.placement, written.learning_rate, written.seed, strict=True)) == {
+        (p, r, s) for p in ("pre_ln", "keel") for r in (1e-3, 3e-3) for s in (0, 1)
+    }
+    assert set(written.status) <= {"finished", "stuck"}
+    assert written.tokens.eq(4 * 2 * 16).all()
+    assert written.perplexity.to_numpy() == pytest.approx([math.exp(x) for x in written.eval_loss])
+    for trial in written.trial:
+        assert (tmp_path / "study" / "trials" / trial / "result.json").is_file()
+    stored = yaml.safe_load((tmp_path / "study" / "study.yaml").read_text())
+    assert stored["settings"]["learning_rates"] == "1e-3,3e-3"
+
+
+def test_a_trial_is_what_pretrain_gives_with_the_same_settings(study, corpus, tmp_path):
+    compare(study(seeds="3"), bar=False)
+    (trial,) = (tmp_path / "study" / "trials").glob("keel*")
+    alone = settings(corpus, tmp_path / "alone", placement="keel", seed=3)
+    pretrain(alone, bar=False)
+    assert result(trial)["eval_loss"] == result(tmp_path / "alone")["eval_loss"]
+    assert records(trial) == records(tmp_path / "alone")
+    pd.testing.assert_frame_equal(layers(trial), layers(tmp_path / "alone"))
+
+
+def test_the_same_study_gives_the_same_losses(study):
+    first, second = (compare(study(name, workers=workers), bar=False) for name, workers in (("a", 1), ("b", 2)))
+    assert list(first.eval_loss) == list(second.eval_loss)
+    assert list(first.trial) == list(second.trial)
+
+
+def test_one_initialiser_for_all(study):
+    table = compare(study(init="same:normal"), bar=False)
+    assert list(table.init) == ["normal", "normal"]
+
+
+def test_a_trial_that_raises_is_a_row_and_not_a_crash(study, breaking, tmp_path):
+    path = breaking("raises", "raise RuntimeError('this layer cannot be wired')")
+    table = compare(study(placements=f"{path},pre_ln"), bar=False).set_index("placement")
+    assert table.status[path] == "failed"
+    assert "this layer cannot be wired" in table.reason[path]
+    assert table.status["pre_ln"] in ("finished", "stuck")
+    (log,) = (tmp_path / "study" / "trials").glob("raises*/log.txt")
+    assert "Traceback" in log.read_text()
+
+
+def test_a_trial_whose_process_dies_is_a_row(study, breaking):
+    path = breaking("dies", "os._exit(9)")
+    table = compare(study(placements=f"{path},pre_ln"), bar=False).set_index("placement")
+    assert table.status[path] == "failed"
+    assert "exit code 9" in table.reason[path]
+    assert table.status["pre_ln"] in ("finished", "stuck")
+
+
+def test_a_trial_that_refuses_its_settings_is_a_row(study, breaking):
+    path = breaking("refuses", "from lamina.errors import UserError; raise UserError('alpha: too large')")
+    table = compare(study(placements=f"{path},pre_ln"), bar=False).set_index("placement")
+    assert (table.status[path], table.reason[path]) == ("failed", "alpha: too large")
+
+
+def test_a_failed_trial_is_tried_again_with_resume(study, breaking, tmp_path):
+    marker = tmp_path / "mended"
+    path = breaking("flaky", f"assert os.path.exists({str(marker)!r})")
+    given = study(placements=path)
+    assert list(compare(given, bar=False).status) == ["failed"]
+    marker.touch()
+    assert compare(given, resume=True, bar=False).status[0] in ("finished", "stuck")
+
+
+def test_a_trial_that_diverges_is_a_row(study):
+    table = compare(study(learning_rates="1e-3,1e30", steps=20, warmup=0.0, placements="pre_ln"), bar=False)
+    assert table.status[1] == "diverged"
+    assert math.isnan(table.eval_loss[1])
+    assert "layer" in table.reason[1]
+    assert table.status[0] in ("finished", "stuck")
+
+
+def stamps(folder) -> dict[str, int]:
+    return {p.parent.name: p.stat().st_mtime_ns for p in folder.glob("trials/*/result.json")}
+
+
+def test_finished_trials_are_skipped_and_placements_rates_and_seeds_can_be_added(study, tmp_path):
+    compare(study(), bar=False)
+    before = stamps(tmp_path / "study")
+    again = compare(study(), resume=True, bar=False)
+    assert stamps(tmp_path / "study") == before
+    more = compare(study(placements="pre_ln,keel,peri_ln", seeds="0,1"), resume=True, bar=False)
+    after = stamps(tmp_path / "study")
+    assert {k: after[k] for k in before} == before
+    assert len(more) == 6
+    assert list(again.eval_loss) == [more.set_index("trial").eval_loss[t] for t in again.trial]
+
+
+def test_a_placement_file_that_changed_is_not_taken_for_the_finished_trial(study, tmp_path):
+    path = tmp_path / "mine.yaml"
+    rule = {"attention": {"pre_norm": True}, "feed_forward": {"pre_norm": True}}
+    path.write_text(yaml.safe_dump({"placement": "mine", "rules": [rule]}))
+    first = compare(study(placements=str(path)), bar=False)
+    rule["attention"] = {"out_norm": True}
+    path.write_text(yaml.safe_dump({"placement": "mine", "rules": [rule]}))
+    try:
+        second = compare(study(placements=str(path)), resume=True, bar=False)
+    except UserError:
+        return  # refused is fine, too
+    assert second.eval_loss[0] != first.eval_loss[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"), [({"steps": 5}, "steps"), ({"hidden_size": 32}, "hidden_size"), ({"init": "same:normal"}, "init")]
+)
+def test_a_changed_setting_is_refused_by_name(study, command, tmp_path, capsys, changed, named):
+    compare(study(placements="pre_ln"), bar=False)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "study").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert main([*command(placements="pre_ln", **{**SMALL, **changed}), "--resume"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"lamina: {named}:")
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_a_changed_setting_is_refused_from_python_too(study):
+    compare(study(placements="pre_ln"), bar=False)
+    with pytest.raises(UserError, match="steps"):
+        compare(study(placements="pre_ln,keel", steps=6), resume=True, bar=False)
+
+
+def test_each_trial_has_tensorboard_files_of_its_own(study, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+    compare(study(report_to="tensorboard"), bar=False)
+    for trial in (tmp_path / "study" / "trials").iterdir():
+        assert len(list(trial.rglob("events.out.tfevents.*"))) == 1, trial.name
+
+
+def test_the_command_writes_the_page_and_says_where_it_is(command, tmp_path, capsys):
+    assert main(command()) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "study" / "report.html").is_file()
+    assert "report.html" in out
+    assert "results.csv" in out
+
+
+def test_the_stored_study_is_a_configuration(command, tmp_path, corpus, capsys):
+    assert main(command(placements="pre_ln")) == 0
+    again = flags(config=tmp_path / "study" / "study.yaml", output=tmp_path / "again")
+    assert main(["compare", *again]) == 0
+    tables = [pd.read_csv(tmp_path / name / "results.csv") for name in ("study", "again")]
+    assert tables[0].eval_loss[0] == tables[1].eval_loss[0]
