@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,6 +26,7 @@ def build(
     num_heads: int | None = None,
     vocab_size: int | None = None,
     init: str = "recommended",
+    profile_ids: torch.Tensor | None = None,
     **placement_options: Any,
 ) -> PreTrainedModel:
     """A language model with the backbone's attention and feed-forward modules, wired as the placement says.
@@ -36,6 +38,8 @@ def build(
         num_layers: blocks, in place of the backbone's own number; ``hidden_size``, ``num_heads`` and ``vocab_size``
             likewise.
         init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
+        profile_ids: token ids [batch, tokens] for an initialiser that profiles the model (Admin's); random ones if not
+            given.
         placement_options: the placement's options and those that every placement takes.
 
     Returns:
@@ -49,14 +53,19 @@ def build(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
     plan = make_plan(placement, config.num_hidden_layers, **placement_options)
-    name = plan.initialization if init == "recommended" else init
+    name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
     try:
         model = LaminaForCausalLM(LaminaConfig(backbone_config=config, plan=plan.to_dict()))
     except ValueError as error:
         raise UserError(str(error)) from error
-    initialization.initialize(model, name)
+    initialization.initialize(model, name, profile_ids)
     return model
+
+
+def recommended(plan: Plan) -> str:
+    """The initialiser that the plan names; normal for a plan that names none."""
+    return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: Any) -> Plan:

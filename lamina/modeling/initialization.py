@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lamina.errors import UserError, unknown
 from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
+from lamina.modeling.profiling import profile_admin
 
 ROLES = {
     "q_proj": "query",
@@ -123,13 +124,30 @@ def _small(weight: Weight, std: float) -> float:
     return math.sqrt(2 / (5 * weight.hidden_size))
 
 
+@initializer("small_scaled", "HybridNorm's: SmallInit, attention-out and FFN-out divided by sqrt(2 * num_layers)")
+def _small_scaled(weight: Weight, std: float) -> float:
+    return _scaled(weight, _small(weight, std))
+
+
+@initializer("admin", "N(0, std^2), then Admin's profiling pass sets every omega (Liu et al. 2020)")
+def _admin(weight: Weight, std: float) -> float:
+    return std
+
+
+for _name, _variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)", 0.1)):
+
+    @initializer(_name, f"variance {_variance:g} / hidden_size everywhere (Peri-LN Table 9)")
+    def _over_width(weight: Weight, std: float, variance: float = _variance) -> float:
+        return math.sqrt(variance / weight.hidden_size)
+
+
 def check(init: str) -> tuple[str, float]:
     """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for anything else."""
+    if init in _initializers:
+        return init, 0.02
     name, _, rest = init.partition("(")
     if name not in _initializers:
         raise unknown("init", name, [*_initializers, "recommended"])
-    if not rest:
-        return name, 0.02
     key, _, value = rest.removesuffix(")").partition("=")
     try:
         std = float(value)
@@ -141,10 +159,11 @@ def check(init: str) -> tuple[str, float]:
 
 
 @torch.no_grad()
-def initialize(model: PreTrainedModel, init: str) -> None:
+def initialize(model: PreTrainedModel, init: str, input_ids: torch.Tensor | None = None) -> None:
     """Draw every weight matrix anew, in the order of the parameters, from torch's global generator.
 
-    Norm gains and learned scales keep the values that the plan gives them; biases are 0.
+    Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids``
+    [batch, tokens] is what an initialiser that profiles the model reads (Admin's); without it, random tokens.
     """
     name, std = check(init)
     for weight in weights(model):
@@ -152,6 +171,8 @@ def initialize(model: PreTrainedModel, init: str) -> None:
             weight.parameter.zero_()
         elif weight.role != "vector":
             weight.parameter.normal_(0.0, _initializers[name][0](weight, std))
+    if name == "admin":
+        profile_admin(model, input_ids)
 
 
 def weights(model: PreTrainedModel) -> Iterator[Weight]:

@@ -6,7 +6,7 @@ from lamina.placements.plan import Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 _SOURCE = "HybridNorm (arXiv 2503.04598) Sec 3.2"
-_ADVICE = "learning rate 3e-4 at 550M to 1.2B in the paper, falling to a tenth; the scaled (Megatron) init"
+_ADVICE = "learning rate 3e-4 at 550M to 1.2B in the paper, falling to a tenth; SmallInit scaled by depth"
 # The norm before the feed-forward is applied once and is both its input and its skip: that of the attention's sum.
 _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
 
@@ -22,7 +22,7 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
         "logits = W LN(x_N)",
     ),
     source=_SOURCE,
-    initialization="scaled",
+    initialization="small_scaled",
     advice=_ADVICE,
 )
 def hybridnorm(num_layers: int) -> Plan:
@@ -42,7 +42,7 @@ def hybridnorm(num_layers: int) -> Plan:
         "logits = W LN(x_N)",
     ),
     source=_SOURCE + ", Eq 10",
-    initialization="scaled",
+    initialization="small_scaled",
     advice=_ADVICE,
 )
 def hybridnorm_star(num_layers: int) -> Plan:

@@ -130,6 +130,7 @@ class Plan:
     """A placement resolved for a number of layers: all that a model needs to know about norms and skips.
 
     ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
+    ``initialization`` is the recommended initialiser's name ("" leaves it to the placement's registration).
     ``qk_norm`` and ``v_norm`` normalise queries and keys, or values: per head, or over the full projected width.
     """
 
@@ -140,7 +141,7 @@ class Plan:
     embedding_scale: float | Literal["sqrt_hidden_size"] = 1.0
     qk_norm: HeadNorm = "off"
     v_norm: HeadNorm = "off"
-    initialization: str = "normal"
+    initialization: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

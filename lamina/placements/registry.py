@@ -137,7 +137,9 @@ def resolve(name: str, num_layers: int, **options: Any) -> Plan:
     plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in own})
     if plan.num_layers != num_layers:
         raise UserError(f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, num_layers is {num_layers}")
-    plan = replace(plan, placement=scheme.name, initialization=scheme.initialization, options=options)
+    plan = replace(
+        plan, placement=scheme.name, initialization=plan.initialization or scheme.initialization, options=options
+    )
     return _apply_common(plan, {k: v for k, v in options.items() if k not in own and v is not None})
 
 

@@ -22,7 +22,7 @@ from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.errors import UserError, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
-from lamina.modeling.building import build, make_plan
+from lamina.modeling.building import build, make_plan, recommended
 from lamina.placements import Plan
 from lamina.training import folder as run_folder
 from lamina.training.guard import Diverged, DivergenceGuard
@@ -90,7 +90,7 @@ def check(settings: PretrainSettings) -> TrainingArguments:
     """Everything that can be known wrong before the corpus is read. Raises UserError."""
     config = backbone_config(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
-    initialization.check(plan.initialization if settings.init == "recommended" else settings.init)
+    initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
     return training_arguments(settings)
 
 
@@ -182,7 +182,8 @@ def _run(settings: PretrainSettings, arguments: TrainingArguments, target: Path,
     plan = make_plan(settings.placement, config.num_hidden_layers)
     run_folder.write_json(target / "plan.json", plan.to_dict())
     torch.manual_seed(settings.seed)
-    model = build(config, plan, init=settings.init)
+    profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
+    model = build(config, plan, init=settings.init, profile_ids=profile)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
     resumed_step = int(checkpoint.name.split("-")[1]) if checkpoint else 0 if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
@@ -273,7 +274,7 @@ def _result(
         "tokens_per_second": tokens / recorder.training_seconds if recorder.training_seconds else None,
         "parameters": parameters,
         "flops": training_flops(model, plan, settings.sequence_length) * tokens,
-        "init": plan.initialization if settings.init == "recommended" else settings.init,
+        "init": recommended(plan) if settings.init == "recommended" else settings.init,
         "reason": reason,
     }
 
