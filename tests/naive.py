@@ -21,7 +21,7 @@ HEAD_DIM = WIDTH // HEADS
 EPS = 1e-3  # large enough that a model which ignores the config's eps shows
 
 
-def formula(block):
+def every_block(block):
     def states(x0, attention, feed_forward, norms, num_layers, **options):
         stream = [x0]
         for index in range(num_layers):
@@ -30,8 +30,12 @@ def formula(block):
             )
         return stream
 
-    FORMULAS[block.__name__.removeprefix("naive_")] = states
     return states
+
+
+def formula(block):
+    FORMULAS[block.__name__.removeprefix("naive_")] = every_block(block)
+    return block
 
 
 @formula

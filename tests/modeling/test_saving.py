@@ -29,7 +29,7 @@ def check(folder, loader, trust):
     kept = "logits" if "logits" in output else "last_hidden_state"
     results[f"{folder.name} {loader.__name__}"] = {
         "equal": torch.equal(output[kept], saved[kept]),
-        "classifies": type(model).__name__,
+        "difference": (output[kept] - saved[kept]).abs().max().item(),
         "module": type(model).__module__.split(".")[0],
     }
 """
@@ -83,9 +83,7 @@ def saved(tmp_path_factory):
     fill(root / "keel_learned", built("keel", 3, learnable_alpha=True))
     fill(root / "tied", built("fusenorm", 2, config=llama(2, tie_word_embeddings=True), embedding_norm=True))
     fill(root / "normed_heads", built("post_ln", 2, qk_norm="head", v_norm="full", norm="group", groups=4))
-    config = LaminaConfig(
-        backbone_config=llama(2, pad_token_id=0), plan=resolve("fusenorm", 2).to_dict(), num_labels=1
-    )
+    config = LaminaConfig(backbone_config=llama(2, pad_token_id=0), plan=resolve("fusenorm", 2).to_dict(), num_labels=1)
     fill(root / "reward", LaminaForSequenceClassification(config).eval())
     return root
 
@@ -97,10 +95,15 @@ def fresh_process(code, root, home):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def is_the_same(key, result):
+    # A score is one column, a matrix-vector product whose order of sums depends on where in memory the file was mapped.
+    return result["difference"] < 1e-6 if "SequenceClassification" in key else result["equal"]
+
+
 def test_a_fresh_process_with_the_package_computes_the_same_logits(saved, tmp_path):
     results = fresh_process(WITH_PACKAGE, saved, tmp_path)
     assert {key.split()[0] for key in results} == {folder.name for folder in saved.iterdir()}
-    assert [key for key, result in results.items() if not result["equal"]] == []
+    assert [key for key, result in results.items() if not is_the_same(key, result)] == []
     assert {result["module"] for result in results.values()} == {"lamina"}
 
 
@@ -110,7 +113,7 @@ def test_a_fresh_process_without_the_package_computes_the_same_logits(saved, tmp
     assert results.pop("fresh head") == {"labels": 1}
     assert results.pop("without trust") == {"refused": True}
     assert {key.split()[0] for key in results} == {folder.name for folder in saved.iterdir()}
-    assert [key for key, result in results.items() if not result["equal"]] == []
+    assert [key for key, result in results.items() if not is_the_same(key, result)] == []
     assert {result["module"] for result in results.values()} == {"transformers_modules"}
 
 

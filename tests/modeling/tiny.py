@@ -21,7 +21,7 @@ def llama(num_layers=2, **changes):
 
 
 def built(placement, num_layers=2, *, config=None, **options):
-    """A model in evaluation mode whose weights are large and whose gains differ, so that no mistake is too small to see."""
+    """A model in evaluation mode with large weights and gains that differ, so that no mistake is too small to see."""
     model = lamina.build(config or llama(num_layers), placement, **options).eval()
     shake(model)
     return model

@@ -125,7 +125,9 @@ def test_a_norms_gain_may_be_a_formula_too(file):
     assert resolve(file(rules), 8).layers[0].attention.out_norm.initial_gain == 0.25
 
 
-@pytest.mark.parametrize("formula", ["__import__('os')", "depth", "layer.real", "1 / 0", "num_layers if 1 else 2", "2 *"])
+@pytest.mark.parametrize(
+    "formula", ["__import__('os')", "depth", "layer.real", "1 / 0", "num_layers if 1 else 2", "2 *"]
+)
 def test_what_is_no_formula_is_refused_and_never_run(file, formula):
     text = yaml.safe_dump({"rules": [{"attention": {"skip_scale": formula}}]})
     with pytest.raises(UserError, match=r"rules\[0\]\.attention\.skip_scale"):

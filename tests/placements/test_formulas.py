@@ -7,9 +7,9 @@ from naive import EPS, FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_
 import lamina
 
 NAMES = [name for name in lamina.placements.names() if name in FORMULAS]
-# The models run in float64, their RMS norms in float32 inside, as Llama's do: where the two sides round apart, by 6e-8
-# a norm, random blocks magnify it by a few hundred.
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# The models run in float64, their RMS norms in float32 inside, as Llama's do. Here the two sides agree to 1e-15; where
+# another CPU rounds every norm apart by 6e-8, 12 random blocks make 3e-5 of it.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 NO_FINAL_NORM = {"post_ln", "fusenorm", "keel", "deepnorm", "admin", "b2t", "pre_post_ln"}
 
 
@@ -43,11 +43,9 @@ def attention_with_norms(module, position_embeddings, scopes):
 
 
 def attentions(model, seen, scopes):
-    """Each block's attention as a function of hidden states: the backbone's module, or written out if it has norms."""
+    """Each block's attention as a function of hidden states, written out: a norm inside it cannot hide either."""
     pairs = zip((block.attention.module for block in model.model.layers), seen.attention_kwargs, strict=True)
-    if scopes:
-        return [attention_with_norms(m, kwargs["position_embeddings"], scopes) for m, kwargs in pairs]
-    return [lambda h, m=m, kwargs=kwargs: m(hidden_states=h, **kwargs)[0] for m, kwargs in pairs]
+    return [attention_with_norms(m, kwargs["position_embeddings"], scopes) for m, kwargs in pairs]
 
 
 def scopes_of(name, options):
@@ -59,14 +57,15 @@ def scopes_of(name, options):
 
 
 @torch.no_grad()
-def assert_follows_the_formula(name, num_layers, *, formula_options=None, **options):
+def assert_follows_the_formula(name, num_layers, *, formula=None, formula_options=None, **options):
+    """`formula` in place of the placement's own; a callable among its options is called with the model."""
     kind = options.get("norm", "group" if name == "group_ln" else "rms")
     model = built(name, num_layers, **options)
     norm = {"kind": kind, "groups": options.get("groups", 8)}
     ids = token_ids()
     seen = observe(model, ids)
 
-    formula_options = dict(formula_options or {})
+    formula_options = {k: v(model) if callable(v) else v for k, v in (formula_options or {}).items()}
     if name == "admin":
         formula_options["omegas"] = [(b.attention.skip_scale, b.feed_forward.skip_scale) for b in model.model.layers]
     x0 = options.get("embedding_scale", 1.0) * model.get_input_embeddings()(ids)
@@ -74,14 +73,8 @@ def assert_follows_the_formula(name, num_layers, *, formula_options=None, **opti
     assert (embedding_norm is not None) == options.get("embedding_norm", name == "peri_ln")
     x0 = x0 if embedding_norm is None else embedding_norm(x0)
     feed_forwards = [block.feed_forward.module for block in model.model.layers]
-    states = FORMULAS[name](
-        x0,
-        attentions(model, seen, scopes_of(name, options)),
-        feed_forwards,
-        naive_norms(model, **norm),
-        num_layers,
-        **formula_options,
-    )
+    modules = attentions(model, seen, scopes_of(name, options)), feed_forwards
+    states = (formula or FORMULAS[name])(x0, *modules, naive_norms(model, **norm), num_layers, **formula_options)
     assert len(seen.states) == num_layers + 1
     for index, (state, expected) in enumerate(zip(seen.states, states, strict=True)):
         torch.testing.assert_close(state, expected, **CLOSE, msg=lambda text, index=index: f"x^{index}: {text}")

@@ -143,7 +143,7 @@ def test_fusenorm_with_a_silent_attention_and_a_normed_input_takes_post_lns_feed
 
 @torch.no_grad()
 def test_fusenorms_first_block_norms_the_attentions_input_and_neither_skip():
-    """papers.md 2.2: Y = LN(A(LN E) + E), X' = LN(F(Y) + E) in block 1 alone."""
+    """FuseNorm Eq 5 to 8: Y = LN(A(LN E) + E), X' = LN(F(Y) + E) in block 1 alone."""
     model = built("fusenorm", 2)
     seen = observe(model, token_ids())
     first, second = model.model.layers

@@ -28,7 +28,7 @@ def positions(plan, index):
     )
 
 
-POSITIONS = {  # (first layer, every other layer), papers.md section 0
+POSITIONS = {  # (attention, feed-forward) of the first layer, and of every other
     "post_ln": (("C", "C"), ("C", "C")),
     "pre_ln": (("A", "A"), ("A", "A")),
     "peri_ln": (("AB", "AB"), ("AB", "AB")),
@@ -131,7 +131,7 @@ def test_mix_lns_border_is_the_floor_in_exact_arithmetic(num_layers, options, bo
     assert kinds == [("C", "C")] * border + [("A", "A")] * (num_layers - border)
 
 
-NORM_PARAMETERS = {  # with neither a final norm nor one of the embedding: papers.md section 16
+NORM_PARAMETERS = {  # with neither a final norm nor one of the embedding
     "keel": lambda n: 4 * d * n - d,
     "fusenorm": lambda n: 2 * d * n + d,
     "hybridnorm": lambda n: (d + 3 * HEAD_DIM) * n,

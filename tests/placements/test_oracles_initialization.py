@@ -88,7 +88,7 @@ def test_the_initialisers_by_name_do_the_same_for_every_placement(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in {"hybridnorm", "hybridnorm_star"}])
 def test_hybridnorm_starts_from_the_megatron_init_of_its_paper(name):
-    """papers.md 3: truncated at 3 sigma, std 1 / sqrt(2.5 d), the two output projections divided by sqrt(2 N).
+    """arXiv 2503.04598: std 1 / sqrt(2.5 d), truncated at 3 sigma; the output projections divided by sqrt(2 N).
 
     Truncation at 3 sigma leaves a standard deviation of 0.987 sigma.
     """

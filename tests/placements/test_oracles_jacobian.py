@@ -1,4 +1,4 @@
-"""Keel's theory (papers.md 1.3): how much of a gradient the skips alone carry through 128 sub-layers."""
+"""Keel's theory (arXiv 2601.19895): how much of a gradient the skips alone carry through 128 sub-layers."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_keels_full_sublayers_carry_the_whole_gradient():
 
 
 def test_keels_first_layer_passes_the_gradient_on_and_then_norms_a_sum_of_three():
-    """Attention: J = 1. Feed-forward: the norm divides a sum of rms sqrt(3), the stream's 2 and the branch's 1 squared."""
+    """Attention: J = 1. Feed-forward: the norm divides a sum of mean square 3, the stream's 2 and the branch's 1."""
     share = gradient_through_the_skips(blocks_of("keel", 12)[:1])
     assert share == pytest.approx(1 / math.sqrt(3), **CLOSE)
 

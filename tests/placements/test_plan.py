@@ -117,7 +117,10 @@ def _attention(**fields):
     [
         (_attention(skip="block_input"), ["attention.skip", "'block_input'", "'stream'"]),
         (_attention(skip="both"), ["attention.skip", "'both'", "'stream'"]),
-        (_attention(skip="sideways"), ["layers[0].attention.skip", "'sideways'", "'stream'", "'block_input'", "'both'"]),
+        (
+            _attention(skip="sideways"),
+            ["layers[0].attention.skip", "'sideways'", "'stream'", "'block_input'", "'both'"],
+        ),
         (_attention(pre_norm={"groups": 4}), ["pre_norm", "groups", "4", "'group'"]),
         (_attention(pre_norm={"kind": "rms", "groups": 2}), ["groups", "2", "'group'", "'rms'"]),
         (_attention(pre_norm={"kind": "group", "groups": 0}), ["groups", "0", "at least 1"]),
@@ -162,7 +165,9 @@ def test_records_of_the_wrong_type_are_refused_in_python_too(build):
 
 def test_true_a_kind_and_the_fields_of_a_norm_say_the_same():
     written = [True, "backbone", {"kind": "backbone"}, Norm()]
-    assert len({Sublayer(pre_norm=w) if not isinstance(w, dict) else Sublayer(pre_norm=Norm(**w)) for w in written}) == 1
+    assert (
+        len({Sublayer(pre_norm=w) if not isinstance(w, dict) else Sublayer(pre_norm=Norm(**w)) for w in written}) == 1
+    )
     assert Sublayer(pre_norm=False) == Sublayer(pre_norm=None) == Sublayer()
 
 

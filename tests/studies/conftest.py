@@ -25,7 +25,7 @@ def study(corpus, tmp_path):
     """Settings of a tiny study in ``tmp_path / name``."""
 
     def make(name="study", **changed):
-        given = {**SMALL, "placements": "pre_ln,keel", "workers": 2, **changed}
+        given = {**SMALL, "placements": "pre_ln,keel", "learning_rates": "3e-3", "workers": 2, **changed}
         return CompareSettings(corpus=str(corpus), output=str(tmp_path / name), **given)
 
     return make
@@ -36,7 +36,7 @@ def command(corpus, tmp_path):
     """The command line of the same study."""
 
     def make(name="study", **changed):
-        given = {**SMALL, "placements": "pre_ln,keel", "workers": 2, **changed}
+        given = {**SMALL, "placements": "pre_ln,keel", "learning_rates": "3e-3", "workers": 2, **changed}
         return ["compare", *flags(corpus=corpus, output=tmp_path / name, **given)]
 
     return make

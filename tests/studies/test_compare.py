@@ -5,14 +5,24 @@ import math
 import pandas as pd
 import pytest
 import yaml
-from training.tiny_runs import SMALL, flags, layers, records, result, settings
+from training.tiny_runs import SMALL, flags, layers, records, result, settings, start
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.studies.compare import COLUMNS, compare
 from lamina.training.pretrain import pretrain
 
-DESIGN = ["placement", "learning_rate", "seed", "status", "eval_loss", "perplexity", "tokens", "seconds", "tokens_per_second"]
+DESIGN = [
+    "placement",
+    "learning_rate",
+    "seed",
+    "status",
+    "eval_loss",
+    "perplexity",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+]
 
 PLACEMENT = """
 import multiprocessing
@@ -27,6 +37,11 @@ def make(num_layers):
         {act}
     return replace(resolve("pre_ln", num_layers), placement={name!r})
 """
+
+
+# Checked once more in the worker, then wired: the second time is in the middle of the run.
+SECOND_TIME = """n = os.environ["LAMINA_TEST_N"] = os.environ.get("LAMINA_TEST_N", "") + "x"
+        if n == "xx": raise RuntimeError("this layer cannot be wired")"""
 
 
 @pytest.fixture
@@ -80,12 +95,14 @@ def test_one_initialiser_for_all(study):
     assert list(table.init) == ["normal", "normal"]
 
 
-def test_a_trial_that_raises_is_a_row_and_not_a_crash(study, breaking, tmp_path):
-    path = breaking("raises", "raise RuntimeError('this layer cannot be wired')")
+@pytest.mark.parametrize("act", ["raise RuntimeError('this layer cannot be wired')", SECOND_TIME])
+def test_a_trial_that_raises_is_a_row_and_not_a_crash(study, breaking, tmp_path, act):
+    path = breaking("raises", act)
     table = compare(study(placements=f"{path},pre_ln"), bar=False).set_index("placement")
     assert table.status[path] == "failed"
     assert "this layer cannot be wired" in table.reason[path]
     assert table.status["pre_ln"] in ("finished", "stuck")
+    assert table.trial[path].startswith("raises")
     (log,) = (tmp_path / "study" / "trials").glob("raises*/log.txt")
     assert "Traceback" in log.read_text()
 
@@ -152,7 +169,8 @@ def test_a_placement_file_that_changed_is_not_taken_for_the_finished_trial(study
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"), [({"steps": 5}, "steps"), ({"hidden_size": 32}, "hidden_size"), ({"init": "same:normal"}, "init")]
+    ("changed", "named"),
+    [({"steps": 5}, "steps"), ({"hidden_size": 32}, "hidden_size"), ({"init": "same:normal"}, "init")],
 )
 def test_a_changed_setting_is_refused_by_name(study, command, tmp_path, capsys, changed, named):
     compare(study(placements="pre_ln"), bar=False)
@@ -170,10 +188,10 @@ def test_a_changed_setting_is_refused_from_python_too(study):
         compare(study(placements="pre_ln,keel", steps=6), resume=True, bar=False)
 
 
-def test_each_trial_has_tensorboard_files_of_its_own(study, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")
-    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
-    compare(study(report_to="tensorboard"), bar=False)
+@pytest.mark.slow
+def test_each_trial_has_tensorboard_files_of_its_own(command, tmp_path):
+    process = start(*command(report_to="tensorboard"))
+    process.communicate(timeout=120)
     for trial in (tmp_path / "study" / "trials").iterdir():
         assert len(list(trial.rglob("events.out.tfevents.*"))) == 1, trial.name
 

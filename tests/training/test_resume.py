@@ -81,7 +81,9 @@ def test_an_interrupted_run_ends_with_a_checkpoint_and_resumes_bit_for_bit(train
     assert_no_duplicates(tmp_path / "run")
 
 
-def test_an_interruption_between_two_records_changes_neither_the_model_nor_the_result(trained, tmp_path, whole, stop_at):
+def test_an_interruption_between_two_records_changes_neither_the_model_nor_the_result(
+    trained, tmp_path, whole, stop_at
+):
     stop_at(7, interrupt)
     trained(**LONG)
     trained(resume=True, **LONG)
@@ -118,7 +120,9 @@ def test_a_run_that_crashed_goes_on_from_its_checkpoint(trained, tmp_path, whole
     assert_same_records(tmp_path / "run", whole)
 
 
-def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_without_duplicates(trained, tmp_path, whole, stop_at):
+def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_without_duplicates(
+    trained, tmp_path, whole, stop_at
+):
     stop_at(6, crash)
     options = {**LONG, "save_steps": 0}
     with pytest.raises(RuntimeError, match="plug"):
@@ -128,7 +132,9 @@ def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_without_dup
     assert_same_records(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("missing", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize(
+    "missing", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+)
 def test_a_torn_newest_checkpoint_is_skipped(trained, tmp_path, whole, stop_at, missing):
     stop_at(8, crash)
     with pytest.raises(RuntimeError, match="plug"):
@@ -207,7 +213,12 @@ def test_resuming_nothing_starts(trained):
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"steps": 5}, "steps"), ({"placement": "keel"}, "placement"), ({"seed": 3}, "seed"), ({"corpus": "embedded"}, "corpus")],
+    [
+        ({"steps": 5}, "steps"),
+        ({"placement": "keel"}, "placement"),
+        ({"seed": 3}, "seed"),
+        ({"corpus": "embedded"}, "corpus"),
+    ],
 )
 def test_a_changed_setting_is_refused_by_name(trained, tmp_path, corpus, capsys, changed, named):
     trained()

@@ -71,7 +71,9 @@ def test_the_configuration_runs_again_and_gives_the_same(run, trained, tmp_path)
     again = {**stored.to_dict(), "output": "", "corpus": ""}
     again.pop("output"), again.pop("corpus")
     assert trained("again", **again)["eval_loss"] == result(run)["eval_loss"]
-    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("run", "again")]
+    weights = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("run", "again")
+    ]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
 
 
@@ -81,7 +83,9 @@ def test_another_seed_gives_another_run(trained):
 
 def test_the_environment_names_versions_machine_seed_and_revision(run):
     found = yaml.safe_load((run / "environment.json").read_text())
-    assert found["versions"]["torch"] == torch.__version__.split("+")[0] or found["versions"]["torch"] == torch.__version__
+    assert (
+        found["versions"]["torch"] == torch.__version__.split("+")[0] or found["versions"]["torch"] == torch.__version__
+    )
     assert {"python", "lamina", "transformers", "accelerate"} <= set(found["versions"])
     assert found["machine"]["cores"]
     assert found["seed"] == 0

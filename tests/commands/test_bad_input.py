@@ -1,0 +1,202 @@
+"""The user's mistakes: exit code 2, one line that names what is wrong, no traceback, nothing written over."""
+
+import pytest
+from training.tiny_runs import SMALL, flags, start
+
+from lamina.cli import main
+
+TINY = {**SMALL, "steps": 2}
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Run a command in this process; give the one line that it says."""
+
+    def run(*argv):
+        before = snapshot(tmp_path)
+        code = main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.strip() and "%|" not in line]
+        assert code == 2, out + err
+        assert len(lines) == 1, err
+        assert lines[0].startswith("lamina: ")
+        assert snapshot(tmp_path) == before
+        return lines[0]
+
+    return run
+
+
+def snapshot(folder) -> dict:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path):
+    return lambda command="pretrain", **given: [
+        command, *flags(**{**TINY, "corpus": corpus, "output": tmp_path / "out", **given})
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["comapre"], "unknown command 'comapre'; did you mean 'compare'?"),
+        (["xyz"], "unknown command 'xyz' (allowed: compare, "),
+        (["pretrain", "--num-layer", "3"], "unknown option --num-layer; did you mean '--num-layers'?"),
+        (["compare", "--placement", "keel"], "unknown option --placement; did you mean '--placements'?"),
+        (["pretrain", "--steps=many"], "--steps: 'many' (allowed: a whole number"),
+        (["pretrain", "--learning-rate", "fast"], "--learning-rate: 'fast' (allowed: a number"),
+        (["pretrain", "--steps", "1.5"], "--steps: "),
+        (["pretrain", "stray"], "stray"),
+        (["placements", "keell"], "did you mean 'keel'?"),
+        (["placements", "keel", "--svgg", "x"], "did you mean '--svg'?"),
+        (["generate", "no/such/folder"], "config.json is missing"),
+        (["report", "no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_a_misspelt_command_line(refused, argv, said):
+    assert said in refused(*argv)
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backbone": "llama-nan"}, "did you mean 'llama-nano'?"),
+        ({"init": "scald"}, "did you mean 'scaled'?"),
+        ({"hidden_size": 17}, "hidden_size"),
+        ({"hidden_size": 10, "num_heads": 4}, "num_heads"),
+        ({"steps": 0}, "steps: 0 is not a whole number of at least 1"),
+        ({"warmup": 5000}, "warmup"),
+        ({"corpus": "no/such.txt"}, "no/such.txt"),
+        ({"tokenizer": "bpe:many"}, "bpe:many"),
+        ({"report_to": "tensorbord"}, "tensorbord"),
+    ],
+)
+def test_a_value_without_meaning(refused, tiny, command, given, said):
+    assert said in refused(*tiny(command, **given))
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [("optimm", "x", "did you mean 'optim'?"), ("max_steps", "9", "--steps"), ("optim", "no_such", "no_such")],
+)
+def test_a_trainer_argument_without_meaning(refused, tiny, command, argument, value, said):
+    assert said in refused(*tiny(command), f"--trainer.{argument}", value)
+
+
+def test_an_unknown_placement_suggests_the_nearest(refused, tiny):
+    assert "did you mean 'keel'?" in refused(*tiny(placement="keal"))
+    assert "did you mean 'keel'?" in refused(*tiny("compare", placements="pre_ln,keal"))
+    assert "alpa" in refused(*tiny(placement="mix_ln(alpa=0.5)"))
+    assert "mine.yaml" in refused(*tiny(placement="no/such/mine.yaml"))
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no text"),
+        (b"too short", "short"),
+        (b"\x89PNG\x00\x01\x02\xff\xfe" * 50, "text"),
+        (b"\xff\xfeabc" * 99, "UTF-8"),
+    ],
+    ids=["empty", "short", "binary", "not UTF-8"],
+)
+def test_a_corpus_that_cannot_be_used(refused, tiny, tmp_path, command, content, said):
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(content)
+    assert said in refused(*tiny(command, corpus=path))
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+class TestConfigurationFiles:
+    def config(self, tmp_path, text):
+        path = tmp_path / "config.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("num_layer: 3", "did you mean 'num_layers'?"),
+            ("steps: many", "'many'"),
+            ("steps: [1, 2]", "steps"),
+            ("a: [", "not readable as YAML"),
+            ("- 1", "mapping"),
+            ("", "mapping"),
+            (b"\xff\xfe\x00", "not readable as YAML"),
+            ("trainer: {optimm: x}", "optim"),
+        ],
+    )
+    def test_a_bad_file_is_named(self, refused, tmp_path, command, text, said):
+        path = self.config(tmp_path, text)
+        assert said in refused(command, *flags(config=path, output=tmp_path / "out"))
+
+    def test_a_missing_file_is_named(self, refused, tiny, tmp_path, command):
+        assert "missing.yaml" in refused(*tiny(command, config=tmp_path / "missing.yaml"))
+
+
+def test_a_number_that_yaml_takes_for_text_is_a_number(tmp_path, corpus):
+    """YAML 1.1 reads 1e-3 as a string."""
+    path = tmp_path / "c.yaml"
+    path.write_text("learning_rate: 1e-3\nsteps: 2\nbeta1: 0.8\n")
+    given = {k: v for k, v in TINY.items() if k != "steps"}
+    assert main(["pretrain", *flags(**given, config=path, corpus=corpus, output=tmp_path / "out")]) == 0
+    assert "learning_rate: 0.001" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+def test_the_command_line_wins_over_the_file(tmp_path, corpus):
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: 5\nsteps: 3\n")
+    assert main(["pretrain", *flags(**TINY, config=path, corpus=corpus, output=tmp_path / "out")]) == 0
+    stored = (tmp_path / "out" / "config.yaml").read_text()
+    assert "seed: 5" in stored
+    assert "steps: 2" in stored
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+class TestOutputFolders:
+    def test_one_in_use_is_refused(self, refused, tiny, tmp_path, command):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("years of work")
+        assert "in use" in refused(*tiny(command))
+
+    def test_overwrite_leaves_alone_what_lamina_did_not_write(self, refused, tiny, tmp_path, command):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("years of work")
+        assert "did not write" in refused(*tiny(command, overwrite=True))
+
+    def test_resume_and_overwrite_contradict(self, refused, tiny, command):
+        assert "contradict" in refused(*tiny(command, resume=True, overwrite=True))
+
+    def test_a_file_is_no_folder(self, refused, tiny, tmp_path, command):
+        (tmp_path / "out").write_text("a file")
+        assert "not a folder" in refused(*tiny(command))
+
+    def test_a_folder_below_a_file_is_refused(self, refused, tiny, tmp_path, command):
+        (tmp_path / "file").write_text("a file")
+        assert "file" in refused(*tiny(command, output=tmp_path / "file" / "out"))
+
+    @pytest.mark.parametrize("name", ["config.yaml", "study.yaml"])
+    def test_resuming_what_lamina_did_not_write_is_refused(self, refused, tiny, tmp_path, command, name):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / name).write_text("settings: {debug: true}\ndebug: true\n")
+        refused(*tiny(command, resume=True))
+        refused(command, "--output", tmp_path / "out", "--steps", 2, "--resume")
+
+
+def test_a_diagram_into_a_folder_that_is_missing(refused, tmp_path):
+    assert "missing" in refused("placements", "keel", "--svg", tmp_path / "missing" / "keel.svg")
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+def test_a_mistake_is_one_line_in_a_process_too(tiny, command):
+    several = {"placements": "pre_ln,keel"} if command == "compare" else {}
+    process = start(*tiny(command, corpus="no/such/corpus.txt", **several))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(err.splitlines()) == 1
+    assert "no/such/corpus.txt" in err
+    assert not out

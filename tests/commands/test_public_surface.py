@@ -1,0 +1,90 @@
+"""What users and their scripts rely on; a change here is a change for them, made on purpose."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+import lamina
+from lamina.cli import COMMANDS, main
+from lamina.commands.arguments import add_settings, make_parser
+from lamina.studies.settings import CompareSettings
+from lamina.training.settings import PretrainSettings
+
+SHARED = """backbone num-layers hidden-size num-heads init corpus text-field tokenizer sequence-length eval-fraction steps
+batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon max-grad-norm logging-steps
+eval-steps eval-blocks save-steps keep monitor-blocks divergence-margin divergence-patience stuck-margin
+gradient-checkpointing threads report-to trainer""".split()
+OPTIONS = {
+    "compare": [*SHARED, "placements", "learning-rates", "seeds", "output", "workers"],
+    "pretrain": [*SHARED, "placement", "output", "learning-rate", "seed"],
+}
+SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings}
+# lamina probe of the design comes with its command.
+EXPORTED = {"__version__", "build", "placements", "wire"}
+
+
+def test_the_package_exports_these_names():
+    assert set(lamina.__all__) == EXPORTED
+    assert all(hasattr(lamina, name) for name in lamina.__all__)
+
+
+def test_the_command_line_has_these_commands():
+    assert list(COMMANDS) == ["compare", "pretrain", "placements", "backbones", "report", "generate"]
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_a_command_has_these_options(command):
+    parser = make_parser(command, "", "")
+    add_settings(parser, SETTINGS[command])
+    flags = {o.removeprefix("--") for action in parser._actions for o in action.option_strings if o.startswith("--")}
+    flags = {f for f in flags if not f.startswith("no-")} - {"help", "config"}
+    assert flags == set(OPTIONS[command])
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_has_a_help_text_and_a_default(command):
+    parser = make_parser(command, "", "")
+    add_settings(parser, SETTINGS[command])
+    for entry in fields(SETTINGS[command]):
+        (action,) = [a for a in parser._actions if a.dest.replace("-", "_") == entry.name]
+        assert action.help
+    SETTINGS[command]()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_with_an_example(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"  lamina {command}" in out.split("examples:")[1]
+
+
+@pytest.mark.parametrize("argv", [["--help"], [], ["--version"], ["no-such-command"]])
+def test_help_loads_nothing_heavy(argv):
+    heavy = ["torch", "transformers", "jsonargparse", "pandas", "numpy", "yaml", "pyarrow", "plotly"]
+    script = (
+        f"import json, sys; from lamina.cli import main; main({argv!r}); "
+        f"print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lamina {lamina.__version__}\n"
+
+
+def test_python_m_lamina_is_lamina():
+    done = subprocess.run([sys.executable, "-m", "lamina", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"lamina {lamina.__version__}\n")

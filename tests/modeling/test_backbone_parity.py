@@ -1,0 +1,182 @@
+"""A backbone with its own placement gives the logits of the transformers model on the same weights, to the last bit."""
+
+import pytest
+import torch
+from tiny import VOCABULARY, token_ids
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lamina
+from lamina.errors import UserError
+from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
+
+PRE_LN = {"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"}
+PERI_LN = {
+    "input_layernorm": "attention.pre_norm",
+    "post_attention_layernorm": "attention.out_norm",
+    "pre_feedforward_layernorm": "feed_forward.pre_norm",
+    "post_feedforward_layernorm": "feed_forward.out_norm",
+}
+OUT_LN = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"}
+NUM_LAYERS = 3
+
+
+def peri_ln():
+    return resolve("peri_ln", NUM_LAYERS, embedding_norm=False)
+
+
+def out_ln():
+    sublayer = Sublayer(out_norm=Norm())
+    return Plan(
+        placement="mine", layers=(Layer(attention=sublayer, feed_forward=sublayer),) * NUM_LAYERS, final_norm=Norm()
+    )
+
+
+def pre_ln():
+    return resolve("pre_ln", NUM_LAYERS)
+
+
+MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MLA |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+MLA |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8}
+BACKBONES = {
+    "llama": (pre_ln, PRE_LN, {}),
+    "mistral": (pre_ln, PRE_LN, {"sliding_window": 4}),
+    "qwen2": (pre_ln, PRE_LN, {}),
+    "qwen3": (pre_ln, PRE_LN, {"head_dim": 16}),
+    "deepseek_v3": (pre_ln, PRE_LN, MLA),
+    "gemma2": (peri_ln, PERI_LN, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
+    "olmo2": (out_ln, OUT_LN, {}),
+}
+
+
+NO_MORE_NORMS = {"qwen3", "olmo2", "deepseek_v3"}  # on queries and keys: they have their own, or no such projections
+
+
+def configuration(model_type, **changes):
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return AutoConfig.for_model(model_type, **{**sizes, **BACKBONES[model_type][2], **changes})
+
+
+def copy_weights(theirs, ours, renamed, plus_one):
+    """Every parameter and buffer of theirs into ours, a gain that is stored as w and means 1 + w as 1 + w."""
+    state = {}
+    for key, tensor in theirs.state_dict().items():
+        for norm, position in renamed.items():
+            key = key.replace(f".{norm}.", f".{position}.")
+        key = key.replace("self_attn.", "attention.module.").replace(".mlp.", ".feed_forward.module.")
+        key = key.replace("model.", "model.backbone.", 1)
+        is_norm = plus_one and key.endswith("norm.weight")
+        state[key] = tensor + 1 if is_norm else tensor
+    ours.load_state_dict(state)
+
+
+@pytest.fixture(params=BACKBONES)
+def pair(request):
+    torch.manual_seed(0)
+    make_plan, renamed, _ = BACKBONES[request.param]
+    config = configuration(request.param)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ours = lamina.build(config, make_plan()).eval()
+    copy_weights(theirs, ours, renamed, plus_one=request.param == "gemma2")
+    return theirs, ours
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(pair):
+    theirs, ours = pair
+    difference = ours(input_ids=token_ids()).logits - theirs(input_ids=token_ids()).logits
+    assert difference.abs().max().item() == 0.0
+
+
+@torch.no_grad()
+def test_the_loss_and_padded_logits_are_those_of_transformers(pair):
+    theirs, ours = pair
+    ids = token_ids()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    one, other = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (theirs, ours))
+    assert torch.equal(one.logits[mask == 1], other.logits[mask == 1])
+    assert one.loss.item() == other.loss.item()
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_gives_the_tokens_of_transformers(pair):
+    theirs, ours = pair
+    how = {"do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7, "pad_token_id": 0}
+    assert torch.equal(ours.generate(token_ids(), **how), theirs.generate(token_ids(), **how))
+
+
+def test_reloaded_logits_are_the_same(pair, tmp_path):
+    _, ours = pair
+    ours.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=token_ids()).logits, ours(input_ids=token_ids()).logits)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("model_type", BACKBONES)
+def test_every_placement_trains_on_every_backbone(model_type, name):
+    config = configuration(model_type)
+    if resolve(name, NUM_LAYERS).qk_norm != "off" and model_type in NO_MORE_NORMS:
+        with pytest.raises(UserError, match="_norm"):
+            lamina.build(config, name)
+        return
+    model = lamina.build(config, name).train()
+    output = model(input_ids=token_ids(), labels=token_ids())
+    output.loss.backward()
+    assert output.loss.isfinite()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None or "experts" in key, key
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("scope", ["head", "full"])
+def test_a_backbone_with_norms_of_its_own_on_queries_and_keys_gets_no_second_ones(model_type, scope):
+    with pytest.raises(UserError, match=r"qk_norm: .* a norm of its own"):
+        lamina.build(configuration(model_type), "pre_ln", qk_norm=scope)
+
+
+@pytest.mark.parametrize("option", ["qk_norm", "v_norm"])
+def test_a_backbone_without_such_projections_refuses_norms_on_them(option):
+    with pytest.raises(UserError, match=rf"{option}: 'head' does not apply, .* has no"):
+        lamina.build(configuration("deepseek_v3"), "pre_ln", **{option: "head"})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "t5", "bert"])  # small by the names that each has for its sizes
+def test_a_backbone_that_cannot_be_wired_is_refused_by_name(model_type):
+    small = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    small |= {
+        "gpt2": {"n_embd": 32, "n_head": 4},
+        "t5": {"d_model": 32, "d_ff": 48, "num_heads": 4, "d_kv": 8},
+        "bert": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+    }[model_type]
+    with pytest.raises(UserError, match=model_type):
+        lamina.build(AutoConfig.for_model(model_type, **small), "pre_ln", num_layers=2)
+
+
+def test_a_backbone_whose_layer_does_more_than_a_placement_says_is_refused():
+    """Granite multiplies each branch, Cohere runs both branches side by side: silently another model otherwise."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    for config in (
+        AutoConfig.for_model("granite", residual_multiplier=0.22, **sizes),
+        AutoConfig.for_model("cohere", **sizes),
+    ):
+        with pytest.raises(UserError, match=config.model_type):
+            lamina.build(config, "pre_ln")

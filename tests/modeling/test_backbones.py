@@ -1,0 +1,161 @@
+"""The presets' sizes, and the sizes that can be put in their place."""
+
+import pytest
+import torch
+from test_backbone_parity import configuration
+from tiny import llama
+
+import lamina
+from lamina.errors import UserError
+from lamina.modeling import LaminaForCausalLM, backbones
+from lamina.modeling.backbones import resolve_backbone
+
+# Parameters in millions, within 5 per cent: the papers state two or three digits and leave open what is counted (norms,
+# a padded vocabulary). "blocks": without embeddings, where only that fits. FuseNorm's 1.3B is its 740M with twice
+# the blocks: 1387M by its own table.
+PAPER = {
+    "llama-71m": (71, "all"),
+    "llama-130m": (134, "all"),
+    "llama-250m": (247, "all"),
+    "llama-1b": (1340, "all"),
+    "llama-7b": (6738, "all"),
+    "llama-310m-proxy": (310, "blocks"),
+    "llama-740m": (743, "all"),
+    "llama-1.3b": (1387, "blocks"),
+    "llama-5b": (5000, "all"),
+    "llama-400m": (403, "blocks"),
+    "llama-1.5b": (1610, "blocks"),
+    "llama-3.2b": (3360, "blocks"),
+}
+
+
+def millions(preset, count):
+    with torch.device("meta"):
+        model = LaminaForCausalLM(lamina_config(preset))
+    parameters = dict(model.named_parameters())
+    return sum(p.numel() for k, p in parameters.items() if count == "all" or ".layers." in k) / 1e6
+
+
+def lamina_config(preset):
+    from lamina.modeling import LaminaConfig
+
+    config = backbones.get(preset).config()
+    plan = lamina.placements.resolve("pre_ln", config.num_hidden_layers)
+    return LaminaConfig(backbone_config=config, plan=plan.to_dict())
+
+
+def test_every_preset_of_a_paper_is_checked_here():
+    assert {name for name in backbones.names() if not name.endswith("nano")} <= set(PAPER)
+    assert all(backbones.get(name).source for name in backbones.names())
+
+
+@pytest.mark.parametrize("preset", PAPER)
+def test_a_preset_has_the_papers_number_of_parameters(preset):
+    expected, count = PAPER[preset]
+    assert millions(preset, count) == pytest.approx(expected, rel=0.05)
+
+
+def test_an_unknown_preset_suggests_the_nearest():
+    with pytest.raises(UserError, match=r"'llama-130'; did you mean 'llama-130m'"):
+        lamina.build("llama-130", "pre_ln")
+
+
+def test_the_number_of_layers_can_be_given():
+    assert resolve_backbone("llama-nano", num_layers=3).num_hidden_layers == 3
+    assert len(lamina.build("llama-nano", "keel", num_layers=3).model.layers) == 3
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_a_backbone_with_a_type_for_each_layer_gets_types_for_the_new_depth(model_type):
+    config = resolve_backbone(configuration(model_type), num_layers=5)
+    assert len(config.layer_types) == 5
+
+
+def test_another_width_keeps_the_feed_forwards_ratio_and_the_heads_width():
+    config = resolve_backbone("llama-130m", hidden_size=384)
+    assert config.hidden_size == 384
+    assert config.intermediate_size == 1024
+    assert config.num_attention_heads == config.num_key_value_heads == 6
+    assert config.head_dim == 64
+
+
+def test_another_width_keeps_the_width_of_a_head_that_the_configuration_states():
+    config = resolve_backbone(configuration("qwen3", head_dim=16), hidden_size=64)
+    assert config.head_dim == 16
+
+
+def test_another_width_keeps_the_sharing_of_keys_and_values():
+    config = resolve_backbone(llama(), hidden_size=64)
+    assert config.num_attention_heads == 2 * config.num_key_value_heads
+
+
+def test_another_number_of_heads_divides_the_width():
+    config = resolve_backbone("llama-130m", num_heads=24)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (24, 24, 32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("num_layers", v) for v in (0, -1, 2.5, True)],
+        *[("hidden_size", v) for v in (0, -8, 33)],
+        *[("num_heads", v) for v in (0, 5, 48)],
+        *[("vocab_size", v) for v in (0, -1, 2.5)],
+        *[("max_position_embeddings", v) for v in (0, -1)],
+    ],
+)
+def test_a_size_with_no_meaning_is_refused_by_its_field(field, value):
+    with pytest.raises(UserError, match=rf"{field}.*{value}"):
+        resolve_backbone("llama-nano", **{field: value})
+
+
+@pytest.mark.parametrize("size", ["num_layers", "hidden_size", "num_heads"])
+def test_sizes_that_a_multi_latent_attention_derives_are_right(size):
+    config = configuration("deepseek_v3")
+    value = {"num_layers": 2, "hidden_size": 64, "num_heads": 2}[size]
+    model = lamina.build(config, "pre_ln", **{size: value})
+    assert model(input_ids=torch.arange(3, 12)[None]).logits.isfinite().all()
+
+
+def test_a_folder_with_a_configuration_is_a_backbone(tmp_path):
+    configuration("qwen3").save_pretrained(tmp_path)
+    model = lamina.build(tmp_path, "pre_ln", num_layers=2)
+    assert model.config.get_text_config().model_type == "qwen3"
+    assert len(model.model.layers) == 2
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        resolve_backbone(tmp_path)
+
+
+def test_a_lamina_checkpoint_gives_its_backbone(tmp_path):
+    lamina.build(llama(2), "keel").save_pretrained(tmp_path)
+    model = lamina.build(tmp_path, "pre_ln")
+    assert model.config.get_text_config().model_type == "llama"
+
+
+def test_a_folder_that_is_called_like_a_preset_does_not_hide_it(tmp_path, monkeypatch):
+    (tmp_path / "llama-130m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_backbone("llama-130m").hidden_size == 768
+
+
+def test_the_users_choice_of_attention_kernel_is_kept():
+    config = llama(2)
+    config._attn_implementation = "eager"
+    assert lamina.build(config, "pre_ln").config._attn_implementation == "eager"
+
+
+def test_the_users_configuration_is_copied():
+    config = llama(4)
+    resolve_backbone(config, num_layers=2)
+    assert config.num_hidden_layers == 4
+
+
+def test_a_plan_of_another_depth_or_with_options_is_refused():
+    plan = lamina.placements.resolve("keel", 3)
+    with pytest.raises(UserError, match=r"3 layers, .*num_layers 2"):
+        lamina.build(llama(2), plan)
+    with pytest.raises(UserError, match="final_norm"):
+        lamina.build(llama(3), plan, final_norm=True)

@@ -1,0 +1,162 @@
+"""The fixed interface: Residual, Block, and plain modules of the user's own wired by a plan."""
+
+import math
+
+import pytest
+import torch
+from tiny import built, llama, token_ids
+from torch import nn
+
+import lamina
+from lamina.modeling import Block, LaminaModel, Residual
+from lamina.placements import Layer, Norm, Sublayer, names, resolve
+
+WIDTH = 16
+
+
+class PlainAttention(nn.Module):
+    """One causal head that knows of no mask, no cache and no position."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2) / math.sqrt(WIDTH)
+        future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        return scores.masked_fill(future, -math.inf).softmax(-1) @ self.value(x)
+
+
+def plain_modules():
+    attention = PlainAttention()
+    feed_forward = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+    for parameter in (*attention.parameters(), *feed_forward.parameters()):
+        nn.init.normal_(parameter, 0.0, 0.5)
+    return attention, feed_forward
+
+
+def rms(x):
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def written_out(sublayer, x, block_input, module):
+    """y = C(skip_scale * s + B(module(pre_scale * A(x)))), with gains of one."""
+
+    def norm(position, value):
+        return value if getattr(sublayer, position) is None else rms(value)
+
+    branch = norm("out_norm", module(sublayer.pre_scale * norm("pre_norm", x)))
+    skip = {"stream": x, "block_input": block_input, "both": x + block_input}[sublayer.skip]
+    return norm("post_norm", sublayer.skip_scale * skip + branch)
+
+
+EVERYTHING = Layer(
+    attention=Sublayer(pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip_scale=1.7, pre_scale=0.3),
+    feed_forward=Sublayer(
+        pre_norm=Norm(), out_norm=Norm(), post_norm=Norm(), skip="both", skip_scale=0.4, pre_scale=2.0
+    ),
+)
+RECORDS = {f"{n}-{i}": record for n in names() for i, (record, _) in enumerate(resolve(n, 4).kinds())}
+RECORDS["everything"] = EVERYTHING
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_plain_modules_follow_the_formula_when_wired(record):
+    layer = RECORDS[record]
+    attention, feed_forward = plain_modules()
+    block = lamina.wire(attention, feed_forward, layer, WIDTH)
+    x = torch.randn(2, 5, WIDTH)
+    y = written_out(layer.attention, x, x, attention)
+    expected = written_out(layer.feed_forward, y, x, feed_forward)
+    kinds = {n.kind for s in (layer.attention, layer.feed_forward) for n in s.norms.values()}
+    if kinds <= {"backbone", "rms"}:
+        torch.testing.assert_close(block(x), expected)  # the same operations, torch's own tolerance for float32
+    assert block(x).shape == x.shape
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_model_of_plain_modules_learns_and_is_causal(name):
+    blocks = nn.Sequential(*(lamina.wire(*plain_modules(), layer, WIDTH) for layer in resolve(name, 3).layers))
+    x = torch.randn(2, 6, WIDTH)
+    changed = torch.cat([x[:, :3], torch.randn(2, 3, WIDTH)], dim=1)
+    assert torch.equal(blocks(x)[:, :3], blocks(changed)[:, :3])
+    (blocks(x) * torch.randn(2, 6, WIDTH)).sum().backward()
+    for key, parameter in blocks.named_parameters():
+        assert parameter.grad.isfinite().all(), key
+        assert parameter.grad.abs().sum() > 0, key
+
+
+def test_a_wired_attention_may_return_its_weights_and_take_a_mask():
+    class Attention(nn.Module):
+        def forward(self, x, attention_mask=None, scale=1.0):
+            self.seen = attention_mask
+            return scale * x, "weights"
+
+    attention = Attention()
+    block = lamina.wire(attention, nn.Identity(), Layer(), WIDTH)
+    x, mask = torch.randn(1, 3, WIDTH), torch.ones(1, 3)
+    torch.testing.assert_close(block(x, attention_mask=mask, scale=2.0), 6 * x)
+    assert attention.seen is mask
+    assert block(x, mask, scale=2.0) is not None
+
+
+def test_modules_stay_the_users_own():
+    attention, feed_forward = plain_modules()
+    block = lamina.wire(attention, feed_forward, EVERYTHING, WIDTH)
+    assert block.attention.module is attention
+    assert block.feed_forward.module is feed_forward
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_built_model_has_the_interface_that_tools_read(name):
+    model = lamina.build(llama(3), name)
+    plan = resolve(name, 3)
+    assert isinstance(model.model, LaminaModel)
+    assert len(model.model.layers) == 3
+    for block, layer in zip(model.model.layers, plan.layers, strict=True):
+        assert isinstance(block, Block)
+        for place in ("attention", "feed_forward"):
+            residual, record = getattr(block, place), getattr(layer, place)
+            assert isinstance(residual, Residual)
+            assert isinstance(residual.module, nn.Module)
+            for position in ("pre_norm", "out_norm", "post_norm"):
+                assert (getattr(residual, position) is not None) == (getattr(record, position) is not None)
+                assert (residual.sublayer[position] is None) == (getattr(record, position) is None)
+            assert residual.skip == record.skip == residual.sublayer.skip
+            assert float(residual.skip_scale) == record.skip_scale == residual.sublayer.skip_scale
+            if record.pre_scale_learned != "vector":
+                assert float(residual.pre_scale) == record.pre_scale
+    no_norm = model.model.norm is None or isinstance(model.model.norm, nn.Identity)
+    assert no_norm == (plan.final_norm is None)
+    assert model.config.plan == plan.to_dict()
+
+
+def test_a_blocks_first_positional_argument_is_the_stream():
+    model, seen = built("peri_ln", 3), []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    states = model(input_ids=token_ids(), output_hidden_states=True).hidden_states
+    assert all(torch.equal(s, h) for s, h in zip(seen, states[:-1], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "group"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_keep_the_dtype_and_do_not_overflow(kind, dtype):
+    """The square of 300 is beyond float16's 65504: the statistics are in float32."""
+    norm = lamina.build(llama(1), "pre_ln", norm=kind, **({"groups": 4} if kind == "group" else {})).model.norm.to(
+        dtype
+    )
+    x = (300 * torch.randn(2, 3, 32)).to(dtype)
+    assert norm(x).dtype == dtype
+    assert norm(x).isfinite().all()
+    torch.testing.assert_close(norm(x).float().pow(2).mean(-1), torch.ones(2, 3), rtol=0.1, atol=0.0)
+
+
+def test_a_skip_scale_that_is_learned_starts_as_the_constant_one():
+    constant, learned = built("keel", 3), built("keel", 3, learnable_alpha=True)
+    learned.load_state_dict(constant.state_dict(), strict=False)
+    for residual in (r for b in learned.model.layers for r in (b.attention, b.feed_forward)):
+        if isinstance(residual.skip_scale, nn.Parameter):
+            nn.init.constant_(residual.skip_scale, 6.0)
+    with torch.no_grad():
+        assert torch.equal(learned(input_ids=token_ids()).logits, constant(input_ids=token_ids()).logits)

@@ -1,0 +1,83 @@
+"""The options that change an equation: Keel's ablations and first layer, FuseNorm without its first norm."""
+
+import pytest
+import torch
+from naive import built, every_block, llama
+from test_formulas import assert_follows_the_formula
+from torch import nn
+
+import lamina
+
+
+@every_block
+def keel_everywhere(x, attention, feed_forward, norms, index, num_layers):
+    y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+
+
+@every_block
+def keel_with_a_standard_first_feed_forward(x, attention, feed_forward, norms, index, num_layers):
+    if index == 0:
+        y = x + attention(norms.attention.pre(x))
+        return norms.feed_forward.post(y + feed_forward(y))
+    y = norms.attention.post(2 * num_layers * x + attention(norms.attention.pre(x)))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(norms.feed_forward.pre(y)))
+
+
+@every_block
+def scale(x, attention, feed_forward, norms, index, num_layers):
+    y = norms.attention.post(2 * num_layers * x + attention(x))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(y))
+
+
+@every_block
+def scale_gain(x, attention, feed_forward, norms, index, num_layers, gains):
+    b1, b2 = gains[index]
+    y = norms.attention.post(2 * num_layers * x + attention(b1 * x))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(b2 * y))
+
+
+@every_block
+def scale_gain_norm(x, attention, feed_forward, norms, index, num_layers, gains):
+    b1, b2 = gains[index]
+    y = norms.attention.post(2 * num_layers * x + attention(b1 * norms.attention.pre(x)))
+    return norms.feed_forward.post(2 * num_layers * y + feed_forward(b2 * norms.feed_forward.pre(y)))
+
+
+@every_block
+def fusenorm_without_its_first_norm(x, attention, feed_forward, norms, index, num_layers):
+    y = norms.attention.post(x + attention(x))
+    return norms.feed_forward.post(x + feed_forward(y))
+
+
+def learned_gains(model):
+    return [(block.attention.pre_scale, block.feed_forward.pre_scale) for block in model.model.layers]
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "formula", "options"),
+    [
+        ("keel", keel_everywhere, {"first_layer": "keel"}),
+        ("keel", keel_with_a_standard_first_feed_forward, {"first_layer": "post_ln"}),
+        ("keel", scale, {"first_layer": "keel", "variant": "scale"}),
+        ("fusenorm", fusenorm_without_its_first_norm, {"first_layer_norm": False}),
+    ],
+)
+def test_an_option_that_changes_the_equation_gives_the_changed_equation(name, formula, options, num_layers):
+    assert_follows_the_formula(name, num_layers, formula=formula, **options)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize(("variant", "formula"), [("scale_gain", scale_gain), ("scale_gain_norm", scale_gain_norm)])
+def test_keels_ablations_have_a_learned_vector_on_the_branchs_input(variant, formula, num_layers):
+    options = {"variant": variant, "first_layer": "keel"}
+    gains = [gain for pair in learned_gains(built("keel", num_layers, **options)) for gain in pair]
+    assert all(isinstance(gain, nn.Parameter) and gain.shape == (32,) for gain in gains)
+    assert_follows_the_formula("keel", num_layers, formula=formula, formula_options={"gains": learned_gains}, **options)
+
+
+@pytest.mark.parametrize("variant", ["scale_gain", "scale_gain_norm"])
+def test_the_learned_vectors_of_keels_ablations_start_at_one(variant):
+    for pair in learned_gains(lamina.build(llama(2), "keel", variant=variant, first_layer="keel")):
+        assert all(torch.equal(gain, torch.ones(32)) for gain in pair)
