@@ -56,7 +56,9 @@ def build(
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
     try:
-        model = LaminaForCausalLM(LaminaConfig(backbone_config=config, plan=plan.to_dict()))
+        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
+        outer._attn_implementation = config._attn_implementation  # the outer one decides for both
+        model = LaminaForCausalLM(outer)
     except ValueError as error:
         raise UserError(str(error)) from error
     initialization.initialize(model, name, profile_ids)

@@ -5,6 +5,7 @@ Copied beside a checkpoint by transformers, so it imports nothing of the package
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -42,10 +43,14 @@ class LaminaConfig(PreTrainedConfig):
         elif isinstance(self.backbone_config, dict):
             given = dict(self.backbone_config)
             self.backbone_config = AutoConfig.for_model(given.pop("model_type"), **given)
+        else:
+            self.backbone_config = copy.deepcopy(self.backbone_config)  # it is changed below
         backbone = self.backbone_config
         # The last hidden state is to be the stream before the final norm, as it is in every other layer.
         backbone.tie_last_hidden_states = False
-        self.tie_word_embeddings = bool(getattr(backbone, "tie_word_embeddings", False))
+        # The head looks at the outer configuration, the backbone at its own: one value for both.
+        backbone.tie_word_embeddings = self.tie_word_embeddings or bool(getattr(backbone, "tie_word_embeddings", False))
+        self.tie_word_embeddings = backbone.tie_word_embeddings
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             kwargs.setdefault(name, getattr(backbone, name, None))
         kwargs.setdefault("auto_map", dict(AUTO_MAP))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,15 @@ ROLES = {
     "o_proj": "attention_out",
     "gate_proj": "gate",
     "up_proj": "feed_forward_in",
-    "gate_up_proj": "feed_forward_in",
+    "gate_up_proj": "gate_and_in",
+    "qkv_proj": "query_key_value",
     "fc1": "feed_forward_in",
     "down_proj": "feed_forward_out",
     "fc2": "feed_forward_out",
     "gate": "router",
 }
 BRANCH_OUT = ("attention_out", "feed_forward_out")
+_WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 
@@ -48,7 +50,7 @@ class Weight:
     """
 
     name: str
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     role: str
     layer: int
     sublayer: str
@@ -67,14 +69,17 @@ class Weight:
 
 
 Initializer = Callable[[Weight, float], float]
-_initializers: dict[str, tuple[Initializer, str]] = {}
+_initializers: dict[str, tuple[Initializer, str, float | None]] = {}
 
 
-def initializer(name: str, help: str) -> Callable[[Initializer], Initializer]:
-    """Register a function (weight, base std) -> standard deviation of the weight's normal distribution."""
+def initializer(name: str, help: str, truncated: float | None = None) -> Callable[[Initializer], Initializer]:
+    """Register a function (weight, base std) -> standard deviation of the weight's normal distribution.
+
+    ``truncated`` cuts the distribution off at so many standard deviations.
+    """
 
     def register(function: Initializer) -> Initializer:
-        _initializers[name] = (function, help)
+        _initializers[name] = (function, help, truncated)
         return function
 
     return register
@@ -124,7 +129,11 @@ def _small(weight: Weight, std: float) -> float:
     return math.sqrt(2 / (5 * weight.hidden_size))
 
 
-@initializer("small_scaled", "HybridNorm's: SmallInit, attention-out and FFN-out divided by sqrt(2 * num_layers)")
+@initializer(
+    "small_scaled",
+    "HybridNorm's: SmallInit cut off at 3 std, attention-out and FFN-out divided by sqrt(2 * num_layers)",
+    truncated=3.0,
+)
 def _small_scaled(weight: Weight, std: float) -> float:
     return _scaled(weight, _small(weight, std))
 
@@ -148,6 +157,8 @@ def check(init: str) -> tuple[str, float]:
     name, _, rest = init.partition("(")
     if name not in _initializers:
         raise unknown("init", name, [*_initializers, "recommended"])
+    if name not in _WITH_STD:
+        raise UserError(f"init: {init!r}, but {name!r} takes no std (allowed: {name})")
     key, _, value = rest.removesuffix(")").partition("=")
     try:
         std = float(value)
@@ -166,13 +177,45 @@ def initialize(model: PreTrainedModel, init: str, input_ids: torch.Tensor | None
     [batch, tokens] is what an initialiser that profiles the model reads (Admin's); without it, random tokens.
     """
     name, std = check(init)
+    function, _, truncated = _initializers[name]
     for weight in weights(model):
         if weight.role == "bias":
             weight.parameter.zero_()
         elif weight.role != "vector":
-            weight.parameter.normal_(0.0, _initializers[name][0](weight, std))
+            for piece in _pieces(weight, model):
+                _draw(piece.parameter, function(piece, std), truncated)
+            if weight.role == "embedding" and (row := _padding_row(model, weight)) is not None:
+                weight.parameter[row].zero_()
     if name == "admin":
         profile_admin(model, input_ids)
+
+
+def _draw(parameter: torch.Tensor, std: float, truncated: float | None) -> None:
+    if truncated is None:
+        parameter.normal_(0.0, std)
+    else:
+        nn.init.trunc_normal_(parameter, 0.0, std, -truncated * std, truncated * std)
+
+
+def _padding_row(model: PreTrainedModel, weight: Weight) -> int | None:
+    embedding = model.get_submodule(weight.name.rpartition(".")[0])
+    return embedding.padding_idx if isinstance(embedding, nn.Embedding) else None
+
+
+def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
+    """The projections that some backbones stack in one matrix, each with its own role."""
+    if weight.role == "gate_and_in":
+        roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
+    elif weight.role == "query_key_value":
+        config: Any = model.config.get_text_config()
+        key = (
+            weight.fan_out * config.num_key_value_heads // (config.num_attention_heads + 2 * config.num_key_value_heads)
+        )
+        roles, sizes = ("query", "key", "value"), [weight.fan_out - 2 * key, key, key]
+    else:
+        return [weight]
+    parts = weight.parameter.split(sizes, dim=-2)
+    return [replace(weight, role=role, parameter=part) for role, part in zip(roles, parts, strict=True)]
 
 
 def weights(model: PreTrainedModel) -> Iterator[Weight]:

@@ -16,10 +16,15 @@ import torch
 from torch import nn
 from transformers import MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
 
 from .configuration_lamina import LaminaConfig
+
+logger = logging.get_logger(__name__)
 
 
 class Record(dict):
@@ -39,13 +44,15 @@ class LaminaNorm(nn.Module):
 
     def __init__(self, hidden_size: int, *, eps: float, gain: float = 1.0, learnable: bool = True, groups: int = 1):
         super().__init__()
-        self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, gain
-        self.weight: nn.Parameter | None = nn.Parameter(torch.full((hidden_size,), gain)) if learnable else None
+        self.hidden_size, self.eps, self.groups, self.initial_gain = hidden_size, eps, groups, float(gain)
+        start = torch.full((hidden_size,), self.initial_gain)
+        self.weight: nn.Parameter | None = nn.Parameter(start) if learnable else None
+        self._has_constant_gain = not learnable and self.initial_gain != 1.0
 
     def apply_gain(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is not None:
             return self.weight * x
-        return x if self.initial_gain == 1.0 else self.initial_gain * x
+        return self.initial_gain * x if self._has_constant_gain else x
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"
@@ -95,6 +102,8 @@ class Adapter(Record):
 
 DEFAULT_ADAPTER = Adapter(layers="layers", attention="self_attn", feed_forward="mlp", norm="norm", dropout=None)
 ADAPTERS: dict[str, Adapter] = {}
+# Backbones of the default row whose logits are tested to equal transformers' own on the same weights.
+VERIFIED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "deepseek_v3")
 
 
 def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNorm | None:
@@ -217,29 +226,17 @@ class _InitializesPlan:
 def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | None]:
     """The transformers model of ``config.backbone_config`` wired as ``config.plan`` says, and the embedding's norm.
 
-    Raises ValueError for an architecture whose layers have no attention and feed-forward to take out, or for a plan
-    that asks for norms on projections that it does not have.
+    Raises ValueError for an architecture whose layers can't be wired again, or for a plan that asks for norms on
+    projections that it does not have.
     """
     backbone_config, plan = config.get_text_config(), config.plan
-    base: Any = MODEL_MAPPING[type(backbone_config)]
-    # transformers keys its output recorders by the class, so a class of its own must exist before the model is built.
-    record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
-    attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
-    cls = type("Lamina" + base.__name__, (_InitializesPlan, base), attributes)
-    backbone = cls._from_config(backbone_config)
     if plan is None:
         raise ValueError("plan: a Lamina model needs one (lamina.build makes it)")
     adapter = ADAPTERS.get(backbone_config.model_type, DEFAULT_ADAPTER)
-    layers, like = getattr(backbone, adapter.layers, None), getattr(backbone, adapter.norm, None)
-    if (
-        layers is None
-        or like is None
-        or not all(hasattr(layers[0], p) for p in (adapter.attention, adapter.feed_forward))
-    ):
-        raise ValueError(
-            f"backbone {backbone_config.model_type!r}: its layers have no {adapter.attention!r} and "
-            f"{adapter.feed_forward!r} that could be wired again"
-        )
+    # Not the configuration's own dtype: what is asked for holds for the whole model, backbone, norms and head.
+    backbone = _backbone_class(backbone_config)._from_config(backbone_config, dtype=torch.get_default_dtype())
+    _check_wirable(backbone, adapter)
+    layers, like = getattr(backbone, adapter.layers), getattr(backbone, adapter.norm)
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
@@ -256,20 +253,66 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     return backbone, make_norm(plan["embedding_norm"], width, like)
 
 
+def _backbone_class(config: PreTrainedConfig) -> Any:
+    """A subclass of the backbone's model that records Blocks as its hidden states.
+
+    transformers keys its output recorders by the class, so it must exist before the model is built; it is kept in this
+    module under its name, so that models can be pickled.
+    """
+    try:
+        base: Any = MODEL_MAPPING[type(config)]
+    except KeyError:
+        raise ValueError(f"backbone {config.model_type!r}: transformers has no base model for it") from None
+    name = "Lamina" + base.__name__
+    if name not in globals():
+        record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
+        attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
+        globals()[name] = type(name, (_InitializesPlan, base), attributes)
+    return globals()[name]
+
+
+def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
+    """Raise ValueError where the parts aren't there, or do something between them that wiring them again would lose."""
+    kind = f"backbone {backbone.config.model_type!r}"
+    layers = getattr(backbone, adapter.layers, None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(backbone, adapter.norm):
+        raise ValueError(f"{kind}: it has no {adapter.layers!r} and {adapter.norm!r} that could be wired again")
+    if not all(hasattr(layers[0], part) for part in (adapter.attention, adapter.feed_forward)):
+        raise ValueError(
+            f"{kind}: its layers have no {adapter.attention!r} and {adapter.feed_forward!r} that could be wired again"
+        )
+    for scale in ("residual_multiplier", "scale_depth"):
+        if getattr(backbone.config, scale, None) not in (None, 1, 1.0):
+            raise ValueError(f"{kind}: its layers scale their branches ({scale}), which wiring them again would lose")
+    if sum("Norm" in type(child).__name__ for child in layers[0].children()) < 2:
+        raise ValueError(f"{kind}: its layers have one norm for attention and feed-forward side by side (parallel)")
+    if backbone.config.model_type not in (*VERIFIED, *ADAPTERS):
+        logger.warning_once(
+            f"{kind} is not among those whose wiring is checked against transformers ({', '.join(VERIFIED)}): make "
+            "sure that its layers do nothing but attention, feed-forward, norms and adds"
+        )
+
+
 def _norm_projections(attention: nn.Module, plan: dict, like: nn.Module) -> None:
-    for option, names in (("qk_norm", ("q_proj", "k_proj")), ("v_norm", ("v_proj",))):
-        if plan[option] == "off":
-            continue
-        for name in names:
-            linear = getattr(attention, name, None)
-            if not isinstance(linear, nn.Linear) or hasattr(attention, f"{name[0]}_norm"):
-                why = "has a norm of its own there" if linear is not None else f"has no {name!r}"
-                raise ValueError(f"{option}: {plan[option]!r} does not apply, {type(attention).__name__} {why}")
-            dim = int(attention.head_dim) if plan[option] == "head" else linear.out_features  # type: ignore[arg-type]
-            spec = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
-            norm = make_norm(spec, dim, like)
-            assert norm is not None
-            setattr(attention, name, NormedLinear.of(linear, dim, norm))
+    wanted = [("qk_norm", "q_proj"), ("qk_norm", "k_proj"), ("v_norm", "v_proj")]
+    wanted = [(option, name) for option, name in wanted if plan[option] != "off"]
+    for option, name in wanted:  # all of them before any is changed
+        why = None
+        if hasattr(attention, f"{name[0]}_norm"):
+            why = f"has a norm of its own on {name!r}"
+        elif not isinstance(getattr(attention, name, None), nn.Linear):
+            why = f"has no projection {name!r}"
+        elif plan[option] == "head" and not hasattr(attention, "head_dim"):
+            why = "has no one width of a head"
+        if why:
+            raise ValueError(f"{option}: {plan[option]!r} does not apply, {type(attention).__name__} {why}")
+    for option, name in wanted:
+        linear: Any = getattr(attention, name)
+        dim = int(attention.head_dim) if plan[option] == "head" else linear.out_features  # type: ignore[arg-type]
+        spec = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
+        norm = make_norm(spec, dim, like)
+        assert norm is not None
+        setattr(attention, name, NormedLinear.of(linear, dim, norm))
 
 
 class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
@@ -298,18 +341,18 @@ class LaminaModel(LaminaPreTrainedModel):
         assert config.plan is not None
         text_config, scale = config.get_text_config(), config.plan["embedding_scale"]
         self.embedding_scale = text_config.hidden_size**0.5 if scale == "sqrt_hidden_size" else float(scale)
-        self._final_norm_name = ADAPTERS.get(text_config.model_type, DEFAULT_ADAPTER).norm
+        self._adapter = ADAPTERS.get(text_config.model_type, DEFAULT_ADAPTER)
         self.post_init()
 
     @property
     def layers(self) -> nn.ModuleList:
         """The blocks, first to last."""
-        return self.backbone.layers  # type: ignore[return-value]
+        return getattr(self.backbone, self._adapter.layers)
 
     @property
     def norm(self) -> nn.Module:
         """The norm behind the last block; Identity where the plan has none."""
-        return getattr(self.backbone, self._final_norm_name)
+        return getattr(self.backbone, self._adapter.norm)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
@@ -325,16 +368,17 @@ class LaminaModel(LaminaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if self.embedding_norm is not None or self.embedding_scale != 1.0:
-            if inputs_embeds is None:
-                inputs_embeds = self.get_input_embeddings()(input_ids)
-            assert inputs_embeds is not None
-            x = inputs_embeds * self.embedding_scale
+            x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+            x = x * self.embedding_scale
             input_ids, inputs_embeds = None, x if self.embedding_norm is None else self.embedding_norm(x)
         if use_cache is None and self.training:
             use_cache = False  # nothing reads it, and its guards would make torch.compile compile every layer anew
-        if kwargs.get("output_hidden_states") is None and self.config.output_hidden_states:
-            kwargs["output_hidden_states"] = True
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name) is None and getattr(self.config, name, False):
+                kwargs[name] = True
         return self.backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -356,16 +400,32 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
+        # Named one by one: Trainer and TRL keep only the columns whose names they find in this signature.
+        if kwargs.get("output_router_logits"):
+            raise ValueError("output_router_logits: not supported (the router's balance is a loss of its own)")
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
-        kwargs.pop("return_dict", None)
-        outputs = self.model(input_ids=input_ids, **kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
         hidden = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = _scaled_logits(self.lm_head(hidden[:, keep]), self.config.get_text_config())

@@ -12,6 +12,10 @@ from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaModel, Residual
 
 
+def _tensor(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
 @torch.no_grad()
 def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> list[float]:
     """Set every sub-layer's omega in one forward pass in training mode; returns them, first to last.
@@ -33,23 +37,19 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     omegas = [1.0]
     handles = []
 
-    def before(residual: Residual, args: tuple[torch.Tensor, ...]) -> None:
+    def before(residual: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         assert isinstance(residual.skip_scale, nn.Parameter)
         residual.skip_scale.fill_(omegas[-1])
 
-    def after(residual: Residual, args: tuple[torch.Tensor, ...], branch: torch.Tensor) -> None:
+    def after(residual: nn.Module, args: tuple[torch.Tensor, ...], branch: torch.Tensor) -> None:
         carried = (omegas[-1] * args[0]).float().var(correction=0)
         omegas.append(float((carried + branch.float().var(correction=0)).sqrt()))
 
     for residual in residuals:
         branches: list[torch.Tensor] = []
-        keep = residual.module.register_forward_hook(
-            lambda _, __, output, kept=branches: kept.append(output[0] if isinstance(output, tuple) else output)
-        )
-        use = residual.register_forward_hook(
-            lambda module, args, _, kept=branches: after(module, args, kept.pop())  # type: ignore[arg-type]
-        )
-        handles += [residual.register_forward_pre_hook(before), keep, use]  # type: ignore[arg-type]
+        keep = residual.module.register_forward_hook(lambda _, __, output, kept=branches: kept.append(_tensor(output)))
+        use = residual.register_forward_hook(lambda module, args, _, kept=branches: after(module, args, kept.pop()))
+        handles += [residual.register_forward_pre_hook(before), keep, use]
     was_training = model.training
     model.train()
     try:

@@ -84,10 +84,17 @@ def _load_python(path: Path) -> registry.Placement:
     spec = importlib.util.spec_from_file_location(f"lamina_placement_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
+    registry.names()  # the package's own placements first: the file may ask for them
     before = dict(registry._registry)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"placement {str(path)!r}: the file raised {type(error).__name__}: {error}") from error
     new = [p for name, p in registry._registry.items() if before.get(name) is not p]
+    for placement in new:  # the file's own: it neither hides nor replaces a registered one
+        registry._registry.pop(placement.name)
+    registry._registry.update(before)
     if len(new) != 1:
         raise UserError(f"placement {str(path)!r}: registers {len(new)} placements with @placement (needed: one)")
     return new[0]
@@ -156,7 +163,7 @@ def _from_rules(name: str, data: Mapping[str, Any], num_layers: int) -> dict[str
                 layers[index][sublayer].update(
                     {k: _formula(v, names, f"{where}.{sublayer}.{k}") for k, v in given.items()}
                 )
-    kept = {k: v for k, v in data.items() if k in _FILE_FIELDS[7:]}
+    kept = {k: registry._off(k, v) for k, v in data.items() if k in _FILE_FIELDS[7:]}
     return {"placement": name, "layers": layers, **kept}
 
 
@@ -164,11 +171,14 @@ def _indices(written: Any, num_layers: int, where: str) -> list[int]:
     everything = range(num_layers)
     try:
         if isinstance(written, list):
-            return [everything[int(i)] for i in written]
+            return [everything[i] for i in written]
         parts = str(written).split(":")
         if len(parts) == 1:
             return [everything[int(parts[0])]]
-        return list(everything[slice(*(int(p) if p.strip() else None for p in parts))])
+        named = list(everything[slice(*(int(p) if p.strip() else None for p in parts))])
+        if not named:
+            raise IndexError(written)
+        return named
     except (ValueError, IndexError, TypeError):
         raise UserError(
             f"{where}.layers: {written!r} names no layer of {num_layers} (allowed: an index, a slice such as '0:4', "
@@ -177,6 +187,8 @@ def _indices(written: Any, num_layers: int, where: str) -> list[int]:
 
 
 def _formula(value: Any, names: Mapping[str, float], where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _formula(v, names, f"{where}.{k}") for k, v in value.items()}
     if not isinstance(value, str) or not where.endswith(("_scale", "_gain")):
         return value
 
@@ -202,4 +214,7 @@ def _formula(value: Any, names: Mapping[str, float], where: str) -> Any:
 def _scalar(text: str) -> Any:
     import yaml
 
-    return yaml.safe_load(text)
+    try:
+        return float(text) if re.fullmatch(r"[-+]?[\d.]*\d[\d.]*[eE][-+]?\d+", text) else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text

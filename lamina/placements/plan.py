@@ -34,9 +34,9 @@ def _one_of(where: str, value: Any, literal: Any) -> None:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
-def _finite(where: str, value: Any) -> None:
+def _finite(where: str, value: Any, more: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{where}: {value!r} is not a finite number")
+        raise UserError(f"{where}: {value!r} is not a finite number{more}")
 
 
 def _boolean(where: str, value: Any) -> None:
@@ -59,13 +59,18 @@ class Norm:
 
     def __post_init__(self) -> None:
         """Raise UserError for a kind, gain or number of groups that has no meaning."""
-        _one_of("norm.kind", self.kind, NormKind)
-        _boolean("norm.learnable_gain", self.learnable_gain)
-        _finite("norm.initial_gain", self.initial_gain)
+        _one_of("kind", self.kind, NormKind)
+        _boolean("learnable_gain", self.learnable_gain)
+        _finite("initial_gain", self.initial_gain)
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
-            raise UserError(f"norm.groups: {self.groups!r} is not a whole number of at least 1")
+            raise UserError(f"groups: {self.groups!r} is not a whole number of at least 1")
         if self.groups > 1 and self.kind != "group":
-            raise UserError(f"norm.groups: {self.groups} groups need kind 'group', not {self.kind!r}")
+            raise UserError(f"groups: {self.groups} groups need kind 'group', not {self.kind!r}")
+
+
+def _norm_of_kind(where: str, kind: str) -> Norm:
+    _one_of(f"{where}.kind", kind, NormKind)
+    return Norm(kind=cast(NormKind, kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ class Sublayer:
             if isinstance(value, bool):
                 object.__setattr__(self, position, Norm() if value else None)
             elif isinstance(value, str):
-                object.__setattr__(self, position, Norm(kind=cast(NormKind, value)))
+                object.__setattr__(self, position, _norm_of_kind(position, value))
             elif value is not None and not isinstance(value, Norm):
                 raise UserError(f"{position}: {value!r} is not a norm (true, false, a kind, or its fields)")
         _one_of("skip", self.skip, Skip)
@@ -118,6 +123,9 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Raise UserError where the attention's skip asks for the block's input, which the stream is already."""
+        for name in SUBLAYERS:
+            if not isinstance(getattr(self, name), Sublayer):
+                raise UserError(f"{name}: {getattr(self, name)!r} is not a sub-layer (a Sublayer, or its fields)")
         if self.attention.skip != "stream":
             raise UserError(
                 f"attention.skip: {self.attention.skip!r} contradicts its place (the stream that enters a block's "
@@ -142,23 +150,29 @@ class Plan:
     qk_norm: HeadNorm = "off"
     v_norm: HeadNorm = "off"
     initialization: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Raise UserError for a plan without layers or with fields that have no meaning."""
+        if not isinstance(self.layers, list | tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
+            raise UserError(f"layers: {self.layers!r} is not a list of layers (Layer, or its fields)")
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise UserError("layers: a plan needs at least one layer")
+        for name, kind in (("placement", str), ("initialization", str), ("options", Mapping)):
+            if not isinstance(getattr(self, name), kind):
+                what = "a text" if kind is str else "a mapping"
+                raise UserError(f"{name}: {getattr(self, name)!r} is not {what}")
         for name in ("final_norm", "embedding_norm"):
             value = getattr(self, name)
             if isinstance(value, bool):
                 object.__setattr__(self, name, Norm() if value else None)
             elif isinstance(value, str):
-                object.__setattr__(self, name, Norm(kind=cast(NormKind, value)))
+                object.__setattr__(self, name, _norm_of_kind(name, value))
             elif value is not None and not isinstance(value, Norm):
                 raise UserError(f"{name}: {value!r} is not a norm (true, false, a kind, or its fields)")
         if self.embedding_scale != "sqrt_hidden_size":
-            _finite("embedding_scale", self.embedding_scale)
+            _finite("embedding_scale", self.embedding_scale, " or 'sqrt_hidden_size'")
         _one_of("qk_norm", self.qk_norm, HeadNorm)
         _one_of("v_norm", self.v_norm, HeadNorm)
 

@@ -124,7 +124,7 @@ def resolve(name: str, num_layers: int, **options: Any) -> Plan:
     from lamina.placements.custom import parse_spec  # imports this module
 
     target, given = parse_spec(name)
-    options = {**given, **options}
+    options = {key: _off(key, value) for key, value in {**given, **options}.items()}
     scheme = target if isinstance(target, Placement) else get(target)
     known = {option.name: option for option in scheme.all_options()}
     for key, value in options.items():
@@ -143,19 +143,35 @@ def resolve(name: str, num_layers: int, **options: Any) -> Plan:
     return _apply_common(plan, {k: v for k, v in options.items() if k not in own and v is not None})
 
 
+def _off(key: str, value: Any) -> Any:
+    """YAML reads a bare ``off`` as false."""
+    return "off" if value is False and key in ("qk_norm", "v_norm") else value
+
+
 def _apply_common(plan: Plan, options: dict[str, Any]) -> Plan:
     changes = {key: options[key] for key in ("embedding_scale", "qk_norm", "v_norm") if key in options}
     for key in ("final_norm", "embedding_norm"):
         if key in options and options[key] != (getattr(plan, key) is not None):
-            changes[key] = options[key]
+            changes[key] = _like_others(plan) if options[key] else None
     plan = replace(plan, **changes)
     if "groups" in options and options.get("norm") != "group":
         raise UserError(f"placement {plan.placement!r}: option 'groups' needs norm='group'")
     if "norm" in options:
         kind = options["norm"]
-        groups = options.get("groups", 8) if kind == "group" else 1
-        plan = map_norms(plan, lambda norm: replace(norm, kind=kind, groups=groups))
+
+        def change(norm: Norm) -> Norm:
+            own = norm.groups if norm.kind == "group" else 8
+            return replace(norm, kind=kind, groups=options.get("groups", own) if kind == "group" else 1)
+
+        plan = map_norms(plan, change)
     return plan
+
+
+def _like_others(plan: Plan) -> Norm:
+    """A norm of the kind that the plan has elsewhere."""
+    found: list[Norm] = []
+    map_norms(plan, lambda norm: found.append(norm) or norm)
+    return Norm(kind=found[0].kind, groups=found[0].groups) if found else Norm()
 
 
 def map_norms(plan: Plan, change: Callable[[Norm], Norm]) -> Plan:

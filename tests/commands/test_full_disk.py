@@ -27,9 +27,9 @@ def test_a_full_disk_is_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one and a half megabytes."""
+@pytest.fixture(params=["500k", "1500k"], ids=["model does not fit", "optimizer does not fit"])
+def small_disk(tmp_path, request):
+    """A file system that is full before the run is over."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting needs root on Linux")
     folder = tmp_path / "disk"

@@ -13,13 +13,15 @@ from lamina.commands.arguments import add_settings, make_parser
 from lamina.studies.settings import CompareSettings
 from lamina.training.settings import PretrainSettings
 
-SHARED = """backbone num-layers hidden-size num-heads init corpus text-field tokenizer sequence-length eval-fraction steps
+SHARED = """
+backbone num-layers hidden-size num-heads init corpus text-field tokenizer sequence-length eval-fraction steps
 batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon max-grad-norm logging-steps
 eval-steps eval-blocks save-steps keep monitor-blocks divergence-margin divergence-patience stuck-margin
-gradient-checkpointing threads report-to trainer""".split()
+gradient-checkpointing threads report-to trainer
+"""
 OPTIONS = {
-    "compare": [*SHARED, "placements", "learning-rates", "seeds", "output", "workers"],
-    "pretrain": [*SHARED, "placement", "output", "learning-rate", "seed"],
+    "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
+    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
 }
 SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings}
 # lamina probe of the design comes with its command.

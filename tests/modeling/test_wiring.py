@@ -123,7 +123,11 @@ def test_a_built_model_has_the_interface_that_tools_read(name):
                 assert (getattr(residual, position) is not None) == (getattr(record, position) is not None)
                 assert (residual.sublayer[position] is None) == (getattr(record, position) is None)
             assert residual.skip == record.skip == residual.sublayer.skip
-            assert float(residual.skip_scale) == record.skip_scale == residual.sublayer.skip_scale
+            assert record.skip_scale == residual.sublayer.skip_scale
+            if record.skip_scale_learned == "no":
+                assert residual.skip_scale == record.skip_scale
+            else:
+                assert isinstance(residual.skip_scale, nn.Parameter)
             if record.pre_scale_learned != "vector":
                 assert float(residual.pre_scale) == record.pre_scale
     no_norm = model.model.norm is None or isinstance(model.model.norm, nn.Identity)

@@ -16,7 +16,7 @@ from lamina.studies.compare import _only_one, compare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # The first placement's trial is short enough to be finished while another runs.
-LONG = {"placements": "pre_ln,keel,peri_ln", "steps": 400, "logging_steps": 10, "save_steps": 20, "eval_steps": 400}
+LONG = {"placements": "pre_ln,keel,peri_ln", "steps": 240, "logging_steps": 10, "save_steps": 20, "eval_steps": 240}
 
 
 def descendants(pid: int) -> set[int]:

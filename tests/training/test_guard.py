@@ -2,12 +2,18 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from training.tiny_runs import layers, records, result
 
 from lamina.training.guard import Diverged, DivergenceGuard
+
+
+def named(layer, sublayer) -> str:
+    """A pattern for the clause that blames a sub-layer, as one indexes it."""
+    return rf"layers\[{layer}\].*\({sublayer}\)"
 
 
 def guard(**changed) -> DivergenceGuard:
@@ -47,7 +53,7 @@ def test_a_gradient_that_is_not_finite_names_the_layer_where_it_arose(norm):
     """Backward, everything below the layer is broken, too."""
     rows = [(9, i, s, "all", 0, "gradient_norm", norm if (i, s) <= (2, "attention") else 1.0) for i in range(4)
             for s in ("attention", "feed_forward")]  # fmt: skip
-    with pytest.raises(Diverged, match=r"at step 9; layer 2 \(attention\)"):
+    with pytest.raises(Diverged, match=rf"at step 9; .*{named(2, 'attention')}"):
         guard().see_gradient(9, norm, rows)
 
 
@@ -58,7 +64,7 @@ def test_states_that_are_not_finite_name_the_lowest_layer():
         for i in range(4)
         for s in ("attention", "feed_forward")
     )
-    with pytest.raises(Diverged, match=r"layer 1 \(feed_forward\)"):
+    with pytest.raises(Diverged, match=named(1, "feed_forward")):
         watch.see_loss(9, math.nan)
 
 
@@ -71,7 +77,7 @@ def test_a_layer_that_broke_is_named_although_another_one_grew_harmlessly_long_b
         watch.see_layers([(step, 0, "attention", "all", 0, "hidden_variance", 0.02)])
         watch.see_loss(step, 2.0)
     watch.see_layers([(100, 3, "feed_forward", "all", 0, "hidden_variance", math.nan)])
-    with pytest.raises(Diverged, match=r"layer 3 \(feed_forward\)"):
+    with pytest.raises(Diverged, match=named(3, "feed_forward")):
         watch.see_loss(100, math.nan)
 
 
@@ -90,7 +96,7 @@ def test_a_poisoned_weight_ends_the_run_and_is_named(trained, tmp_path, before_s
     before_step(5, poison(layer, sublayer))
     found = trained(num_layers=4, steps=12, eval_steps=12, logging_steps=logging_steps)
     assert found["status"] == "diverged"
-    assert f"layer {layer} ({sublayer})" in found["reason"]
+    assert re.search(named(layer, sublayer), found["reason"])
     assert "at step 5" in found["reason"]
     assert result(tmp_path / "run")["status"] == "diverged"
     assert found["steps"] <= 5
@@ -107,7 +113,7 @@ def test_a_poisoned_gradient_ends_the_run_and_is_named(trained, before_step, cli
     before_step(3, act)
     found = trained(steps=8, logging_steps=8, max_grad_norm=clip, gradient_accumulation=accumulation)
     assert found["status"] == "diverged"
-    assert f"layer {layer} (feed_forward)" in found["reason"]
+    assert re.search(named(layer, "feed_forward"), found["reason"])
     assert "at step 3" in found["reason"]
 
 

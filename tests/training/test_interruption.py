@@ -9,7 +9,7 @@ from training.tiny_runs import SMALL, alive, flags, last_step, layers, records, 
 
 from lamina.cli import main
 
-LONG = {**SMALL, "steps": 400, "logging_steps": 10, "save_steps": 50, "eval_steps": 100}
+LONG = {**SMALL, "steps": 240, "logging_steps": 10, "save_steps": 40, "eval_steps": 80}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_resumes_to_the_same_end(argv, tmp_pa
 def test_a_killed_run_resumes_to_the_same_records(argv, tmp_path, whole):
     folder = tmp_path / "run"
     process = start(*argv)
-    wait_for(lambda: last_step(folder) >= 130)
+    wait_for(lambda: last_step(folder) >= 90)
     process.kill()
     process.communicate(timeout=30)
     assert not (folder / "result.json").exists()

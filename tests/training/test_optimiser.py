@@ -107,7 +107,7 @@ def test_a_trainer_argument_that_the_records_rest_on_is_refused(argument):
 
 
 def test_a_trainer_argument_without_meaning_is_one_message_of_the_users():
-    with pytest.raises(UserError, match="trainer.*no_such_optimizer"):
+    with pytest.raises(UserError, match=r"trainer.*no_such_optimizer"):
         training_arguments(PretrainSettings(trainer={"optim": "no_such_optimizer"}))
 
 

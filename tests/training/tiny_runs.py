@@ -22,15 +22,14 @@ SMALL = {
     "eval_blocks": 4,
     "threads": 1,
 }
+WORDS = "the norm sits before after and between every layer of a deep model whose stream carries what it adds"
 TIMING = ("tokens_per_second", "seconds")
 
 
 def write_corpus(path: Path) -> Path:
     """About 40 kB of lines made of few words, always the same ones."""
     draw = random.Random(7)
-    words = (
-        "the norm sits before after and between every layer of a deep model whose stream carries what it adds".split()
-    )
+    words = WORDS.split()
     path.write_text("\n".join(" ".join(draw.choices(words, k=12)) for _ in range(600)) + "\n", encoding="utf-8")
     return path
 

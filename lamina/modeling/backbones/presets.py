@@ -96,19 +96,12 @@ def resolve_backbone(
     ``hidden_size`` the feed-forward keeps its ratio (rounded up to a multiple of 8) and the head keeps its width as
     far as it divides. Raises UserError naming the field that has no meaning.
     """
-    if isinstance(backbone, PreTrainedConfig):
-        config = copy.deepcopy(backbone)
-    elif Path(backbone).is_dir():
-        if not (Path(backbone) / "config.json").is_file():
-            raise UserError(f"backbone {str(backbone)!r}: the folder holds no config.json")
-        config = AutoConfig.from_pretrained(str(backbone))
-    else:
-        config = get(str(backbone)).config()
+    config = _find(backbone)
     changes: dict[str, Any] = {}
     if hidden_size is not None and hidden_size != config.hidden_size:
         _positive("hidden_size", hidden_size)
         if num_heads is None:
-            num_heads = _heads(hidden_size, config.hidden_size // config.num_attention_heads)
+            num_heads = _heads(hidden_size, _head_dim(config))
         ratio = config.intermediate_size / config.hidden_size
         changes |= {"hidden_size": hidden_size, "intermediate_size": -(-round(ratio * hidden_size) // 8) * 8}
     if num_heads is not None:
@@ -120,16 +113,39 @@ def resolve_backbone(
                 f"(allowed: {', '.join(str(h) for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0)})"
             )
         groups = max(1, config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads))
-        changes |= {"num_attention_heads": num_heads, "head_dim": width // num_heads}
+        changes["num_attention_heads"] = num_heads
+        if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):  # MLA derives it
+            changes["head_dim"] = width // num_heads
         changes["num_key_value_heads"] = num_heads // groups if num_heads % groups == 0 else num_heads
     if num_layers is not None:
         _positive("num_layers", num_layers)
         changes["num_hidden_layers"] = num_layers
     if vocab_size is not None:
+        _positive("vocab_size", vocab_size)
         changes["vocab_size"] = vocab_size
     if max_position_embeddings is not None:
+        _positive("max_position_embeddings", max_position_embeddings)
         changes["max_position_embeddings"] = max_position_embeddings
     return _with(config, changes)
+
+
+def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
+    if isinstance(backbone, PreTrainedConfig):
+        config = copy.deepcopy(backbone)
+    elif str(backbone) in PRESETS or not Path(backbone).is_dir():
+        config = get(str(backbone)).config()
+    elif not (Path(backbone) / "config.json").is_file():
+        raise UserError(f"backbone {str(backbone)!r}: the folder holds no config.json")
+    else:
+        try:
+            config = AutoConfig.from_pretrained(str(backbone))
+        except (ValueError, OSError) as error:
+            raise UserError(f"backbone {str(backbone)!r}: {' '.join(str(error).split())}") from error
+    config = getattr(config, "backbone_config", None) or config  # a Lamina model's: the plan is chosen anew
+    missing = [n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not hasattr(config, n)]
+    if missing:
+        raise UserError(f"backbone {config.model_type!r}: its configuration has no {missing[0]} (allowed: a decoder's)")
+    return config
 
 
 def _with(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
@@ -137,7 +153,13 @@ def _with(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
         fields.pop("layer_types", None)  # the configuration derives it from the depth
     fields.pop("transformers_version", None)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    new = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    new._attn_implementation = config._attn_implementation
+    return new
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _heads(width: int, head_dim: int) -> int:
