@@ -27,7 +27,7 @@ def test_a_full_disk_is_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
-@pytest.fixture(params=["500k", "1500k"], ids=["model does not fit", "optimizer does not fit"])
+@pytest.fixture(params=["300k", "1500k"], ids=["model does not fit", "optimizer does not fit"])
 def small_disk(tmp_path, request):
     """A file system that is full before the run is over."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
@@ -35,7 +35,7 @@ def small_disk(tmp_path, request):
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)], capture_output=True
     ).returncode:
         pytest.skip("no tmpfs can be mounted here")
     yield folder

@@ -127,7 +127,8 @@ def test_ctrl_c_while_a_study_starts_is_one_line_and_no_trial_has_failed(command
     below = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=45)
-    assert process.returncode == 130, err
+    # A KeyboardInterrupt that passed through C code on its way makes Python end by SIGINT: 130 in a shell, too.
+    assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in out + err
     assert sum("lamina:" in line for line in err.splitlines()) == 1
     wait_for(lambda: not any(alive(pid) for pid in below), 10)

@@ -79,7 +79,8 @@ def test_ctrl_c_while_it_starts_is_one_line(argv, delay):
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    # A KeyboardInterrupt that passed through C code on its way makes Python end by SIGINT: 130 in a shell, too.
+    assert process.returncode in (130, -signal.SIGINT), err
     assert "Traceback" not in err
     assert sum("interrupted" in line for line in (out + err).splitlines()) == 1
 
