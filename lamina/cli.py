@@ -18,6 +18,12 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
 }
 
+# What the system says about the user's paths and disk; anything else is our mistake and keeps its traceback.
+_THEIRS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+}
+
 USAGE = """lamina: choose, train and diagnose where the norms sit in a Transformer
 
 usage: lamina COMMAND [OPTIONS]        lamina COMMAND --help for a command's options
@@ -59,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno not in _THEIRS:
             raise
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror}{where}; what was finished is kept", 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.commands.arguments import add_settings, given_settings, make_parser
-from lamina.errors import UserError
 
 EXAMPLES = """
   lamina compare
@@ -14,8 +13,6 @@ EXAMPLES = """
   lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:scaled
   lamina compare --output runs/books --resume
 """
-# What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
-FREE = {"placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"}
 
 
 def run(argv: list[str]) -> int:
@@ -33,25 +30,11 @@ def run(argv: list[str]) -> int:
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", CompareSettings.output))
     if others.resume and (folder / "study.yaml").is_file():
-        given = merged(folder / "study.yaml", given)
-    settings = CompareSettings(**given)
+        from lamina.studies.compare import refuse_changes
+
+        given = refuse_changes(folder, given)
+    settings = CompareSettings.from_dict(given)
     return compare_and_report(settings, resume=others.resume, overwrite=others.overwrite)
-
-
-def merged(path: Path, given: dict) -> dict:
-    """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
-    from lamina.training.folder import read_yaml
-
-    stored = read_yaml(path).get("settings")
-    if not isinstance(stored, dict):
-        raise UserError(f"{str(path)!r}: the field 'settings' is missing")
-    for name, value in given.items():
-        if name not in FREE and name in stored and stored[name] != value:
-            raise UserError(
-                f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
-                f"another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
-            )
-    return {**stored, **given}
 
 
 def compare_and_report(settings: object, *, resume: bool = False, overwrite: bool = False) -> int:

@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
         from lamina.training.pretrain import merge
 
         given = merge(read_yaml(stored), given)
-    settings = PretrainSettings(**given)
+    settings = PretrainSettings.from_dict(given)
 
     from lamina.reports import run_report
     from lamina.training.pretrain import pretrain

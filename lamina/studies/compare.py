@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from lamina.errors import UserError
+from lamina.placements import Plan
 from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
 from lamina.training import folder as run_folder
@@ -28,6 +27,10 @@ COLUMNS = (
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
+# What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
+FREE = {"placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"}
+
+
 def compare(
     settings: CompareSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
@@ -37,7 +40,8 @@ def compare(
     the others go on from their last checkpoint.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings or
+            placements that differ from those of the study to resume.
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
@@ -45,10 +49,14 @@ def compare(
     from lamina.training.pretrain import check
 
     folder = Path(settings.output)
-    refuse_used(folder, resume=resume, overwrite=overwrite)
+    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
+    if resume and run_folder.in_use(folder):
+        refuse_changes(folder, settings.to_dict())
     trials = settings.trials()
     for trial in trials.values():
-        check(trial)
+        plan = check(trial)
+        if resume:
+            _refuse_another_plan(Path(trial.output), trial.placement, plan)
     prepare_blocks(
         settings.corpus,
         settings.tokenizer,
@@ -57,23 +65,44 @@ def compare(
         text_field=settings.text_field,
         progress=bar,
     )
-    run_folder.claim(folder, resume=resume, overwrite=overwrite)
-    with _only_one(folder):
+    with run_folder.lock(folder):
+        run_folder.claim(folder, resume=resume, overwrite=overwrite)
         return _compare(settings, trials, folder, bar=bar)
 
 
-def refuse_used(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise UserError for a folder in use before anything else is done."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
-        if resume and folder.is_dir() and not (folder / "study.yaml").is_file():
-            raise UserError(f"output: {str(folder)!r} holds no study to resume (study.yaml is missing)")
-        run_folder.claim(folder, resume=resume, overwrite=False)
+def refuse_changes(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
+    path = folder / "study.yaml"
+    if not path.is_file():
+        raise UserError(f"output: {str(folder)!r} holds no study to resume (study.yaml is missing)")
+    stored = run_folder.read_yaml(path).get("settings")
+    if not isinstance(stored, dict):
+        raise UserError(f"{str(path)!r}: the field 'settings' is missing")
+    for name, value in given.items():
+        if name not in FREE and name in stored and stored[name] != value:
+            raise UserError(
+                f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
+                f"another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
+            )
+    return {**stored, **given}
+
+
+def _refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
+    try:
+        stored = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if stored != json.loads(json.dumps(plan.to_dict())):
+        raise UserError(
+            f"placements: {placement!r} is not what it was when its trial in {str(folder)!r} was trained (allowed with "
+            "--resume: the same; else another --output, or --overwrite)"
+        )
 
 
 def _compare(
     settings: CompareSettings, trials: dict[str, PretrainSettings], folder: Path, *, bar: bool
 ) -> pd.DataFrame:
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
     # Two processes of one thread each beat one of two on small models.
     trials = {t: replace(s, threads=s.threads or max(1, cores // workers)) for t, s in trials.items()}
@@ -83,8 +112,8 @@ def _compare(
         "version": run_folder.environment(0)["versions"].get("lamina"),
         "created": created,
     }
-    run_folder.write_yaml(folder / "study.yaml", {**study, "settings": settings.to_dict()})
     run_folder.write_json(folder / "environment.json", run_folder.environment(0))
+    run_folder.write_yaml(folder / "study.yaml", {**study, "settings": settings.to_dict()})
     results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}
     todo = {t: s for t, s in trials.items() if t not in results}
     progress = _Progress(todo, done=len(results), show=bar)
@@ -155,21 +184,3 @@ def _last_step(path: Path) -> int:
             return int(json.loads(file.read().splitlines()[-1])["step"])
     except (OSError, ValueError, IndexError, KeyError, TypeError):
         return 0
-
-
-@contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Hold the study's folder: two studies in one would overwrite each other's trials."""
-    try:
-        import fcntl
-    except ImportError:  # no such lock on this system
-        yield
-        return
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"output: another study runs in {str(folder)!r} (allowed: wait for it, or another folder)"
-            ) from None
-        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -79,9 +80,7 @@ class CompareSettings(RunSettings):
             raise UserError(f"placements: {self.placements!r} names one twice")
         trials: dict[str, PretrainSettings] = {}
         for spec, rate, seed in self._grid(specs):
-            trial = f"{_slug(spec)}-lr{rate:g}-seed{seed}"
-            while trial in trials:  # two specs that differ in signs only
-                trial += "-b"
+            trial = f"{_slug(spec)}-lr{rate!r}-seed{seed}"
             common = {k: v for k, v in self.to_dict().items() if k not in _STUDY_ONLY}
             common |= {"placement": spec, "learning_rate": rate, "seed": seed, "init": self.init.removeprefix("same:")}
             trials[trial] = PretrainSettings(**common, output=str(Path(self.output) / "trials" / trial))
@@ -100,4 +99,7 @@ _STUDY_ONLY = {"placements", "learning_rates", "seeds", "workers", "output"}
 
 def _slug(spec: str) -> str:
     """A spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
-    return re.sub(r"[^\w.]+", "-", Path(spec).name if spec.endswith((".yaml", ".yml", ".py")) else spec).strip("-.")
+    target = re.sub(r"[^(]*/", "", spec)
+    slug = re.sub(r"[^\w.]+", "-", target).strip("-.")
+    # Two specs that differ in signs or folders only must not share a folder, whatever their order.
+    return slug if slug == spec else f"{slug}-{hashlib.sha256(spec.encode()).hexdigest()[:6]}"

@@ -40,9 +40,8 @@ def run_trials(
     Raises:
         OSError: the disk is full; what was finished is kept.
     """
-    context = multiprocessing.get_context(
-        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    )
+    # Forking a server that has imported torch is safe on Linux only.
+    context = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
     if hasattr(context, "set_forkserver_preload"):
         # The server imports torch and transformers once; each trial is forked from it in milliseconds.
         context.set_forkserver_preload(["lamina.training.pretrain"])
@@ -58,7 +57,7 @@ def run_trials(
     except BaseException:
         _stop(running)
         with contextlib.suppress(OSError):
-            _reap(running, trials, ended)
+            _reap(running, trials, ended, missing="interrupted")
         raise
 
 
@@ -72,6 +71,7 @@ def _reap(
     running: dict[str, BaseProcess],
     trials: Mapping[str, PretrainSettings],
     ended: Callable[[str, dict[str, Any]], None],
+    missing: str = "failed",
 ) -> None:
     for trial, process in list(running.items()):
         if process.is_alive():
@@ -83,7 +83,7 @@ def _reap(
         if process.exitcode == DISK_FULL:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         if result is None:
-            result = {"status": "failed", "reason": f"the worker process ended with exit code {process.exitcode}"}
+            result = {"status": missing, "reason": f"the worker process ended with exit code {process.exitcode}"}
             folder.mkdir(parents=True, exist_ok=True)
             run_folder.write_json(folder / "result.json", result)
         ended(trial, result)
@@ -108,21 +108,25 @@ def _run_trial(data: dict[str, Any]) -> None:
     """The body of a worker process: one run, whatever it prints kept in its folder's log.txt."""
     if hasattr(os, "setsid"):
         os.setsid()  # a Ctrl-C at the terminal reaches the study, which tells its trials once
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    from lamina.training.pretrain import pretrain
-
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     settings = PretrainSettings.from_dict(data)
     folder = Path(settings.output)
     try:
+        from lamina.training.pretrain import pretrain
+
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "environment.json").is_file():  # marks the folder as ours before the log is in it
+            run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())
-            # A failed or interrupted try leaves a result; without it the run goes on from its last checkpoint.
-            (folder / "result.json").unlink(missing_ok=True)
             pretrain(settings, resume=True, bar=False)
-    except OSError as error:
-        sys.exit(DISK_FULL if error.errno == errno.ENOSPC else 1)
-    except UserError as error:
-        run_folder.write_json(folder / "result.json", {"status": "failed", "reason": str(error)})
-        sys.exit(2)
+    except KeyboardInterrupt:
+        run_folder.write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
+    except Exception as error:
+        if run_folder.disk_full(error):
+            sys.exit(DISK_FULL)
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        run_folder.write_json(folder / "result.json", {"status": "failed", "reason": reason})
+        raise

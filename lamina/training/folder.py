@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,37 +24,100 @@ from lamina.errors import UserError
 LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
 
 
-def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
-    """Make ``folder`` ours to write into; True where it holds something to resume.
+LOCK = ".lock"
 
-    Raises UserError where it holds something and neither ``resume`` nor ``overwrite`` was given, or is no folder.
-    """
+
+def in_use(folder: Path) -> bool:
+    """Whether the folder holds anything but a lock."""
+    return folder.is_dir() and any(child.name != LOCK for child in folder.iterdir())
+
+
+def refuse(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise UserError, changing nothing, where ``claim`` would."""
     if resume and overwrite:
         raise UserError("resume and overwrite contradict each other (allowed: one of them)")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output: {str(folder)!r} is a file, not a folder")
-    used = folder.is_dir() and any(folder.iterdir())
-    if used and overwrite:
-        _refuse_foreign(folder)
-        shutil.rmtree(folder)
-        used = False
-    if used and not resume:
+    if not in_use(folder):
+        return
+    if not (resume or overwrite):
         raise UserError(
             f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, --resume to go on with "
             "what is there, --overwrite to delete it)"
         )
+    if not _is_ours(folder):
+        # Neither deletes nor mixes with somebody's own files: many programs keep a config.yaml.
+        what = "--resume has nothing to go on with" if resume else "--overwrite leaves it alone"
+        raise UserError(
+            f"output: {str(folder)!r} holds something that Lamina did not write, so {what} (allowed: another folder)"
+        )
+
+
+def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
+    """Make ``folder`` ours to write into; True where it holds something to resume.
+
+    Raises UserError where it holds something and neither ``resume`` nor ``overwrite`` was given, or what it holds isn't
+    Lamina's, or it is no folder.
+    """
+    refuse(folder, resume=resume, overwrite=overwrite)
+    used = in_use(folder)
+    if used and overwrite:
+        for child in folder.iterdir():
+            if child.name == LOCK:
+                continue
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
+        used = False
     folder.mkdir(parents=True, exist_ok=True)
     return used
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """--overwrite deletes what Lamina wrote, never somebody's home directory."""
-    marks = ("config.yaml", "study.yaml", "environment.json", "result.json")
-    if not any((folder / mark).is_file() for mark in marks):
-        raise UserError(
-            f"output: {str(folder)!r} holds something that Lamina did not write ({', '.join(marks)} are missing), so "
-            "--overwrite leaves it alone (allowed: another folder)"
-        )
+def _is_ours(folder: Path) -> bool:
+    try:
+        data = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        return "lamina" in data["versions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold the folder: two processes in one would overwrite each other's files. Waits for up to ``wait`` seconds.
+
+    Raises UserError where another process holds it. Does nothing on a system without such locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + wait
+    with (folder / LOCK).open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"output: another process writes into {str(folder)!r} (allowed: wait for it, or another folder)"
+                    ) from None
+                time.sleep(0.2)
+        yield
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an exception; libraries wrap it in errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "os error 28" in str(error) or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def write_text(path: Path, text: str) -> None:
@@ -109,10 +175,11 @@ class MetricsWriter:
     """metrics.jsonl: a line a record, written through at once."""
 
     def __init__(self, folder: Path, resumed_step: int | None):
-        self.path = folder / "metrics.jsonl"
+        self.path, self.best_eval = folder / "metrics.jsonl", math.inf
         if resumed_step is not None and self.path.exists():
             kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step(line) <= resumed_step]
             write_text(self.path, "".join(f"{line}\n" for line in kept))
+            self.best_eval = min((v for line in kept if (v := json.loads(line).get("eval_loss"))), default=math.inf)
 
     def write(self, record: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

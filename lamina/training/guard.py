@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lamina.training.monitor import Row
 
+Key = tuple[int, str, str]  # layer, sub-layer, metric
 WATCHED = ("gradient_norm", "hidden_variance", "hidden_abs_max")
 
 
@@ -24,29 +27,36 @@ class DivergenceGuard:
     """Watches losses and layer statistics.
 
     A run has diverged on a loss or gradient that is not finite, or when the loss stays more than ``margin`` nats above
-    its best for ``patience`` steps. A layer has left when a watched statistic of it is not finite or exceeds
-    ``factor`` times its median so far.
+    its best for ``patience`` steps. A layer has left when a watched statistic of it is not finite or exceeds ``factor``
+    times its median over the last ``window`` records; it is back when the statistic is in range again.
     """
 
     margin: float
     patience: int
     factor: float = 10.0
+    window: int = 20
     best: float = math.inf
     above_since: int | None = None
-    history: dict[tuple[int, str, str], list[tuple[int, float]]] = field(default_factory=dict)
-    left: list[tuple[int, int, str, str, float]] = field(default_factory=list)
+    recent: dict[Key, deque[float]] = field(default_factory=dict)
+    left: dict[Key, tuple[int, float]] = field(default_factory=dict)
 
     def see_layers(self, rows: Iterable[Row]) -> None:
-        """Take the monitor's rows of one step and note the layers that left at it."""
+        """Take the monitor's rows of one step and note the layers that left at it, or came back."""
         for step, layer, sublayer, _, _, metric, value in rows:
             if metric not in WATCHED or layer < 0 or sublayer == "block":
                 continue
-            past = self.history.setdefault((layer, sublayer, metric), [])
-            usual = sorted(v for _, v in past)[len(past) // 2] if past else None
-            if not math.isfinite(value) or (len(past) >= 3 and usual and value > self.factor * usual):
-                self.left.append((step, layer, sublayer, metric, value / usual if usual else math.inf))
+            key = (layer, sublayer, metric)
+            recent = self.recent.setdefault(key, deque(maxlen=self.window))
+            usual = statistics.median(recent) if len(recent) >= 3 else math.inf
+            ratio = value / usual if math.isfinite(value) and usual > 0 else 0.0
+            if not math.isfinite(value):
+                self.left[key] = (step, math.inf)
+            elif ratio > self.factor:
+                self.left[key] = (self.left.get(key, (step, 0.0))[0], ratio)
+            else:
+                self.left.pop(key, None)
             if math.isfinite(value):
-                past.append((step, value))
+                recent.append(value)
 
     def see_loss(self, step: int, loss: float) -> None:
         """Take a step's loss. Raises Diverged."""
@@ -72,19 +82,23 @@ class DivergenceGuard:
         raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
 
     def first_to_leave(self) -> str:
-        """A clause that names the layer whose statistics left first, and when."""
+        """A clause that names the layer whose statistics left first, and when: those not finite before all others."""
         if not self.left:
             return "no layer's recorded statistics left before it"
-        step = min(entry[0] for entry in self.left)
-        entries = [entry for entry in self.left if entry[0] == step]
-        _, layer, sublayer, metric, ratio = max(entries, key=_blame)
-        how = f"{ratio:.0f} times its median" if math.isfinite(ratio) else "not finite"
+        broken = {key: where for key, where in self.left.items() if math.isinf(where[1])} or self.left
+        first = min(step for step, _ in broken.values())
+        key = max(
+            (key for key, where in broken.items() if where[0] == first), key=lambda key: _blame(key, broken[key][1])
+        )
+        layer, sublayer, metric = key
+        ratio = broken[key][1]
+        how = f"{ratio:.0f} times its recent median" if math.isfinite(ratio) else "not finite"
         where = f"model.model.layers[{layer}], block {layer + 1} ({sublayer})"
-        return f"{where}, left first: its {metric} was {how} at step {step}"
+        return f"{where}, left first: its {metric} was {how} at step {first}"
 
 
-def _blame(entry: tuple[int, int, str, str, float]) -> tuple[float, int, int]:
+def _blame(key: Key, ratio: float) -> tuple[float, int, int]:
     """The largest excess; of those not finite, where it arose: states spread upwards, gradients downwards."""
-    _, layer, sublayer, metric, ratio = entry
+    layer, sublayer, metric = key
     order = 2 * layer + (sublayer == "feed_forward")
     return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,44 +17,51 @@ Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 
 
-def layer_gradient_norms(model: nn.Module, step: int) -> list[Row]:
-    """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout; call before clipping.
+class GradientNorms:
+    """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
 
     Under FSDP2 each parameter's squared local part is summed over the mesh, so the norms are those of one process.
     """
-    groups: dict[tuple[int, str, str], list[torch.Tensor]] = {}
-    for weight in weights(model):  # type: ignore[arg-type]
-        if weight.parameter.grad is not None:
+
+    def __init__(self, model: nn.Module):
+        keys: dict[tuple[int, str, str], int] = {}
+        self.parameters: list[torch.Tensor] = []
+        self.groups: list[int] = []
+        for weight in weights(model):  # type: ignore[arg-type]
             key = (weight.layer, weight.sublayer, "all") if weight.layer >= 0 else (-1, "block", weight.sublayer)
-            groups.setdefault(key, []).append(weight.parameter.grad)
-    squares = _squared_norms(groups.values())
-    rows: list[Row] = []
-    blocks: dict[int, float] = {}
-    for (layer, sublayer, role), square in zip(groups, squares, strict=True):
-        rows.append((step, layer, sublayer, role, 0, "gradient_norm", square**0.5))
-        if layer >= 0:
-            blocks[layer] = blocks.get(layer, 0.0) + square
-    rows += [(step, layer, "block", "all", 0, "gradient_norm", square**0.5) for layer, square in blocks.items()]
-    return rows
+            self.parameters.append(weight.parameter)
+            self.groups.append(keys.setdefault(key, len(keys)))
+        self.keys = list(keys)
 
-
-def _squared_norms(groups: Iterable[list[torch.Tensor]]) -> list[float]:
-    sums = []
-    mesh = None
-    for gradients in groups:
-        local = []
-        for gradient in gradients:
+    def squares(self) -> torch.Tensor:
+        """The squared norm of each group in float64, without waiting for the device; call before clipping."""
+        gradients, groups, mesh = [], [], None
+        for parameter, group in zip(self.parameters, self.groups, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
             if isinstance(gradient, DTensor):
                 mesh, gradient = gradient.device_mesh, gradient.to_local()
-            local.append(gradient)
-        norms = torch._foreach_norm(local)  # pyright: ignore[reportPrivateImportUsage]
-        sums.append(torch.stack([norm.double() ** 2 for norm in norms]).sum())
-    if not sums:
-        return []
-    stacked = torch.stack(sums)
-    if mesh is not None:
-        torch.distributed.all_reduce(stacked, group=mesh.get_group())
-    return stacked.tolist()
+            gradients.append(gradient)
+            groups.append(group)
+        if not gradients:
+            return torch.zeros(len(self.keys), dtype=torch.float64)
+        norms = torch.stack(torch._foreach_norm(gradients)).double()  # pyright: ignore[reportPrivateImportUsage]
+        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=norms.device)
+        sums.index_add_(0, torch.tensor(groups, device=norms.device), norms * norms)
+        if mesh is not None:
+            torch.distributed.all_reduce(sums, group=mesh.get_group())
+        return sums
+
+    def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
+        """The tidy rows of one step's ``squares()``."""
+        rows: list[Row] = []
+        blocks: dict[int, float] = {}
+        for (layer, sublayer, role), square in zip(self.keys, squares.tolist(), strict=True):
+            rows.append((step, layer, sublayer, role, 0, "gradient_norm", square**0.5))
+            if layer >= 0:
+                blocks[layer] = blocks.get(layer, 0.0) + square
+        return rows + [(step, layer, "block", "all", 0, "gradient_norm", total**0.5) for layer, total in blocks.items()]
 
 
 def state_statistics(x: torch.Tensor) -> torch.Tensor:

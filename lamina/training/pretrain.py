@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.data import Subset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks, prepare_blocks
@@ -25,11 +28,15 @@ from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, make_plan, recommended
 from lamina.placements import Plan
 from lamina.training import folder as run_folder
+from lamina.training.checkpoints import newest_checkpoint, step_of
 from lamina.training.guard import Diverged, DivergenceGuard
+from lamina.training.recorder import RunRecorder, safe_exp, stop_signals
 from lamina.training.settings import PretrainSettings, Status
-from lamina.training.trainer import LaminaTrainer, RunRecorder, safe_exp, stop_signals
+from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 30.0  # for a worker of a killed study that still writes its checkpoint
 
 _OURS = {
     "output_dir": "output",
@@ -54,6 +61,9 @@ _OURS = {
 _FIXED = ("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy")
 
 
+FREE = {"output", "save_steps", "keep", "report_to", "threads"}  # what a resumed run may change
+
+
 def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True) -> dict:
     """Train a model from scratch and leave the run's folder; returns what result.json holds.
 
@@ -61,37 +71,56 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
     that holds a finished run is left as it is; otherwise the run goes on from its newest whole checkpoint.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings that
+            differ from those of the run to resume.
+        OSError: the disk is full.
     """
     target = Path(settings.output)
-    arguments = check(settings)
-    used = run_folder.claim(target, resume=resume, overwrite=overwrite)
-    if used:
-        done = run_folder.read_result(target)
-        if done is not None and done["status"] in ("finished", "stuck", "diverged"):
-            return done
-    run_folder.write_yaml(target / "config.yaml", settings.to_dict())
-    run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
-    try:
-        result = _run(settings, arguments, target, resume=used, bar=bar)
-    except KeyboardInterrupt:
-        result = {"status": "interrupted", "reason": "stopped at once", "steps": None}
-    except UserError:
-        raise
-    except Exception as error:
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    run_folder.refuse(target, resume=resume, overwrite=overwrite)
+    stored = target / "config.yaml"
+    if resume and stored.is_file():
+        settings = PretrainSettings.from_dict(merge(run_folder.read_yaml(stored), settings.to_dict()))
+    check(settings)
+    done = run_folder.read_result(target) if resume else None
+    if done is not None and done["status"] in ("finished", "stuck", "diverged"):
+        return done
+    blocks, tokenizer = _blocks(settings, bar)  # before the folder is touched: the corpus may be unreadable
+    arguments = training_arguments(settings)
+    with run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0):
+        used = run_folder.claim(target, resume=resume, overwrite=overwrite)
+        (target / "result.json").unlink(missing_ok=True)
+        run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
+        run_folder.write_yaml(target / "config.yaml", settings.to_dict())
+        before = float((done or {}).get("seconds") or 0.0)
+        try:
+            result = _run(settings, arguments, target, blocks, tokenizer, resume=used, bar=bar)
+        except KeyboardInterrupt:
+            result = {"status": "interrupted", "reason": "stopped at once"}
+        except UserError:
+            raise
+        except Exception as error:
+            if run_folder.disk_full(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+            result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+            run_folder.write_json(target / "result.json", result)
+            raise
+        result["seconds"] = round(before + result.get("seconds", 0.0), 2)
         run_folder.write_json(target / "result.json", result)
-        raise
-    run_folder.write_json(target / "result.json", result)
     return result
 
 
-def check(settings: PretrainSettings) -> TrainingArguments:
-    """Everything that can be known wrong before the corpus is read. Raises UserError."""
+def check(settings: PretrainSettings) -> Plan:
+    """The plan, with everything that can be known wrong before the corpus is read. Raises UserError."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"WORLD_SIZE: {os.environ['WORLD_SIZE']} processes (allowed: 1; distributed runs are to come)")
+    for name in settings.reports():
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
     config = backbone_config(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
-    return training_arguments(settings)
+    training_arguments(settings)
+    return plan
 
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> transformers.PreTrainedConfig:
@@ -126,7 +155,6 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
         "gradient_accumulation_steps": settings.gradient_accumulation,
         "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": settings.min_learning_rate},
         "warmup_steps": settings.warmup,
         "weight_decay": settings.weight_decay,
         "adam_beta1": settings.beta1,
@@ -142,7 +170,8 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
         "save_strategy": "steps" if settings.save_steps else "no",
         "save_steps": settings.save_steps or 500,
         "save_total_limit": settings.keep,
-        "report_to": settings.reports() or "none",
+        # TensorBoard's callback gets a writer of its own below: its folder would be read off the environment
+        "report_to": [r for r in settings.reports() if r != "tensorboard"] or "none",
         "logging_dir": None,
         "optim": "adamw_torch_fused",
         "remove_unused_columns": False,
@@ -156,20 +185,16 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
     if "activation_checkpointing" not in known:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
     values = {k: v for k, v in values.items() if k in known}
-    if "tensorboard" in settings.reports():
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(settings.output) / "tensorboard"))
+    if values["lr_scheduler_type"] == "cosine_with_min_lr":
+        values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:
         return TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
 
 
-def _run(settings: PretrainSettings, arguments: TrainingArguments, target: Path, *, resume: bool, bar: bool) -> dict:
-    transformers.utils.logging.disable_progress_bar()
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    began = time.monotonic()
-    blocks, tokenizer = prepare_blocks(
+def _blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
+    return prepare_blocks(
         settings.corpus,
         settings.tokenizer,
         settings.sequence_length,
@@ -177,6 +202,22 @@ def _run(settings: PretrainSettings, arguments: TrainingArguments, target: Path,
         text_field=settings.text_field,
         progress=bar,
     )
+
+
+def _run(
+    settings: PretrainSettings,
+    arguments: TrainingArguments,
+    target: Path,
+    blocks: Blocks,
+    tokenizer: Any,
+    *,
+    resume: bool,
+    bar: bool,
+) -> dict[str, Any]:
+    transformers.utils.logging.disable_progress_bar()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    began = time.monotonic()
     config = backbone_config(settings, vocab_size=len(tokenizer))
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     plan = make_plan(settings.placement, config.num_hidden_layers)
@@ -185,18 +226,17 @@ def _run(settings: PretrainSettings, arguments: TrainingArguments, target: Path,
     profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
     model = build(config, plan, init=settings.init, profile_ids=profile)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
-    resumed_step = int(checkpoint.name.split("-")[1]) if checkpoint else 0 if resume else None
+    resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
     monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
-    tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
     recorder = RunRecorder(
         metrics=run_folder.MetricsWriter(target, resumed_step),
         layers=run_folder.LayersWriter(target, resumed_step),
         guard=guard,
         monitor_ids=torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)]),
-        tokens_per_step=tokens_per_step * arguments.world_size,
+        tokens_per_step=settings.batch_size * settings.gradient_accumulation * settings.sequence_length,
         bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
-        unigram_entropy=blocks.stats.unigram_entropy,
+        track_layers=bool(settings.reports()),
         bar=bar,
     )
     trainer = LaminaTrainer(
@@ -204,21 +244,40 @@ def _run(settings: PretrainSettings, arguments: TrainingArguments, target: Path,
         args=arguments,
         train_dataset=blocks.train,
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-        callbacks=[recorder],
+        callbacks=[recorder, *_tensorboard(settings)],
         guard=guard,
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     recorder.trainer = trainer
-    status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
-    if status in ("finished", "stuck"):
-        model.save_pretrained(target / "model")
-        tokenizer.save_pretrained(target / "model")
+    with stop_signals(recorder):
+        status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
+        if status in ("finished", "stuck"):
+            _save(model, tokenizer, target / "model")
     return _result(settings, status, reason, trainer, recorder, blocks, model, plan, time.monotonic() - began)
 
 
+def _tensorboard(settings: PretrainSettings) -> list[Any]:
+    if "tensorboard" not in settings.reports():
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return [TensorBoardCallback(SummaryWriter(str(Path(settings.output) / "tensorboard")))]
+
+
+def _save(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Write the model whole or not at all."""
+    draft = folder.with_name(".model-draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    model.save_pretrained(draft)  # type: ignore[operator]
+    tokenizer.save_pretrained(draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(draft, folder)
+
+
 def _train(
-    trainer: Trainer,
+    trainer: LaminaTrainer,
     recorder: RunRecorder,
     guard: DivergenceGuard,
     settings: PretrainSettings,
@@ -226,20 +285,24 @@ def _train(
     checkpoint: Path | None,
 ) -> tuple[Status, str]:
     try:
-        with stop_signals(recorder):
+        if checkpoint is not None and step_of(checkpoint) >= settings.steps:
+            trainer._load_from_checkpoint(str(checkpoint))  # Trainer would take one step too many
+            trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        else:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            if not recorder.interrupted and trainer.state.global_step % settings.eval_every:
-                trainer.evaluate()
+        complete = trainer.state.global_step >= settings.steps
+        if complete and recorder.evaluated_step != trainer.state.global_step:
+            trainer.evaluate()
     except Diverged as diverged:
+        recorder.record_divergence(diverged)
         return "diverged", diverged.reason
     finally:
         recorder.close()
-    if recorder.interrupted:
+    if recorder.interrupted and not complete:
         return "interrupted", f"{recorder.interrupted} at step {trainer.state.global_step}"
     if not math.isfinite(recorder.last_eval):
         return "diverged", f"the eval loss is {recorder.last_eval}; {guard.first_to_leave()}"
-    line = blocks.stats.unigram_entropy - settings.stuck_margin
-    if recorder.best_eval > line:
+    if recorder.best_eval > blocks.stats.unigram_entropy - settings.stuck_margin:
         return "stuck", (
             f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
             f"{blocks.stats.unigram_entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
@@ -260,6 +323,7 @@ def _result(
 ) -> dict[str, Any]:
     steps = trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
+    timed = recorder.training_steps * recorder.tokens_per_step
     loss = recorder.last_eval if math.isfinite(recorder.last_eval) else math.nan
     parameters = sum(p.numel() for p in model.parameters())
     return {
@@ -271,7 +335,7 @@ def _result(
         "tokens": tokens,
         "steps": steps,
         "seconds": round(seconds, 2),
-        "tokens_per_second": tokens / recorder.training_seconds if recorder.training_seconds else None,
+        "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
         "parameters": parameters,
         "flops": training_flops(model, plan, settings.sequence_length) * tokens,
         "init": recommended(plan) if settings.init == "recommended" else settings.init,
@@ -295,20 +359,12 @@ def spread(available: int, wanted: int) -> list[int]:
     return [i * available // wanted for i in range(wanted)]
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole: a kill while one is written leaves files missing."""
-    needed = ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt")
-    whole = [p for p in folder.glob("checkpoint-*") if all((p / name).is_file() for name in needed)]
-    return max(whole, key=lambda p: int(p.name.split("-")[1]), default=None)
-
-
 def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The stored settings of a run to resume. Raises UserError where a given one differs in what the run computes."""
-    free = {"output", "save_steps", "keep", "report_to", "threads"}
     for name, value in given.items():
-        if name not in free and stored.get(name) != value:
+        if name not in FREE and stored.get(name) != value:
             raise UserError(
                 f"{name}: {value!r} differs from the run's {stored.get(name)!r} (allowed with --resume: the same, or "
-                f"another of {', '.join(sorted(free))})"
+                f"another of {', '.join(sorted(FREE))})"
             )
     return {**stored, **given}

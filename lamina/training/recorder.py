@@ -1,0 +1,158 @@
+"""What a run writes while it trains, and how Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from lamina.training.folder import LayersWriter, MetricsWriter
+from lamina.training.guard import Diverged, DivergenceGuard
+from lamina.training.monitor import Row, gain_rows, hidden_state_rows
+from lamina.training.trainer import LaminaTrainer
+
+
+class RunRecorder(TrainerCallback):
+    """Writes metrics.jsonl and layers/, shows progress, feeds the guard, and ends a run on Ctrl-C."""
+
+    def __init__(
+        self,
+        *,
+        metrics: MetricsWriter,
+        layers: LayersWriter,
+        guard: DivergenceGuard,
+        monitor_ids: torch.Tensor,
+        tokens_per_step: int,
+        bits_per_byte: Callable[[float], float],
+        track_layers: bool,
+        bar: bool,
+    ):
+        self.metrics, self.layers, self.guard = metrics, layers, guard
+        self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
+        self.track_layers, self.show_bar, self.bar = track_layers, bar, None
+        self.interrupted: str | None = None
+        self.trainer: LaminaTrainer | None = None
+        self.last_eval, self.best_eval, self.evaluated_step = math.inf, metrics.best_eval, -1
+        # Evaluations, records and checkpoints are not the training's time: the clock stands still in them.
+        self.training_seconds, self.training_steps = 0.0, 0
+        self._since: float | None = None
+        self._logged = (0, 0.0)
+        self._parent = multiprocessing.parent_process()
+        self._flushed = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar = tqdm(
+            total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show_bar, dynamic_ncols=True
+        )
+        if state.global_step == 0:
+            self._monitor(0, [])
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._since = time.monotonic() if self._since is None else self._since
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.training_steps += 1
+        if self._since is not None:
+            self.training_seconds += time.monotonic() - self._since
+            self._since = None
+        if self.bar is not None:
+            self.bar.update(1)
+        if self._parent is not None and not self._parent.is_alive():
+            self.interrupted = "the study that started it is gone"
+        if self.interrupted:
+            control.should_training_stop = control.should_save = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        step = state.global_step
+        steps, seconds = self.training_steps - self._logged[0], self.training_seconds - self._logged[1]
+        self._logged = (self.training_steps, self.training_seconds)
+        loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
+        record = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss}
+        record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm}
+        self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        assert self.trainer is not None
+        self._monitor(step, self.trainer.layer_rows)
+        self.guard.see_loss(step, loss)
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        loss = float((metrics or {}).get("eval_loss", math.nan))
+        self.last_eval, self.evaluated_step = loss, state.global_step
+        self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
+        record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
+        self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.layers.flush()
+
+    def record_divergence(self, diverged: Diverged) -> None:
+        """Keep what was seen at the step that ended the run: it is what one wants to look at."""
+        assert self.trainer is not None
+        self.layers.add(self.trainer.layer_rows)
+        tokens = diverged.step * self.tokens_per_step
+        self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
+
+    def close(self) -> None:
+        """Write what has gathered and take the progress bar away; may be called twice."""
+        self.layers.flush()
+        if self.bar is not None:
+            self.bar.close()
+
+    def _monitor(self, step: int, gradients: list[Row]) -> None:
+        assert self.trainer is not None
+        model = self.trainer._plain(self.trainer.model)  # type: ignore[arg-type]
+        device = next(model.parameters()).device
+        states = hidden_state_rows(model, self.monitor_ids.to(device), step)
+        self.guard.see_layers(states)
+        rows = [*gradients, *states, *gain_rows(model, step)]
+        self.layers.add(rows)
+        if time.monotonic() - self._flushed > 30:
+            self.layers.flush()
+            self._flushed = time.monotonic()
+        if self.track_layers:
+            logs = {f"layers/{metric}/{layer:04d}.{sub}.{role}": v for _, layer, sub, role, _, metric, v in rows}
+            handler, trainer = self.trainer.callback_handler, self.trainer
+            handler.on_log(trainer.args, trainer.state, trainer.control, logs)
+
+
+def safe_exp(loss: float) -> float:
+    """The perplexity of a loss in nats; infinite where it overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+@contextmanager
+def stop_signals(recorder: RunRecorder) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after the step it is in, with a checkpoint; the second at once."""
+
+    def stop(number: int, frame: Any) -> None:
+        if recorder.interrupted:
+            raise KeyboardInterrupt
+        recorder.interrupted = f"stopped by {signal.Signals(number).name}"
+
+    old: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old[number] = signal.signal(number, stop)
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
