@@ -1,4 +1,4 @@
-"""Fills the README's generated tables from the registry and the committed benchmark records: ``python docs/tables.py``."""
+"""Fills the README's generated tables from the registry and the committed benchmark records."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def train_step_table() -> str:
     ]
     s, machine = record["settings"], record["machine"]
     where = (
-        f"d {s['hidden_size']}, {s['num_hidden_layers']} layers, vocabulary {s['vocab_size']:,}, batch {s['batch_size']} × "
+        f"d {s['hidden_size']}, {s['num_hidden_layers']} layers, vocabulary {s['vocab_size']:,}, "
+        f"batch {s['batch_size']} × "
         f"{s['sequence_length']}, fp32, eager, {s['threads']} threads; {machine['processor'] or machine['platform']}, "
-        f"{machine['cores']} cores; torch {record['versions']['torch']}, transformers {record['versions']['transformers']}; "
+        f"{machine['cores']} cores; torch {record['versions']['torch']}, "
+        f"transformers {record['versions']['transformers']}; "
         f"{record['date']}, revision {record['revision']}."
     )
     return "\n".join([*rows, "", where])

@@ -92,6 +92,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
         run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
         run_folder.write_yaml(target / "config.yaml", settings.to_dict())
         before = float((done or {}).get("seconds") or 0.0)
+        result: dict[str, Any]
         try:
             result = _run(settings, arguments, target, blocks, tokenizer, resume=used, bar=bar)
         except KeyboardInterrupt:
@@ -104,7 +105,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
             result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
             run_folder.write_json(target / "result.json", result)
             raise
-        result["seconds"] = round(before + result.get("seconds", 0.0), 2)
+        result["seconds"] = round(before + float(result.get("seconds", 0.0)), 2)
         run_folder.write_json(target / "result.json", result)
     return result
 
@@ -261,7 +262,7 @@ def _tensorboard(settings: PretrainSettings) -> list[Any]:
     if "tensorboard" not in settings.reports():
         return []
     from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
+    from transformers.integrations.integration_utils import TensorBoardCallback
 
     return [TensorBoardCallback(SummaryWriter(str(Path(settings.output) / "tensorboard")))]
 

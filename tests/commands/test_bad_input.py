@@ -98,7 +98,7 @@ def test_an_unknown_placement_suggests_the_nearest(refused, tiny):
     ("content", "said"),
     [
         (b"", "no text"),
-        (b"too short", "short"),
+        (b"too short", "too few"),
         (b"\x89PNG\x00\x01\x02\xff\xfe" * 50, "text"),
         (b"\xff\xfeabc" * 99, "UTF-8"),
     ],

@@ -96,6 +96,7 @@ def test_an_error_of_the_library_becomes_one_line(monkeypatch):
     def fail(*_args, **_options):
         raise ValueError("BuilderConfig 'fr' not found.\nAvailable: ['en']")
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("lamina.data.network.hub_resolves", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match="BuilderConfig 'fr' not found") as caught:

@@ -27,7 +27,7 @@ def test_every_registered_placement_is_drawn_and_written(name):
     assert 1 <= columns <= 4
     per_layer = sum(len(k.attention.norms) + len(k.feed_forward.norms) for k, _ in plan.kinds()[:columns])
     ends = (plan.final_norm is not None) + (plan.embedding_norm is not None)
-    assert sum(word.startswith("Norm") for word in words(drawing)) == per_layer + ends
+    assert sum(word.startswith(("Norm", "GroupNorm")) for word in words(drawing)) == per_layer + ends
     assert text(plan).startswith(f"{name}, 12 layers")
     assert text(plan).count("attention") == columns
 

@@ -12,7 +12,8 @@ from training.tiny_runs import alive, last_step, result, start, wait_for
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.studies.compare import _only_one, compare
+from lamina.studies.compare import compare
+from lamina.training import folder as run_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # The first placement's trial is short enough to be finished while another runs.
@@ -139,8 +140,8 @@ def test_ctrl_c_while_a_study_starts_is_one_line_and_no_trial_has_failed(command
 def test_two_studies_in_one_folder_are_refused(study, command, tmp_path, capsys):
     compare(study(), bar=False)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "study").rglob("*") if p.name != ".lock"}
-    with _only_one(tmp_path / "study"):
-        with pytest.raises(UserError, match="another study runs"):
+    with run_folder.lock(tmp_path / "study"):
+        with pytest.raises(UserError, match="another process writes"):
             compare(study(), resume=True, bar=False)
         capsys.readouterr()
         assert main([*command(), "--overwrite"]) == 2
