@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,11 @@ def check(settings: PretrainSettings) -> Plan:
     plan = make_plan(settings.placement, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
     training_arguments(settings)
+    # What only the modules know (groups that don't divide the width, norms that the attention has already) shows in
+    # one layer of each kind, on the meta device.
+    kinds = tuple(layer for layer, _ in plan.kinds()[:4])
+    with torch.device("meta"):
+        build(resolve_backbone(config, num_layers=len(kinds)), replace(plan, layers=kinds), init="normal")
     return plan
 
 
