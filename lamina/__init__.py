@@ -1,6 +1,6 @@
 """Lamina: choose, train and diagnose where the norms sit in a Transformer.
 
-Importing this package loads neither torch nor transformers; ``build`` and ``wire`` do when they are first used.
+Importing this package loads neither torch nor transformers; the functions do when they are first used.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lamina.api import compare, pretrain
     from lamina.modeling.building import build, wire
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "placements", "wire"]
+__all__ = ["__version__", "build", "compare", "placements", "pretrain", "wire"]
 
-_LAZY = {"build": "lamina.modeling.building", "wire": "lamina.modeling.building"}
+_LAZY = {
+    "build": "lamina.modeling.building",
+    "wire": "lamina.modeling.building",
+    "compare": "lamina.api",
+    "pretrain": "lamina.api",
+}
 _PACKAGES = ("placements", "modeling", "data", "training", "studies", "reports")
 
 

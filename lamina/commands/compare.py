@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lamina.api import compare
 from lamina.commands.arguments import add_settings, given_settings, make_parser
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 EXAMPLES = """
   lamina compare
@@ -33,36 +38,18 @@ def run(argv: list[str]) -> int:
         from lamina.studies.compare import refuse_changes
 
         given = refuse_changes(folder, given)
-    settings = CompareSettings.from_dict(given)
-    return compare_and_report(settings, resume=others.resume, overwrite=others.overwrite)
-
-
-def compare_and_report(settings: object, *, resume: bool = False, overwrite: bool = False) -> int:
-    """Run the study, then write its page; an interrupted study gets its page of what is there, and 130."""
-    from lamina.reports import study_report
-    from lamina.studies.compare import compare
-
-    folder = Path(settings.output)  # type: ignore[attr-defined]
-    try:
-        compare(settings, resume=resume, overwrite=overwrite)  # type: ignore[arg-type]
-    except KeyboardInterrupt:
-        if (folder / "results.csv").is_file():
-            study_report(folder)
-        raise
-    page = study_report(folder)
-    print(summary(folder))
-    print(f"\nthe page:    {page}\nthe numbers: {folder / 'results.csv'}")
+    results = compare(**given, resume=others.resume, overwrite=others.overwrite)
+    print(summary(results))
+    print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}")
     return 0
 
 
-def summary(folder: Path) -> str:
-    """The ranking of a study's results.csv as lines for the terminal."""
-    import pandas as pd
-
+def summary(results: pd.DataFrame) -> str:
+    """The ranking of a study's results as lines for the terminal."""
     from lamina.reports import summarize
 
     lines = [f"{'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"]
-    for row in summarize(pd.read_csv(folder / "results.csv")).to_dict("records"):
+    for row in summarize(results).to_dict("records"):
         loss, spread = row["eval_loss"], row["eval_loss_std"]
         shown = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
         lines.append(f"{row['placement']:<24} {row['status_text']:<20} {shown:>17} {row['learning_rate']:>13g}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lamina.api import pretrain
 from lamina.commands.arguments import add_settings, given_settings, make_parser
 
 EXAMPLES = """
@@ -31,13 +32,8 @@ def run(argv: list[str]) -> int:
         from lamina.training.pretrain import merge
 
         given = merge(read_yaml(stored), given)
-    settings = PretrainSettings.from_dict(given)
-
-    from lamina.reports import run_report
-    from lamina.training.pretrain import pretrain
-
-    result = pretrain(settings, resume=others.resume, overwrite=others.overwrite)
-    folder = Path(settings.output)
+    result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)
+    folder = Path(given.get("output", PretrainSettings.output))
     loss = result.get("eval_loss")
     numbers = ""
     if loss is not None and loss == loss:
@@ -46,7 +42,9 @@ def run(argv: list[str]) -> int:
         )
     print(f"{result['status']}{numbers}" + (f" ({result['reason']})" if result["reason"] else ""))
     if result["status"] == "interrupted":
-        print(f"to go on: lamina pretrain --output {folder} --resume")
+        print(f"to go on:  lamina pretrain --output {folder} --resume")
         return 130
-    print(f"the page:  {run_report(folder)}\nthe model: {folder / 'model'}" if result["status"] != "diverged" else "")
+    print(f"the page:  {folder / 'report.html'}")
+    if (folder / "model").is_dir():
+        print(f"the model: {folder / 'model'}")
     return 0

@@ -25,7 +25,7 @@ OPTIONS = {
 }
 SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings}
 # lamina probe of the design comes with its command.
-EXPORTED = {"__version__", "build", "placements", "wire"}
+EXPORTED = {"__version__", "build", "compare", "placements", "pretrain", "wire"}
 
 
 def test_the_package_exports_these_names():
