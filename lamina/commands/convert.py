@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -56,14 +58,23 @@ def run(argv: list[str]) -> int:
         raise unknown("--to", options.to, TARGETS)
     if options.dtype not in DTYPES:
         raise unknown("--dtype", options.dtype, DTYPES)
-    convert(
-        options.source,
-        Path(options.output),
-        to=options.to,
-        dtype=options.dtype,
-        overwrite=options.overwrite,
-        verify=options.verify,
-    )
+    from lamina.data.network import local_when_unreachable
+    from lamina.training.folder import disk_full
+
+    try:
+        with local_when_unreachable():
+            convert(
+                options.source,
+                Path(options.output),
+                to=options.to,
+                dtype=options.dtype,
+                overwrite=options.overwrite,
+                verify=options.verify,
+            )
+    except Exception as error:
+        if disk_full(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), options.output) from error
+        raise
     return 0
 
 
