@@ -16,6 +16,7 @@ COMMANDS = {
     "backbones": "list the backbones that a placement can be put on",
     "report": "write the page of a run's or a study's folder again",
     "generate": "continue a text with a trained model",
+    "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
 }
 
 # What the system says about the user's paths and disk; anything else is our mistake and keeps its traceback.

@@ -34,7 +34,7 @@ def test_the_package_exports_these_names():
 
 
 def test_the_command_line_has_these_commands():
-    assert list(COMMANDS) == ["compare", "pretrain", "placements", "backbones", "report", "generate"]
+    assert list(COMMANDS) == ["compare", "pretrain", "placements", "backbones", "report", "generate", "convert"]
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -1,0 +1,120 @@
+"""`lamina convert`: both ways with a measured difference; what is in the way stays as it is."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import lamina
+from lamina.cli import main
+from lamina.commands import convert
+
+
+@pytest.fixture
+def source(tmp_path, tiny_llama):
+    model = LlamaForCausalLM(tiny_llama).eval()
+    model.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Run the command in this process; give the one line that it says."""
+
+    def run(*argv):
+        before = snapshot(tmp_path)
+        assert main(["convert", *map(str, argv)]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("lamina: ")
+        assert snapshot(tmp_path) == before
+        return lines[0]
+
+    return run
+
+
+def snapshot(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def ran(*argv):
+    assert main(["convert", *map(str, argv)]) == 0
+
+
+def test_there_and_back(source, tmp_path, capsys):
+    ours, back = tmp_path / "new" / "ours", tmp_path / "back"
+    ran(source, ours)
+    assert "llama -> pre_ln on llama" in (out := capsys.readouterr().out)
+    assert "random tokens: 0\n" in out
+    assert json.loads((ours / "conversion.json").read_text())["largest_difference"] == 0.0
+    assert (ours / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    assert (ours / "modeling_lamina.py").is_file()
+    assert [p.name for p in ours.parent.iterdir()] == ["ours"]  # no draft is left
+    ran(ours, back, "--no-verify")
+    assert "not measured" in capsys.readouterr().out
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, back))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_runs_folder_stands_for_its_model(source, tmp_path):
+    (tmp_path / "run").mkdir()
+    source.rename(tmp_path / "run" / "model")
+    ran(tmp_path / "run", tmp_path / "ours")
+    assert (tmp_path / "ours" / "config.json").is_file()
+
+
+def test_a_folder_in_use_is_refused(source, refused, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+    assert "is in use" in refused(source, target)
+    assert "did not write" in refused(source, target, "--overwrite")
+    (target / "mine.txt").unlink()
+    ran(source, target)
+    assert "is in use" in refused(source, target)
+    (target / "stale").write_text("")
+    ran(source, target, "--overwrite")
+    assert not (target / "stale").exists()
+    assert "holds the source" in refused(target, target, "--overwrite")
+
+
+def test_what_was_there_stays_when_the_source_is_no_good(source, refused, tmp_path):
+    target = tmp_path / "target"
+    ran(source, target)
+    (source / "model.safetensors").write_bytes(b"")
+    refused(source, target, "--overwrite")
+
+
+def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
+    from lamina.modeling import conversion
+
+    monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (0.5, 1.0))
+    assert "verify: the logits differ by up to 0.5" in refused(source, tmp_path / "out")
+    monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (float("nan"), float("nan")))
+    assert "not finite" in refused(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_cannot_be_converted(source, refused, tmp_path):
+    out = tmp_path / "out"
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61)).save_pretrained(tmp_path / "gpt2")
+    assert "unknown model_type 'gpt2'" in refused(tmp_path / "gpt2", out)
+    lamina.build(LlamaConfig(**SMALL), "keel").save_pretrained(tmp_path / "keel")
+    assert "no transformers architecture has this placement ('keel')" in refused(tmp_path / "keel", out)
+    assert "is a transformers checkpoint already" in refused(source, out, "--to", "transformers")
+    assert "is a lamina checkpoint already" in refused(tmp_path / "keel", out, "--to", "lamina")
+    assert "did you mean 'lamina'" in refused(source, out, "--to", "lamin")
+    assert "--dtype" in refused(source, out, "--dtype", "int8")
+    assert "no/such/folder" in refused("no/such/folder", out)
+    assert "config.json is missing" in refused(tmp_path, out)
+    assert not out.exists()
+
+
+SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def test_the_tolerance_is_far_below_what_a_mistake_changes():
+    assert convert.TOLERANCE < 1e-3

@@ -1,0 +1,218 @@
+"""A checkpoint of transformers becomes a Lamina model with the same logits, and goes back tensor for tensor."""
+
+import json
+
+import pytest
+import torch
+from test_saving import fresh_process
+from tiny import VOCABULARY, built, llama, token_ids
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
+
+import lamina
+from lamina.errors import UserError
+from lamina.modeling import LaminaForCausalLM
+from lamina.modeling.conversion import ARCHITECTURES, from_transformers, largest_difference, load, to_transformers
+
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
+MORE = {
+    "mistral": {"sliding_window": 4},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+}
+ROUNDING = {name for name, architecture in ARCHITECTURES.items() if architecture.gain_in_float32}
+
+
+def tiny(model_type, **changes):
+    """A model of transformers with random gains, in evaluation mode."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model(model_type, **{**sizes, **MORE.get(model_type, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def tied(request):
+    return request.param
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_there_and_back_without_a_difference(model_type, tied, tmp_path):
+    theirs = tiny(model_type, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = from_transformers(tmp_path / "theirs")
+    assert isinstance(ours, LaminaForCausalLM)
+    assert largest_difference(theirs, ours)[0] == 0.0
+    ours.save_pretrained(tmp_path / "ours")
+    back = to_transformers(tmp_path / "ours")
+    assert type(back) is type(theirs)
+    assert largest_difference(theirs, back)[0] == 0.0
+    for key, tensor in theirs.state_dict().items():  # a gain read as 1 + w and stored as w is rounded once
+        assert torch.allclose(back.state_dict()[key], tensor, rtol=0, atol=1e-6), key
+        if not ARCHITECTURES[model_type].gain_offset:
+            assert torch.equal(back.state_dict()[key], tensor), key
+    before, after = theirs.config.to_dict(), back.config.to_dict()
+    assert {k for k, v in before.items() if after.get(k) != v} <= {"_name_or_path", "architectures"}
+    assert (ours.lm_head.weight is ours.get_input_embeddings().weight) is tied
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_checkpoint_in_half_precision_stays_in_it(model_type, tmp_path):
+    tiny(model_type).bfloat16().save_pretrained(tmp_path)
+    theirs, ours = load(tmp_path), from_transformers(tmp_path)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    difference, largest = largest_difference(theirs, ours)
+    if model_type in ROUNDING:  # their norms multiply by the gain in float32, ours in the model's dtype
+        assert 0 < difference < 0.1 * largest
+    else:
+        assert difference == 0.0
+
+
+@pytest.mark.parametrize("model_type", sorted(ROUNDING))
+def test_in_float32_nothing_is_rounded(model_type, tmp_path):
+    tiny(model_type).bfloat16().save_pretrained(tmp_path)
+    theirs, ours = load(tmp_path, dtype="float32"), from_transformers(tmp_path, dtype="float32")
+    assert largest_difference(theirs, ours)[0] == 0.0
+
+
+def test_a_model_in_memory_is_copied_not_shared():
+    theirs = tiny("llama")
+    ours = from_transformers(theirs)
+    assert largest_difference(theirs, ours)[0] == 0.0
+    with torch.no_grad():
+        ours.lm_head.weight.zero_()
+    assert theirs.lm_head.weight.abs().max() > 0
+    assert theirs.config.model_type == "llama"
+
+
+def test_a_trained_lamina_model_goes_to_transformers_under_any_name_of_its_plan():
+    ours = built("pre_ln", 2, norm="rms")
+    assert largest_difference(ours, to_transformers(ours))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "placement", ["keel", "post_ln", "pre_ln(final_norm=false)", "pre_ln(qk_norm=head)", "peri_ln"]
+)
+def test_a_placement_that_the_architecture_has_not_is_refused(placement):
+    with pytest.raises(UserError, match="plan: no transformers architecture has this placement"):
+        to_transformers(lamina.build(llama(2), placement))
+
+
+def test_the_wrong_direction_is_refused():
+    with pytest.raises(UserError, match="Lamina model already"):
+        from_transformers(built("pre_ln"))
+    with pytest.raises(UserError, match="LaminaForCausalLM"):
+        to_transformers(tiny("llama"))
+    with pytest.raises(UserError, match="LlamaForCausalLM"):
+        from_transformers(LlamaModel(llama(1)))
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=61))
+    model.save_pretrained(tmp_path)
+    for source in (tmp_path, model):
+        with pytest.raises(UserError, match=r"unknown model_type 'gpt2'.*allowed: gemma2, .*llama"):
+            from_transformers(source)
+
+
+def rewrite(folder, change):
+    """Change the tensors of a saved model."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing tensor 'model.layers.1.mlp.up_proj.weight'"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.x": torch.ones(2)}),
+            "extra tensor 'model.layers.0.self_attn.x'",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(60, 32)}),
+            r"tensor 'lm_head.weight': its shape is \[60, 32\]",
+        ),
+    ],
+)
+def test_tensors_are_accounted_for(tmp_path, change, said):
+    tiny("llama").save_pretrained(tmp_path / "theirs")
+    rewrite(tmp_path / "theirs", change)
+    with pytest.raises(UserError, match=said):
+        from_transformers(tmp_path / "theirs")
+
+
+def test_a_head_of_its_own_in_a_tied_checkpoint_is_refused(tmp_path):
+    tiny("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.ones(VOCABULARY, 32)}))
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        from_transformers(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    model = tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin \(allowed: model.safetensors"):
+        from_transformers(tmp_path)
+
+
+def test_a_torn_file_is_refused(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="source"):
+        from_transformers(tmp_path)
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match="quantization_config"):
+        from_transformers(tmp_path)
+
+
+WITHOUT_PACKAGE = """
+import json, sys, torch
+class NoLamina:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "lamina":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, NoLamina())
+torch.set_num_threads(1)
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+root = Path(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(root / "ours", trust_remote_code=True).eval()
+saved = torch.load(root / "saved.pt", weights_only=True)
+with torch.no_grad():
+    logits = model(input_ids=saved["ids"]).logits
+print(json.dumps({"equal": torch.equal(logits, saved["logits"]), "loaded": "lamina" in sys.modules}))
+"""
+
+
+def test_what_was_a_llama_loads_where_lamina_is_not_installed(tmp_path):
+    theirs = tiny("llama")
+    with torch.no_grad():
+        torch.save({"ids": token_ids(), "logits": theirs(input_ids=token_ids()).logits}, tmp_path / "saved.pt")
+    from_transformers(theirs).save_pretrained(tmp_path / "ours")
+    result = fresh_process(WITHOUT_PACKAGE, tmp_path, tmp_path / "home")
+    assert result == {"equal": True, "loaded": False}
