@@ -29,6 +29,7 @@ from lamina.modeling.building import build, make_plan, recommended
 from lamina.placements import Plan
 from lamina.training import folder as run_folder
 from lamina.training.checkpoints import newest_checkpoint, step_of
+from lamina.training.experts import ExpertBalance, choose, find_routers
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.recorder import RunRecorder, safe_exp, stop_signals
 from lamina.training.settings import PretrainSettings, Status
@@ -121,6 +122,10 @@ def check(settings: PretrainSettings) -> Plan:
     plan = make_plan(settings.placement, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
     training_arguments(settings)
+    if settings.expert_balance in ("bias", "loss"):
+        with torch.device("meta"):
+            model = build(config, plan, init="normal")
+        choose(settings.expert_balance, find_routers(model))
     return plan
 
 
@@ -247,6 +252,7 @@ def _run(
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
         callbacks=[recorder, *_tensorboard(settings)],
         guard=guard,
+        experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
