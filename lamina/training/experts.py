@@ -7,7 +7,7 @@ Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664
 on the bias that the router adds to the scores when it chooses experts. No gradient, and the experts' weights in the sum
 do not see it. Auxiliary loss (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20): for each sequence
 
-    rate * sum_e f_e P_e    f_e = num_experts / (top_k * tokens) * (tokens that chose e)    P_e = mean share of e's score
+    rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
 
 averaged over the sequences and added up over the layers.
 """
