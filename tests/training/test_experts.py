@@ -1,5 +1,7 @@
 """Expert balance: what is counted, how the biases move, the auxiliary loss, and that it helps."""
 
+import socket
+
 import pytest
 import torch
 from training.tiny_runs import layers, settings
@@ -264,3 +266,57 @@ def test_a_balance_that_the_backbone_cannot_have_is_refused_before_anything_runs
     with pytest.raises(UserError, match="expert_balance: 'bias' needs routers with a correction bias"):
         check(settings(corpus, tmp_path, expert_balance="bias", **sizes))
     check(settings(corpus, tmp_path, expert_balance="loss", **sizes))
+
+
+def test_a_resumed_run_goes_on_with_the_same_biases(folder, trained, trainers):
+    sizes = {"backbone": folder("v3"), "hidden_size": None, "num_heads": None, "steps": 6, "save_steps": 3}
+    trained("whole", **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertBalance, "finish_step", _stop_after(3))
+        with pytest.raises(RuntimeError, match="stopped here"):
+            trained("stopped", **sizes)
+    trained("stopped", resume=True, **sizes)
+    whole, resumed = (find_routers(trainers[index].model)[1].e_score_correction_bias for index in (0, 2))
+    assert whole.abs().max() > 0
+    assert torch.equal(whole, resumed)
+
+
+def _stop_after(steps):
+    finish = ExpertBalance.finish_step
+    done = []
+
+    def finish_step(self):
+        if len(done) == steps:
+            raise RuntimeError("stopped here")
+        done.append(finish(self))
+
+    return finish_step
+
+
+def _count_in_a_process(rank, port, out):
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = moe()
+    experts = ExpertBalance(model)
+    watched(experts, model, token_ids(seed=rank))
+    experts.finish_step()
+    torch.save((experts.load[1], find_routers(model)[1].e_score_correction_bias), f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_share_their_loads_and_move_their_biases_alike(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_count_in_a_process, (port, str(tmp_path)), nprocs=2)
+    torch.manual_seed(0)
+    model = moe()
+    experts = ExpertBalance(model)
+    for seed in (0, 1):
+        watched(experts, model, token_ids(seed=seed))
+    experts.finish_step()
+    for rank in (0, 1):
+        load, bias = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.allclose(load, experts.load[1])
+        assert torch.equal(bias, find_routers(model)[1].e_score_correction_bias)
