@@ -78,46 +78,42 @@ class ExpertBalance(TrainerCallback):
         self.load: dict[int, torch.Tensor] = {}  # of the last whole step: layer -> share of its tokens, by expert
         self._counts: dict[int, torch.Tensor] = {}
         self._tokens = 0
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._watching = False
-        for layer, router in self.routers.items():
-            router.register_forward_hook(self._hook(layer))
+        for router in self.routers.values():
+            router.register_forward_hook(self._remember)
 
-    def _hook(self, layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
-            if self._watching:  # nothing is computed here: a checkpointed block would have to compute it again
-                self._seen[layer] = (output[0], output[-1])
-
-        return hook
+    def _remember(self, router: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
+        # Nothing is computed here: a checkpointed block would have to compute it again. And nothing names the layer:
+        # torch.compile would compile every layer anew.
+        if self._watching:
+            router.seen = (output[0], output[-1])
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Count what the routers choose in a forward pass: not in evaluations, nor when activations are recomputed."""
-        self._seen, self._watching = {}, True
+        self._watching = True
         try:
             yield
         finally:
             self._watching = False
-        for layer, (_, chosen) in self._seen.items():
-            counts = _count(chosen.unsqueeze(0), self.routers[layer].num_experts)[0]
-            self._counts[layer] = counts if layer not in self._counts else self._counts[layer] + counts
-        if self._seen:
-            self._tokens += next(iter(self._seen.values()))[1].shape[0]
+        tokens = 0
+        for layer, router in self.routers.items():
+            if hasattr(router, "seen"):
+                counts = _count(router.seen[1].unsqueeze(0), router.num_experts)[0]
+                self._counts[layer] = counts if layer not in self._counts else self._counts[layer] + counts
+                tokens = len(router.seen[1])
+        self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
         """The auxiliary loss of the watched forward pass over that many ``sequences``; None where it isn't wanted."""
-        seen, self._seen = self._seen, {}
-        if self.mode != "loss" or not seen:
-            return None
-        return (
-            self.rate
-            * torch.stack(
-                [
-                    balance_loss(scores(logits, self.routers[layer]), chosen, sequences)
-                    for layer, (logits, chosen) in seen.items()
-                ]
-            ).sum()
-        )
+        losses = []
+        for router in self.routers.values():
+            if hasattr(router, "seen"):
+                logits, chosen = router.seen
+                del router.seen  # it holds the graph
+                if self.mode == "loss":
+                    losses.append(balance_loss(scores(logits, router), chosen, sequences))
+        return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Trainer's call right after the optimiser's step."""
