@@ -29,6 +29,7 @@ from lamina.modeling.building import build, make_plan, recommended
 from lamina.placements import Plan
 from lamina.training import folder as run_folder
 from lamina.training.checkpoints import newest_checkpoint, step_of
+from lamina.training.experts import ExpertBalance, choose, find_routers
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.recorder import RunRecorder, safe_exp, stop_signals
 from lamina.training.settings import PretrainSettings, Status
@@ -126,6 +127,10 @@ def check(settings: PretrainSettings) -> Plan:
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):
         build(resolve_backbone(config, num_layers=len(kinds)), replace(plan, layers=kinds), init="normal")
+    if settings.expert_balance in ("bias", "loss"):
+        with torch.device("meta"):
+            model = build(config, plan, init="normal")
+        choose(settings.expert_balance, find_routers(model))
     return plan
 
 
@@ -252,6 +257,7 @@ def _run(
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
         callbacks=[recorder, *_tensorboard(settings)],
         guard=guard,
+        experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

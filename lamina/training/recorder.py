@@ -118,12 +118,16 @@ class RunRecorder(TrainerCallback):
         states = hidden_state_rows(model, self.monitor_ids.to(device), step)
         self.guard.see_layers(states)
         rows = [*gradients, *states, *gain_rows(model, step)]
+        rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
         self.layers.add(rows)
         if time.monotonic() - self._flushed > 30:
             self.layers.flush()
             self._flushed = time.monotonic()
         if self.track_layers:
-            logs = {f"layers/{metric}/{layer:04d}.{sub}.{role}": v for _, layer, sub, role, _, metric, v in rows}
+            logs = {
+                f"layers/{metric}/{layer:04d}.{sub}.{role}" + (f"{index:03d}" if role == "expert" else ""): v
+                for _, layer, sub, role, index, metric, v in rows
+            }
             handler, trainer = self.trainer.callback_handler, self.trainer
             handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 

@@ -43,6 +43,8 @@ class RunSettings:
         divergence_margin: nats above its best at which a loss counts as diverging
         divergence_patience: steps that it must stay there
         stuck_margin: nats below the unigram entropy that the eval loss must reach for the run not to be stuck
+        expert_balance: of a backbone with experts: auto (bias where its routers have one, else loss), none, bias, loss
+        expert_balance_rate: the bias' change in a step, or the auxiliary loss' factor
         gradient_checkpointing: recompute activations in the backward pass
         threads: CPU threads (default: PyTorch's)
         report_to: none, or a comma-separated list of tensorboard, wandb, trackio
@@ -78,6 +80,8 @@ class RunSettings:
     divergence_margin: float = 1.0
     divergence_patience: int = 20
     stuck_margin: float = 0.1
+    expert_balance: str = "auto"
+    expert_balance_rate: float = 1e-3
     gradient_checkpointing: bool = False
     threads: int | None = None
     report_to: str = "none"
@@ -107,6 +111,7 @@ class RunSettings:
             "min_learning_rate",
             "divergence_margin",
             "stuck_margin",
+            "expert_balance_rate",
         ):
             _number(name, getattr(self, name), 0.0, math.inf)
         _number("epsilon", self.epsilon, 0.0, math.inf, open_low=True)
@@ -114,6 +119,8 @@ class RunSettings:
         for name in ("beta1", "beta2"):
             _number(name, getattr(self, name), 0.0, 1.0, open_high=True)
         _number("eval_fraction", self.eval_fraction, 0.0, 0.5, open_low=True)
+        if self.expert_balance not in BALANCES:
+            raise UserError(f"expert_balance: {self.expert_balance!r} (allowed: {', '.join(BALANCES)})")
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
         for target in self.reports():
@@ -171,6 +178,7 @@ class PretrainSettings(RunSettings):
         _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
 
 
+BALANCES = ("auto", "none", "bias", "loss")
 Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
+from lamina.training.experts import ExpertBalance
 from lamina.training.guard import DivergenceGuard
 from lamina.training.monitor import GradientNorms, Row, hidden_state_rows
 
@@ -62,17 +63,37 @@ class LayerGradNorms:
 
 
 class LaminaTrainer(LayerGradNorms, Trainer):
-    """Trainer for pretraining: weight decay on matrices only, every step's loss seen by the guard."""
+    """Trainer for pretraining: weight decay on matrices only, every step's loss seen by the guard, experts balanced."""
 
-    def __init__(self, *args: Any, guard: DivergenceGuard, **kwargs: Any):
+    def __init__(self, *args: Any, guard: DivergenceGuard, experts: ExpertBalance | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.guard = guard
+        self.experts = experts
+        if experts is not None:
+            self.add_callback(experts)
         self.layer_rows = []
         self.gradient_norms = None
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices decay; gains, biases and learned scales do not, whatever their names."""
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's loss; in training with the experts' auxiliary loss, where they are balanced by one."""
+        if self.experts is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        sequences = len(inputs["input_ids"])
+        with self.experts.watch():
+            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        extra = self.experts.loss(sequences)
+        if extra is None:
+            return result
+        # A loss over the whole step's tokens is not divided by the micro-batches any more: their mean is ours to take.
+        if (self.model_accepts_loss_kwargs and num_items_in_batch is not None) or self.compute_loss_func is not None:
+            extra = extra / self.current_gradient_accumulation_steps
+        return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

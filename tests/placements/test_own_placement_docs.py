@@ -1,0 +1,134 @@
+"""docs/own-placement.md works as written: its files are written and its commands run, and a package's are listed."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import lamina
+from lamina.cli import main
+from lamina.placements import names, registry
+from lamina.training.pretrain import pretrain
+from lamina.training.settings import PretrainSettings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "own-placement.md").read_text(encoding="utf-8")
+TINY = "--num-layers 5 --hidden-size 16 --num-heads 2 --steps 2 --sequence-length 16 --batch-size 2 --eval-blocks 4"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+COMMANDS = re.findall(r"^lamina .*$", PAGE, re.M)
+
+
+@pytest.fixture(autouse=True)
+def registry_as_before(monkeypatch):
+    names()
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The page's two files in an empty folder that is the current one."""
+    (source,), (module,) = blocks("yaml"), blocks("python")
+    (tmp_path / "mine.yaml").write_text(source, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(module, encoding="utf-8")
+    words = "the norm sits before, after and between\n" * 400
+    (tmp_path / "words.txt").write_text(words, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*argv, cwd, path=()):
+    """``lamina ARGV`` in a process of its own, with ``path`` in front of where modules are found."""
+    places = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")]), str(Path(lamina.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    return subprocess.run(
+        [sys.executable, "-m", "lamina", *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def llama():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 5}
+    return LlamaConfig(vocab_size=61, **sizes)
+
+
+def test_the_page_has_the_commands_that_are_run_here():
+    assert [command.split()[:2] for command in COMMANDS] == [
+        ["lamina", "placements"],
+        ["lamina", "compare"],
+        ["lamina", "compare"],
+    ]
+
+
+def test_lamina_placements_shows_the_yaml_file_and_draws_it(folder, capsys):
+    assert main(shlex.split(COMMANDS[0])[1:]) == 0
+    out = capsys.readouterr().out
+    assert "y = x + LN(A(LN x))" in out
+    assert "Initialisation: scaled" in out
+    assert (folder / "mine.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_the_yaml_file_means_what_the_page_says():
+    plan = lamina.placements.resolve("mine.yaml", 16)
+    peri, pre = plan.layers[3], plan.layers[4]
+    assert peri.feed_forward.pre_norm is not None
+    assert peri.feed_forward.out_norm is not None
+    assert peri.feed_forward.skip_scale == 1
+    assert pre.feed_forward.out_norm is None
+    assert pre.feed_forward.skip_scale == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize("placement", ["mine.yaml", "mine.py", "mine.py(alpha=0.9)"])
+def test_a_placement_of_the_page_trains(folder, placement):
+    sizes = {"num_layers": 5, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
+    settings = PretrainSettings(placement=placement, corpus="words.txt", output="run", steps=2, eval_blocks=4, **sizes)
+    result = pretrain(settings, bar=False)
+    assert result["status"] in ("finished", "stuck")
+    assert result["steps"] == 2
+    model = type(lamina.build(llama(), placement)).from_pretrained(folder / "run" / "model")
+    assert len(model.model.layers) == 5
+
+
+def test_the_python_files_option_reaches_the_model():
+    model = lamina.build(llama(), "mine.py", alpha=0.9)
+    assert model.model.layers[0].attention.skip_scale == 0.9
+    assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS[1:], ids=["yaml", "python"])
+def test_lamina_compare_trains_it_beside_the_others(folder, command):
+    argv = [*shlex.split(command)[1:], *TINY.split(), "--corpus", "words.txt", "--output", "study", "--workers", "1"]
+    done = run(*argv, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    table = pd.read_csv(folder / "study" / "results.csv")
+    assert len(table) == 3
+    assert {"pre_ln", "mine.yaml" if "yaml" in command else "mine.py(alpha=0.9)"} <= set(table.placement)
+    assert set(table.status) <= {"finished", "stuck"}
+
+
+def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_factory):
+    site = tmp_path_factory.mktemp("site")
+    source = blocks("python")[0].replace('"mine", title="Mine"', '"theirs", title="From a package"')
+    (site / "their_norms.py").write_text(source.replace('placement="mine"', 'placement="theirs"'), encoding="utf-8")
+    info = site / "their_norms-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-norms\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[lamina.placements]\ntheirs = their_norms\n", encoding="utf-8")
+    listed = run("placements", cwd=folder, path=[site])
+    assert listed.returncode == 0, listed.stderr
+    assert re.search(r"^theirs +From a package +y = alpha x", listed.stdout, re.M)
+    assert re.search(r"^pre_ln ", listed.stdout, re.M)
+    assert "theirs" not in run("placements", cwd=folder).stdout
+    shown = run("placements", "theirs(alpha=0.5)", cwd=folder, path=[site])
+    assert "From a package (theirs)" in shown.stdout
+    assert "alpha (float; default 1.0)" in shown.stdout
