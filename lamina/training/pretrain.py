@@ -225,7 +225,7 @@ def _run(
     run_folder.write_json(target / "plan.json", plan.to_dict())
     torch.manual_seed(settings.seed)
     profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    model = build(config, plan, init=settings.init, profile_ids=profile)
+    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
