@@ -61,22 +61,22 @@ def build(
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
             sequences.
         init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
-        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model (Admin's); random ones if not
-            given.
+        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model
+            (Admin's); random ones if not given.
         placement_options: the placement's options and those that every placement takes.
 
     Returns:
-        A LaminaForCausalLM (or the head's class) in float32, its weights drawn from torch's global generator (seed it with
-        ``torch.manual_seed``).
+        A LaminaForCausalLM (or the head's class) in float32, its weights drawn from torch's global generator (seed it
+        with ``torch.manual_seed``).
 
     Raises:
-        UserError: (a ValueError) for an unknown name or option, a size with no meaning, a plan of another depth, a head that
-            does not fit the backbone.
+        UserError: (a ValueError) for an unknown name or option, a size with no meaning, a plan of another depth, a head
+            that does not fit the backbone.
     """
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
-    head = head or adapter_of(config).heads[0]
+    head = str(head or adapter_of(config).heads[0])
     if head not in HEADS:
         raise unknown("head", head, HEADS)
     plan = make_plan(placement, config.num_hidden_layers, **placement_options)
@@ -92,7 +92,7 @@ def build(
     return model
 
 
-def _labels(head: str, num_labels: int | None) -> dict[str, int]:
+def _labels(head: str, num_labels: int | None) -> dict[str, Any]:
     if num_labels is None:
         return {"num_labels": 1} if head == "sequence_classification" else {}
     if not head.endswith("classification"):

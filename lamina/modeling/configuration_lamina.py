@@ -56,7 +56,7 @@ class LaminaConfig(PreTrainedConfig):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             kwargs.setdefault(name, getattr(backbone, name, None))
         if self.id2label is None and "num_labels" not in kwargs and backbone.num_labels != 2:  # 2: its default
-            self.id2label, self.label2id = dict(backbone.id2label), dict(backbone.label2id)
+            self.id2label, self.label2id = copy.copy(backbone.id2label), copy.copy(backbone.label2id)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         if self.plan is not None and len(self.plan["layers"]) != backbone.num_hidden_layers:
             raise ValueError(

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import (
-    BaseModelOutput,
+    BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     MaskedLMOutput,
@@ -446,10 +446,13 @@ class LaminaModel(LaminaPreTrainedModel):
         use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutput:
+    ) -> BaseModelOutputWithPast:
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) is None and getattr(self.config, name, False):
                 kwargs[name] = True
+        if "causal_lm" in self._adapter.heads:
+            # Off in training: nothing reads it, and its guards would make torch.compile compile every layer anew.
+            kwargs["use_cache"] = False if use_cache is None and self.training else use_cache
         if self._adapter.input == "pixel_values":
             if pixel_values is None or input_ids is not None or inputs_embeds is not None:
                 raise ValueError("You must specify pixel_values, and neither input_ids nor inputs_embeds")
@@ -459,12 +462,12 @@ class LaminaModel(LaminaPreTrainedModel):
         if self.embedding_norm is not None or self.embedding_scale != 1.0:
             x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self._scaled_and_normed(x)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         if "causal_lm" in self._adapter.heads:
-            # Off in training: nothing reads it, and its guards would make torch.compile compile every layer anew.
-            kwargs["use_cache"] = False if use_cache is None and self.training else use_cache
-        else:
-            kwargs.pop("past_key_values", None)  # the sequence classifier's None
-        return self.backbone(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+            return self.backbone(**inputs, **kwargs)
+        kwargs.pop("past_key_values", None)  # the sequence classifier hands one on, and reads one
+        output = self.backbone(**inputs, **kwargs)
+        return BaseModelOutputWithPast(**output) if isinstance(output, dict) else output
 
 
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
@@ -614,7 +617,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
     """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels]."""
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = "image"
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)

@@ -25,7 +25,8 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     profiled, so x_i is what the already scaled sub-layers before it give.
 
     ``input_ids`` [batch, tokens], for a vision backbone images [batch, channels, height, width]; without them 8 x 64
-    tokens drawn evenly from the vocabulary, or 8 images of noise, by a generator of their own. Raises UserError for a model whose skips have no learned vector to set.
+    tokens drawn evenly from the vocabulary, or 8 images of noise, by a generator of their own. Raises UserError for a
+    model whose skips have no learned vector to set.
     """
     base: Any = model if isinstance(model, LaminaModel) else model.model
     residuals: list[Residual] = [r for block in base.layers for r in (block.attention, block.feed_forward)]
