@@ -106,6 +106,7 @@ class Adapter(Record):
     """How a transformers model names its parts and what it can be a part of: one row of ADAPTERS.
 
     ``dropout`` is the configuration's field for the dropout that the layer (not its modules) applies to its branches.
+    ``stacked`` is the attention's one projection to queries, keys and values, where it has one.
     ``embedding_norm`` is a norm that the backbone's embeddings end in: the plan's takes its place, and where the plan
     has none there is none. ``input`` is what the model reads, ``embeddings`` the module that makes the stream's x^0 of
     it where that is more than a look-up by id. ``heads``: what fits on top, the first by default. ``arguments`` are
@@ -119,6 +120,7 @@ DECODER = Adapter(
     feed_forward="mlp",
     norm="norm",
     dropout=None,
+    stacked=None,
     embedding_norm=None,
     input="input_ids",
     embeddings=None,
@@ -130,6 +132,7 @@ ADAPTERS: dict[str, Adapter] = {
         DECODER,
         attention="attn",
         norm="final_norm",
+        stacked="Wqkv",
         embedding_norm="embeddings.norm",
         heads=("masked_lm", "sequence_classification"),
     ),
@@ -196,6 +199,27 @@ class NormedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = super().forward(input)
         return self.norm(y.unflatten(-1, (-1, self.norm_dim))).flatten(-2)
+
+
+class NormedStack(nn.Linear):
+    """As NormedLinear, for queries, keys and values stacked in one projection: ``norms`` has those of each that is."""
+
+    norm_dims: dict[str, int]
+    norms: nn.ModuleDict
+
+    @classmethod
+    def of(cls, linear: nn.Linear, norm_dims: dict[str, int], norms: dict[str, nn.Module]) -> NormedStack:
+        """The same parameters under the same names, with the norms behind them; the names are of "q", "k" and "v"."""
+        new = cls.__new__(cls)
+        new.__dict__ = linear.__dict__
+        new.norm_dims, new.norms = norm_dims, nn.ModuleDict(norms)
+        return new
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        parts = dict(zip("qkv", super().forward(input).chunk(3, dim=-1), strict=True))
+        for name, norm in self.norms.items():
+            parts[name] = norm(parts[name].unflatten(-1, (-1, self.norm_dims[name]))).flatten(-2)
+        return torch.cat(list(parts.values()), dim=-1)
 
 
 class Residual(nn.Module):
@@ -303,7 +327,10 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
-        _norm_projections(attention, plan, like)
+        if adapter.stacked:
+            _norm_stack(attention, adapter.stacked, plan, like)
+        else:
+            _norm_projections(attention, plan, like)
         block = Block(
             Residual(attention, wiring["attention"], width, like, dropout),
             Residual(feed_forward, wiring["feed_forward"], width, like, dropout),
@@ -374,10 +401,23 @@ def _norm_projections(attention: nn.Module, plan: dict, like: nn.Module) -> None
     for option, name in wanted:
         linear: Any = getattr(attention, name)
         dim = int(attention.head_dim) if plan[option] == "head" else linear.out_features  # type: ignore[arg-type]
-        spec = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
-        norm = make_norm(spec, dim, like)
-        assert norm is not None
-        setattr(attention, name, NormedLinear.of(linear, dim, norm))
+        setattr(attention, name, NormedLinear.of(linear, dim, _head_norm(dim, like)))
+
+
+def _norm_stack(attention: Any, name: str, plan: dict, like: nn.Module) -> None:
+    linear = getattr(attention, name)
+    scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
+    widths = {"head": int(attention.head_dim), "full": linear.out_features // 3}
+    dims = {part: widths[scope] for part, scope in scopes.items() if scope != "off"}
+    if dims:
+        norms: dict[str, nn.Module] = {part: _head_norm(dim, like) for part, dim in dims.items()}
+        setattr(attention, name, NormedStack.of(linear, dims, norms))
+
+
+def _head_norm(dim: int, like: nn.Module) -> LaminaNorm:
+    norm = make_norm({"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}, dim, like)
+    assert norm is not None
+    return norm
 
 
 class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):

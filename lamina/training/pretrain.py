@@ -26,6 +26,7 @@ from lamina.errors import UserError, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, make_plan, recommended
+from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.training import folder as run_folder
 from lamina.training.checkpoints import newest_checkpoint, step_of
@@ -133,6 +134,12 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         num_heads=settings.num_heads,
         vocab_size=vocab_size,
     )
+    try:
+        check_head(config, "causal_lm")
+    except ValueError as error:
+        raise UserError(
+            f"backbone: {settings.backbone!r} is no language model that can be trained here; {error}"
+        ) from None
     if settings.sequence_length > config.max_position_embeddings:
         config.max_position_embeddings = settings.sequence_length
     return config

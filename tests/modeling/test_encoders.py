@@ -18,6 +18,8 @@ from lamina.errors import UserError
 from lamina.modeling import LaminaForImageClassification, LaminaForMaskedLM, LaminaForSequenceClassification
 from lamina.modeling.initialization import weights
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
+from lamina.training.pretrain import backbone_config
+from lamina.training.settings import PretrainSettings
 
 NUM_LAYERS = 4
 LABELS = 5
@@ -136,12 +138,7 @@ def test_dropout_between_module_and_add_is_that_of_transformers(model_type):
 @over_both
 @pytest.mark.parametrize("name", names())
 def test_every_placement_gives_every_parameter_a_gradient(model_type, name):
-    config = configuration(model_type, num_hidden_layers=2)
-    if model_type == "modernbert" and resolve(name, 2).qk_norm != "off":
-        with pytest.raises(UserError, match=r"qk_norm: .* has no projection"):
-            lamina.build(config, name)
-        return
-    model = lamina.build(config, name).train()
+    model = lamina.build(configuration(model_type, num_hidden_layers=2), name).train()
     assert type(model) is {"modernbert": LaminaForMaskedLM, "vit": LaminaForImageClassification}[model_type]
     model(**inputs(model_type, labelled=True)).loss.backward()
     for key, parameter in model.named_parameters():
@@ -202,6 +199,27 @@ def test_reloaded_logits_are_the_same(model_type, name, tmp_path):
     assert torch.equal(again(**inputs(model_type)).logits, model(**inputs(model_type)).logits)
 
 
+@pytest.mark.parametrize("scopes", [("head", "off"), ("head", "full"), ("full", "head"), ("off", "head")])
+@torch.no_grad()
+def test_stacked_projections_are_normed_part_by_part(scopes, tmp_path):
+    options = dict(zip(("qk_norm", "v_norm"), scopes, strict=True))
+    model = lamina.build(configuration("modernbert"), "pre_ln", **options).eval()
+    shake(model)
+    stacked = model.model.layers[1].attention.module.Wqkv
+    x = torch.randn(2, 7, 32)
+    for index, (name, part) in enumerate(zip("qkv", stacked(x).chunk(3, dim=-1), strict=True)):
+        expected = x @ stacked.weight[32 * index : 32 * index + 32].T
+        scope = scopes[name == "v"]
+        if scope != "off":
+            pieces = expected.unflatten(-1, (4, 8) if scope == "head" else (1, 32))
+            rms = (pieces.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            expected = (stacked.norms[name].weight * pieces / rms).flatten(-2)
+        torch.testing.assert_close(part, expected)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(**inputs("modernbert")).logits, model(**inputs("modernbert")).logits)
+
+
 def test_masked_language_models_tie_their_embedding_where_the_backbone_does():
     model = lamina.build(configuration("modernbert"), "pre_ln")
     assert model.decoder.weight is model.get_input_embeddings().weight
@@ -251,6 +269,15 @@ def test_a_decoder_takes_no_masked_head_and_unknown_heads_are_named():
         lamina.build("llama-nano", "pre_ln", num_layers=1, head="causal")
     with pytest.raises(UserError, match="num_labels"):
         lamina.build("llama-nano", "pre_ln", num_layers=1, num_labels=2)
+
+
+@pytest.mark.parametrize("backbone", ["vit-tiny", "modernbert"])
+def test_pretraining_refuses_what_is_no_causal_language_model(backbone, tmp_path):
+    if backbone == "modernbert":
+        configuration("modernbert").save_pretrained(tmp_path / "bert")
+        backbone = str(tmp_path / "bert")
+    with pytest.raises(UserError, match=r"backbone: .* is no language model"):
+        backbone_config(PretrainSettings(backbone=backbone))
 
 
 @over_both
