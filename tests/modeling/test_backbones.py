@@ -6,6 +6,7 @@ from test_backbone_parity import configuration
 from tiny import llama
 
 import lamina
+from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling import LaminaConfig, LaminaForCausalLM, LaminaForImageClassification, backbones
 from lamina.modeling.backbones import resolve_backbone
@@ -86,6 +87,14 @@ def test_active_parameters_leave_out_the_experts_that_a_token_does_not_take():
     assert (active - 102400 * 2048) / 1e9 == pytest.approx(2.4, rel=0.03)
     dense = backbones.count_parameters(backbones.get("llama-130m").config())
     assert dense.total == dense.active
+
+
+def test_the_command_lists_every_preset_in_a_line_with_both_counts(capsys):
+    assert main(["backbones"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert set(backbones.names()) <= set(lines)
+    assert "15.71B    2.66B" in lines["16b-a2.4b"]
+    assert "134.1M   134.1M" in lines["llama-130m"]
 
 
 def test_every_size_of_the_four_papers_is_there():
