@@ -9,12 +9,29 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lamina.errors import UserError
+from lamina.errors import UserError, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig
-from lamina.modeling.modeling_lamina import Block, LaminaForCausalLM, LaminaRMSNorm, Residual
+from lamina.modeling.modeling_lamina import (
+    Block,
+    LaminaForCausalLM,
+    LaminaForImageClassification,
+    LaminaForMaskedLM,
+    LaminaForSequenceClassification,
+    LaminaPreTrainedModel,
+    LaminaRMSNorm,
+    Residual,
+    adapter_of,
+)
 from lamina.placements import Layer, Plan, resolve
+
+HEADS: dict[str, type[LaminaPreTrainedModel]] = {
+    "causal_lm": LaminaForCausalLM,
+    "masked_lm": LaminaForMaskedLM,
+    "sequence_classification": LaminaForSequenceClassification,
+    "image_classification": LaminaForImageClassification,
+}
 
 
 def build(
@@ -25,11 +42,13 @@ def build(
     hidden_size: int | None = None,
     num_heads: int | None = None,
     vocab_size: int | None = None,
+    head: str | None = None,
+    num_labels: int | None = None,
     init: str = "recommended",
     profile_ids: torch.Tensor | None = None,
     **placement_options: Any,
 ) -> PreTrainedModel:
-    """A language model with the backbone's attention and feed-forward modules, wired as the placement says.
+    """A model with the backbone's attention and feed-forward modules, wired as the placement says.
 
     Args:
         backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, or a folder
@@ -37,32 +56,50 @@ def build(
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: blocks, in place of the backbone's own number; ``hidden_size``, ``num_heads`` and ``vocab_size``
             likewise.
+        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default what the
+            backbone is for: a decoder's, ModernBERT's and ViT's first.
+        num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
+            sequences.
         init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
-        profile_ids: token ids [batch, tokens] for an initialiser that profiles the model (Admin's); random ones if not
-            given.
+        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model
+            (Admin's); random ones if not given.
         placement_options: the placement's options and those that every placement takes.
 
     Returns:
-        A LaminaForCausalLM in float32, its weights drawn from torch's global generator (seed it with
-        ``torch.manual_seed``).
+        A LaminaForCausalLM (or the head's class) in float32, its weights drawn from torch's global generator (seed it
+        with ``torch.manual_seed``).
 
     Raises:
-        UserError: (a ValueError) for an unknown name or option, a size with no meaning, a plan of another depth.
+        UserError: (a ValueError) for an unknown name or option, a size with no meaning, a plan of another depth, a head
+            that does not fit the backbone.
     """
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
+    head = str(head or adapter_of(config).heads[0])
+    if head not in HEADS:
+        raise unknown("head", head, HEADS)
     plan = make_plan(placement, config.num_hidden_layers, **placement_options)
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
     try:
-        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
+        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **_labels(head, num_labels))
         outer._attn_implementation = config._attn_implementation  # the outer one decides for both
-        model = LaminaForCausalLM(outer)
+        model = HEADS[head](outer)
     except ValueError as error:
         raise UserError(str(error)) from error
     initialization.initialize(model, name, profile_ids)
     return model
+
+
+def _labels(head: str, num_labels: int | None) -> dict[str, Any]:
+    if num_labels is None:
+        return {"num_labels": 1} if head == "sequence_classification" else {}
+    if not head.endswith("classification"):
+        raise UserError(f"num_labels: {num_labels!r}, but the head {head!r} has no labels")
+    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or num_labels < 1:
+        raise UserError(f"num_labels: {num_labels!r} is not a whole number of at least 1")
+    return {"num_labels": num_labels}
 
 
 def recommended(plan: Plan) -> str:

@@ -14,7 +14,9 @@ AUTO_MAP = {
     "AutoConfig": "configuration_lamina.LaminaConfig",
     "AutoModel": "modeling_lamina.LaminaModel",
     "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
+    "AutoModelForMaskedLM": "modeling_lamina.LaminaForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_lamina.LaminaForSequenceClassification",
+    "AutoModelForImageClassification": "modeling_lamina.LaminaForImageClassification",
 }
 
 
@@ -53,6 +55,8 @@ class LaminaConfig(PreTrainedConfig):
         self.tie_word_embeddings = backbone.tie_word_embeddings
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             kwargs.setdefault(name, getattr(backbone, name, None))
+        if self.id2label is None and "num_labels" not in kwargs and backbone.num_labels != 2:  # 2: its default
+            self.id2label, self.label2id = copy.copy(backbone.id2label), copy.copy(backbone.label2id)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         if self.plan is not None and len(self.plan["layers"]) != backbone.num_hidden_layers:
             raise ValueError(

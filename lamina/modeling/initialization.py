@@ -1,6 +1,7 @@
 """What a model's weights start from: an initialiser gives each weight, by its role, a standard deviation.
 
-Roles are read off the modules' own attribute names (exact, a table), never guessed from substrings.
+Roles are read off the modules' own attribute names (exact, a table), never guessed from substrings; a name that means
+another thing in each sub-layer stands there with the sub-layer's before it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ ROLES = {
     "down_proj": "feed_forward_out",
     "fc2": "feed_forward_out",
     "gate": "router",
+    "Wqkv": "query_key_value",
+    "attention.Wo": "attention_out",
+    "Wi": "gate_and_in",
+    "feed_forward.Wo": "feed_forward_out",
 }
 BRANCH_OUT = ("attention_out", "feed_forward_out")
 _WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
@@ -208,9 +213,9 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
         config: Any = model.config.get_text_config()
-        key = (
-            weight.fan_out * config.num_key_value_heads // (config.num_attention_heads + 2 * config.num_key_value_heads)
-        )
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        key = weight.fan_out * key_heads // (heads + 2 * key_heads)
         roles, sizes = ("query", "key", "value"), [weight.fan_out - 2 * key, key, key]
     else:
         return [weight]
@@ -236,11 +241,12 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         holder = owner.rpartition(".")[2] if last in ("weight", "bias") else last
         place = next((w for p, w in _prefixes(name, wirings)), None)
         if isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
-            role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear) else "vector"
+            role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
         elif place is not None:
-            role = ROLES.get(holder, "hidden")
+            role = ROLES.get(f"{place[1]}.{holder}") or ROLES.get(holder, "hidden")
         else:
-            role = "embedding" if isinstance(modules[owner], nn.Embedding) else "readout"
+            embeds = isinstance(modules[owner], nn.Embedding) or name.startswith(f"{prefix}backbone.embeddings.")
+            role = "embedding" if embeds else "readout"
         layer, sublayer, wiring = place or (-1, "embedding" if role == "embedding" else "readout", {})
         yield Weight(name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common)
 

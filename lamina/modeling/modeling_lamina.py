@@ -16,9 +16,15 @@ import torch
 from torch import nn
 from transformers import MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    ImageClassifierOutput,
+    MaskedLMOutput,
+)
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
@@ -82,11 +88,11 @@ class LaminaGroupRMSNorm(LaminaNorm):
 
 
 class LaminaLayerNorm(LaminaNorm):
-    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis."""
+    """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias where ``bias`` is False (ModernBERT's)."""
 
-    def __init__(self, hidden_size: int, *, learnable: bool = True, **kwargs: Any):
+    def __init__(self, hidden_size: int, *, learnable: bool = True, bias: bool = True, **kwargs: Any):
         super().__init__(hidden_size, learnable=learnable, **kwargs)
-        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if learnable else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if learnable and bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
@@ -97,13 +103,69 @@ NORMS: dict[str, type[LaminaNorm]] = {"rms": LaminaRMSNorm, "layer": LaminaLayer
 
 
 class Adapter(Record):
-    """How a transformers model names its parts: one row of ADAPTERS."""
+    """How a transformers model names its parts and what it can be a part of: one row of ADAPTERS.
+
+    ``dropout`` is the configuration's field for the dropout that the layer (not its modules) applies to its branches.
+    ``stacked`` is the attention's one projection to queries, keys and values, where it has one.
+    ``embedding_norm`` is a norm that the backbone's embeddings end in: the plan's takes its place, and where the plan
+    has none there is none. ``input`` is what the model reads, ``embeddings`` the module that makes the stream's x^0 of
+    it where that is more than a look-up by id. ``heads``: what fits on top, the first by default. ``arguments`` are
+    for the backbone's constructor.
+    """
 
 
-DEFAULT_ADAPTER = Adapter(layers="layers", attention="self_attn", feed_forward="mlp", norm="norm", dropout=None)
-ADAPTERS: dict[str, Adapter] = {}
-# Backbones of the default row whose logits are tested to equal transformers' own on the same weights.
-VERIFIED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "deepseek_v3")
+DECODER = Adapter(
+    layers="layers",
+    attention="self_attn",
+    feed_forward="mlp",
+    norm="norm",
+    dropout=None,
+    stacked=None,
+    embedding_norm=None,
+    input="input_ids",
+    embeddings=None,
+    heads=("causal_lm", "sequence_classification"),
+    arguments={},
+)
+ADAPTERS: dict[str, Adapter] = {
+    "modernbert": Adapter(
+        DECODER,
+        attention="attn",
+        norm="final_norm",
+        stacked="Wqkv",
+        embedding_norm="embeddings.norm",
+        heads=("masked_lm", "sequence_classification"),
+    ),
+    "vit": Adapter(
+        DECODER,
+        attention="attention",
+        norm="layernorm",
+        dropout="hidden_dropout_prob",
+        input="pixel_values",
+        embeddings="embeddings",
+        heads=("image_classification",),
+        arguments={"add_pooling_layer": False},
+    ),
+}
+# Backbones whose logits are tested to equal transformers' own on the same weights.
+VERIFIED = (
+    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3"),
+    *ADAPTERS,
+)
+
+
+def adapter_of(config: PreTrainedConfig) -> Adapter:
+    """The row for a backbone's configuration: its own, or that of the decoders."""
+    return ADAPTERS.get(config.model_type, DECODER)
+
+
+def check_head(config: PreTrainedConfig, head: str) -> None:
+    """Raise ValueError for a head that a backbone's states are of no use to."""
+    heads = adapter_of(config).heads
+    if head not in heads:
+        raise ValueError(
+            f"head: {head!r} does not fit the backbone {config.model_type!r} (allowed: {', '.join(heads)})"
+        )
 
 
 def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNorm | None:
@@ -114,8 +176,9 @@ def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNor
     if kind == "backbone":
         kind = "layer" if "LayerNorm" in type(like).__name__ else "rms"
     eps = float(getattr(like, "variance_epsilon", None) or getattr(like, "eps", None) or 1e-6)
+    more = {"bias": like.bias is not None} if kind == "layer" and isinstance(like, nn.LayerNorm) else {}
     return NORMS[kind](
-        hidden_size, eps=eps, gain=spec["initial_gain"], learnable=spec["learnable_gain"], groups=spec["groups"]
+        hidden_size, eps=eps, gain=spec["initial_gain"], learnable=spec["learnable_gain"], groups=spec["groups"], **more
     )
 
 
@@ -136,6 +199,27 @@ class NormedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = super().forward(input)
         return self.norm(y.unflatten(-1, (-1, self.norm_dim))).flatten(-2)
+
+
+class NormedStack(nn.Linear):
+    """As NormedLinear, for queries, keys and values stacked in one projection: ``norms`` has those of each that is."""
+
+    norm_dims: dict[str, int]
+    norms: nn.ModuleDict
+
+    @classmethod
+    def of(cls, linear: nn.Linear, norm_dims: dict[str, int], norms: dict[str, nn.Module]) -> NormedStack:
+        """The same parameters under the same names, with the norms behind them; the names are of "q", "k" and "v"."""
+        new = cls.__new__(cls)
+        new.__dict__ = linear.__dict__
+        new.norm_dims, new.norms = norm_dims, nn.ModuleDict(norms)
+        return new
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        parts = dict(zip("qkv", super().forward(input).chunk(3, dim=-1), strict=True))
+        for name, norm in self.norms.items():
+            parts[name] = norm(parts[name].unflatten(-1, (-1, self.norm_dims[name]))).flatten(-2)
+        return torch.cat(list(parts.values()), dim=-1)
 
 
 class Residual(nn.Module):
@@ -232,16 +316,21 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     backbone_config, plan = config.get_text_config(), config.plan
     if plan is None:
         raise ValueError("plan: a Lamina model needs one (lamina.build makes it)")
-    adapter = ADAPTERS.get(backbone_config.model_type, DEFAULT_ADAPTER)
+    adapter = adapter_of(backbone_config)
     # Not the configuration's own dtype: what is asked for holds for the whole model, backbone, norms and head.
-    backbone = _backbone_class(backbone_config)._from_config(backbone_config, dtype=torch.get_default_dtype())
+    backbone = _backbone_class(backbone_config)._from_config(
+        backbone_config, dtype=torch.get_default_dtype(), **adapter.arguments
+    )
     _check_wirable(backbone, adapter)
     layers, like = getattr(backbone, adapter.layers), getattr(backbone, adapter.norm)
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
-        _norm_projections(attention, plan, like)
+        if adapter.stacked:
+            _norm_stack(attention, adapter.stacked, plan, like)
+        else:
+            _norm_projections(attention, plan, like)
         block = Block(
             Residual(attention, wiring["attention"], width, like, dropout),
             Residual(feed_forward, wiring["feed_forward"], width, like, dropout),
@@ -250,6 +339,8 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
             block.attention_type = layer.attention_type
         layers[index] = block
     setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, like) or nn.Identity())
+    if adapter.embedding_norm:
+        backbone.set_submodule(adapter.embedding_norm, nn.Identity())
     return backbone, make_norm(plan["embedding_norm"], width, like)
 
 
@@ -284,9 +375,10 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
     for scale in ("residual_multiplier", "scale_depth"):
         if getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(f"{kind}: its layers scale their branches ({scale}), which wiring them again would lose")
-    if sum("Norm" in type(child).__name__ for child in layers[0].children()) < 2:
+    known = backbone.config.model_type in VERIFIED
+    if not known and sum("Norm" in type(child).__name__ for child in layers[0].children()) < 2:
         raise ValueError(f"{kind}: its layers have one norm for attention and feed-forward side by side (parallel)")
-    if backbone.config.model_type not in (*VERIFIED, *ADAPTERS):
+    if not known:
         logger.warning_once(
             f"{kind} is not among those whose wiring is checked against transformers ({', '.join(VERIFIED)}): make "
             "sure that its layers do nothing but attention, feed-forward, norms and adds"
@@ -309,10 +401,23 @@ def _norm_projections(attention: nn.Module, plan: dict, like: nn.Module) -> None
     for option, name in wanted:
         linear: Any = getattr(attention, name)
         dim = int(attention.head_dim) if plan[option] == "head" else linear.out_features  # type: ignore[arg-type]
-        spec = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
-        norm = make_norm(spec, dim, like)
-        assert norm is not None
-        setattr(attention, name, NormedLinear.of(linear, dim, norm))
+        setattr(attention, name, NormedLinear.of(linear, dim, _head_norm(dim, like)))
+
+
+def _norm_stack(attention: Any, name: str, plan: dict, like: nn.Module) -> None:
+    linear = getattr(attention, name)
+    scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
+    widths = {"head": int(attention.head_dim), "full": linear.out_features // 3}
+    dims = {part: widths[scope] for part, scope in scopes.items() if scope != "off"}
+    if dims:
+        norms: dict[str, nn.Module] = {part: _head_norm(dim, like) for part, dim in dims.items()}
+        setattr(attention, name, NormedStack.of(linear, dims, norms))
+
+
+def _head_norm(dim: int, like: nn.Module) -> LaminaNorm:
+    norm = make_norm({"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}, dim, like)
+    assert norm is not None
+    return norm
 
 
 class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
@@ -332,6 +437,7 @@ class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
 class LaminaModel(LaminaPreTrainedModel):
     """A backbone wired by a plan: token ids [batch, tokens] in, states [batch, tokens, hidden_size] out.
 
+    A vision backbone takes ``pixel_values`` [batch, channels, height, width] instead; its tokens are the patches.
     ``hidden_states`` of the output are the stream x^0 .. x^N, the last one before the final norm.
     """
 
@@ -341,7 +447,10 @@ class LaminaModel(LaminaPreTrainedModel):
         assert config.plan is not None
         text_config, scale = config.get_text_config(), config.plan["embedding_scale"]
         self.embedding_scale = text_config.hidden_size**0.5 if scale == "sqrt_hidden_size" else float(scale)
-        self._adapter = ADAPTERS.get(text_config.model_type, DEFAULT_ADAPTER)
+        self._adapter = adapter_of(text_config)
+        self.main_input_name = self._adapter.input
+        if self._adapter.embeddings:
+            self.backbone.get_submodule(self._adapter.embeddings).register_forward_hook(self._after_embeddings)
         self.post_init()
 
     @property
@@ -360,32 +469,45 @@ class LaminaModel(LaminaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.backbone.set_input_embeddings(value)
 
+    def _scaled_and_normed(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _after_embeddings(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """For a backbone that takes no embeddings. A bound method: a copied or pickled model hooks its own norm."""
+        return self._scaled_and_normed(output)
+
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        pixel_values: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if self.embedding_norm is not None or self.embedding_scale != 1.0:
-            x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-            x = x * self.embedding_scale
-            input_ids, inputs_embeds = None, x if self.embedding_norm is None else self.embedding_norm(x)
-        if use_cache is None and self.training:
-            use_cache = False  # nothing reads it, and its guards would make torch.compile compile every layer anew
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) is None and getattr(self.config, name, False):
                 kwargs[name] = True
-        return self.backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        if "causal_lm" in self._adapter.heads:
+            # Off in training: nothing reads it, and its guards would make torch.compile compile every layer anew.
+            kwargs["use_cache"] = False if use_cache is None and self.training else use_cache
+        if self._adapter.input == "pixel_values":
+            if pixel_values is None or input_ids is not None or inputs_embeds is not None:
+                raise ValueError("You must specify pixel_values, and neither input_ids nor inputs_embeds")
+            return self.backbone(pixel_values=pixel_values, attention_mask=attention_mask, **kwargs)
+        if (input_ids is None) == (inputs_embeds is None) or pixel_values is not None:
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if self.embedding_norm is not None or self.embedding_scale != 1.0:
+            x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+            input_ids, inputs_embeds = None, self._scaled_and_normed(x)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        if "causal_lm" in self._adapter.heads:
+            return self.backbone(**inputs, **kwargs)
+        kwargs.pop("past_key_values", None)  # the sequence classifier hands one on, and reads one
+        output = self.backbone(**inputs, **kwargs)
+        return BaseModelOutputWithPast(**output) if isinstance(output, dict) else output
 
 
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
@@ -395,6 +517,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
+        check_head(config.get_text_config(), "causal_lm")
         self.model = LaminaModel(config)
         text_config: Any = config.get_text_config()
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
@@ -459,7 +582,109 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
         LaminaPreTrainedModel.__init__(self, config)
+        check_head(config.get_text_config(), "sequence_classification")
         self.num_labels = int(config.num_labels or 1)
         self.model = LaminaModel(config)
         self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+
+class LaminaPredictionHead(nn.Module):
+    """What ModernBERT has between its states and its decoder: norm(activation(dense(x)))."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
+        self.act = ACT2FN[config.classifier_activation]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.act(self.dense(x)))
+
+
+class LaminaForMaskedLM(LaminaPreTrainedModel):
+    """A LaminaModel that sees both sides, with the head that fills in masked tokens.
+
+    Logits [batch, tokens, vocab_size]; the loss is the mean over the labels that are not -100.
+    """
+
+    _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LaminaConfig):
+        super().__init__(config)
+        text_config: Any = config.get_text_config()
+        check_head(text_config, "masked_lm")
+        self.model = LaminaModel(config)
+        self.head = LaminaPredictionHead(text_config)
+        self.decoder = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=text_config.decoder_bias)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch",) if k in kwargs}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.decoder(self.head(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            vocab_size = self.config.get_text_config().vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LaminaForImageClassification(LaminaPreTrainedModel):
+    """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels]."""
+
+    main_input_name = "pixel_values"
+    input_modalities = "image"
+
+    def __init__(self, config: LaminaConfig):
+        super().__init__(config)
+        check_head(config.get_text_config(), "image_classification")
+        self.num_labels = int(config.num_labels or 1)
+        self.model = LaminaModel(config)
+        self.classifier = nn.Linear(config.get_text_config().hidden_size, self.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ImageClassifierOutput:
+        kwargs.pop("num_items_in_batch", None)  # Trainer's; the mean over the batch needs none
+        outputs = self.model(
+            pixel_values=pixel_values,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        logits = self.classifier(outputs.last_hidden_state[:, 0])
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )

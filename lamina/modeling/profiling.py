@@ -24,16 +24,16 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). omega_i is in force while sub-layer i is
     profiled, so x_i is what the already scaled sub-layers before it give.
 
-    ``input_ids`` [batch, tokens]; without it 8 x 64 tokens drawn evenly from the vocabulary, by a generator of their
-    own. Raises UserError for a model whose skips have no learned vector to set.
+    ``input_ids`` [batch, tokens], for a vision backbone images [batch, channels, height, width]; without them 8 x 64
+    tokens drawn evenly from the vocabulary, or 8 images of noise, by a generator of their own. Raises UserError for a
+    model whose skips have no learned vector to set.
     """
     base: Any = model if isinstance(model, LaminaModel) else model.model
     residuals: list[Residual] = [r for block in base.layers for r in (block.attention, block.feed_forward)]
     if not all(isinstance(r.skip_scale, nn.Parameter) for r in residuals):
         raise UserError("init: 'admin' sets learned skip scales, which this placement has not (allowed: admin's plan)")
     if input_ids is None:
-        vocabulary = base.config.get_text_config().vocab_size
-        input_ids = torch.randint(0, vocabulary, (8, 64), generator=torch.Generator().manual_seed(0))
+        input_ids = _made_up(base)
     omegas = [1.0]
     handles = []
 
@@ -53,9 +53,19 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     was_training = model.training
     model.train()
     try:
-        base(input_ids=input_ids.to(next(model.parameters()).device), use_cache=False)
+        base(**{base.main_input_name: input_ids.to(next(model.parameters()).device)}, use_cache=False)
     finally:
         model.train(was_training)
         for handle in handles:
             handle.remove()
     return omegas[:-1]
+
+
+def _made_up(base: LaminaModel) -> torch.Tensor:
+    config: Any = base.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    if base.main_input_name == "input_ids":
+        return torch.randint(0, config.vocab_size, (8, 64), generator=generator)
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.randn(8, config.num_channels, height, width, generator=generator)

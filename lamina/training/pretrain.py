@@ -26,6 +26,7 @@ from lamina.errors import UserError, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, make_plan, recommended
+from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.training import folder as run_folder
 from lamina.training.checkpoints import newest_checkpoint, step_of
@@ -143,6 +144,12 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         num_heads=settings.num_heads,
         vocab_size=vocab_size,
     )
+    try:
+        check_head(config, "causal_lm")
+    except ValueError as error:
+        raise UserError(
+            f"backbone: {settings.backbone!r} is no language model that can be trained here; {error}"
+        ) from None
     if settings.sequence_length > config.max_position_embeddings:
         config.max_position_embeddings = settings.sequence_length
     return config
@@ -235,7 +242,7 @@ def _run(
     run_folder.write_json(target / "plan.json", plan.to_dict())
     torch.manual_seed(settings.seed)
     profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    model = build(config, plan, init=settings.init, profile_ids=profile)
+    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)

@@ -38,18 +38,29 @@ def pre_ln():
 MLA = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MLA |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 MLA |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8}
+GEMMA3 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 BACKBONES = {
     "llama": (pre_ln, PRE_LN, {}),
     "mistral": (pre_ln, PRE_LN, {"sliding_window": 4}),
     "qwen2": (pre_ln, PRE_LN, {}),
     "qwen3": (pre_ln, PRE_LN, {"head_dim": 16}),
     "deepseek_v3": (pre_ln, PRE_LN, MLA),
+    "deepseek_v2": (pre_ln, PRE_LN, MLA),
+    "gemma3_text": (peri_ln, PERI_LN, GEMMA3),
     "gemma2": (peri_ln, PERI_LN, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
     "olmo2": (out_ln, OUT_LN, {}),
 }
 
 
-NO_MORE_NORMS = {"qwen3", "olmo2", "deepseek_v3"}  # on queries and keys: they have their own, or no such projections
+PLUS_ONE = {"gemma2", "gemma3_text"}
+NO_MORE_NORMS = {
+    "qwen3",
+    "olmo2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma3_text",
+}  # on queries and keys: they have their own, or no such projections
 
 
 def configuration(model_type, **changes):
@@ -76,7 +87,8 @@ def copy_weights(theirs, ours, renamed, plus_one):
             key = key.replace(f".{norm}.", f".{position}.")
         key = key.replace("self_attn.", "attention.module.").replace(".mlp.", ".feed_forward.module.")
         key = key.replace("model.", "model.backbone.", 1)
-        is_norm = plus_one and key.endswith("norm.weight")
+        own = key.endswith(("q_norm.weight", "k_norm.weight"))  # stay the backbone's modules
+        is_norm = plus_one and key.endswith("norm.weight") and not own
         state[key] = tensor + 1 if is_norm else tensor
     ours.load_state_dict(state)
 
@@ -91,7 +103,7 @@ def pair(request):
         for parameter in theirs.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     ours = lamina.build(config, make_plan()).eval()
-    copy_weights(theirs, ours, renamed, plus_one=request.param == "gemma2")
+    copy_weights(theirs, ours, renamed, plus_one=request.param in PLUS_ONE)
     return theirs, ours
 
 
@@ -100,6 +112,15 @@ def test_logits_are_those_of_transformers(pair):
     theirs, ours = pair
     difference = ours(input_ids=token_ids()).logits - theirs(input_ids=token_ids()).logits
     assert difference.abs().max().item() == 0.0
+
+
+@torch.no_grad()
+def test_every_hidden_state_is_that_of_transformers(pair):
+    theirs, ours = (model(input_ids=token_ids(), output_hidden_states=True).hidden_states for model in pair)
+    assert len(theirs) == len(ours) == NUM_LAYERS + 1
+    for one, other in zip(theirs[:-1], ours[:-1], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(theirs[-1], pair[1].model.norm(ours[-1]))  # theirs is the normed one
 
 
 @torch.no_grad()

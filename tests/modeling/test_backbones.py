@@ -6,8 +6,9 @@ from test_backbone_parity import configuration
 from tiny import llama
 
 import lamina
+from lamina.cli import main
 from lamina.errors import UserError
-from lamina.modeling import LaminaForCausalLM, backbones
+from lamina.modeling import LaminaConfig, LaminaForCausalLM, LaminaForImageClassification, backbones
 from lamina.modeling.backbones import resolve_backbone
 
 # Parameters in millions, within 5 per cent: the papers state two or three digits and leave open what is counted (norms,
@@ -26,19 +27,27 @@ PAPER = {
     "llama-400m": (403, "blocks"),
     "llama-1.5b": (1610, "blocks"),
     "llama-3.2b": (3360, "blocks"),
+    "llama-6.5b-deep": (6500, "all"),
+    # Derived: what Keel's stated sizes give; the paper calls both of them 3B.
+    "llama-3b-wide": (3220, "blocks"),
+    "llama-3b-deep": (3220, "blocks"),
+    # 4 d^2 + 3 d FFN = 1.77M a block; the paper states the width and the depths only.
+    **{f"llama-stress-384x{depth}": (1.7695 * depth, "blocks") for depth in (32, 64, 128, 256, 512)},
+    "16b-a2.4b": (15706, "all"),  # DeepSeek-V2-Lite's 15.7B
+    "vit-tiny": (5.72, "all"),
+    "vit-small": (22.05, "all"),
 }
 
 
 def millions(preset, count):
+    head = LaminaForImageClassification if preset.startswith("vit") else LaminaForCausalLM
     with torch.device("meta"):
-        model = LaminaForCausalLM(lamina_config(preset))
+        model = head(lamina_config(preset))
     parameters = dict(model.named_parameters())
     return sum(p.numel() for k, p in parameters.items() if count == "all" or ".layers." in k) / 1e6
 
 
 def lamina_config(preset):
-    from lamina.modeling import LaminaConfig
-
     config = backbones.get(preset).config()
     plan = lamina.placements.resolve("pre_ln", config.num_hidden_layers)
     return LaminaConfig(backbone_config=config, plan=plan.to_dict())
@@ -53,6 +62,53 @@ def test_every_preset_of_a_paper_is_checked_here():
 def test_a_preset_has_the_papers_number_of_parameters(preset):
     expected, count = PAPER[preset]
     assert millions(preset, count) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("preset", PAPER)
+def test_the_parameters_of_the_list_are_those_of_the_whole_model(preset):
+    """The list's are transformers' own, counted from two depths; a pre_ln plan has the same parameters."""
+    if backbones.get(preset).config().num_hidden_layers > 64:
+        preset_config = resolve_backbone(preset, num_layers=9)
+    else:
+        preset_config = backbones.get(preset).config()
+    plan = lamina.placements.resolve("pre_ln", preset_config.num_hidden_layers).to_dict()
+    config = LaminaConfig(backbone_config=preset_config, plan=plan)
+    head = LaminaForImageClassification if preset.startswith("vit") else LaminaForCausalLM
+    with torch.device("meta"):
+        model = head(config)
+    model.tie_weights()
+    assert backbones.count_parameters(preset_config).total == sum(p.numel() for p in model.parameters())
+
+
+def test_active_parameters_leave_out_the_experts_that_a_token_does_not_take():
+    """58 of 64 experts of 26 blocks: 3 matrices of 2048 x 1408 each. What is left, without the embedding, is 2.4B."""
+    total, active = backbones.count_parameters(backbones.get("16b-a2.4b").config())
+    assert total - active == 26 * 58 * 3 * 2048 * 1408
+    assert (active - 102400 * 2048) / 1e9 == pytest.approx(2.4, rel=0.03)
+    dense = backbones.count_parameters(backbones.get("llama-130m").config())
+    assert dense.total == dense.active
+
+
+def test_the_command_lists_every_preset_in_a_line_with_both_counts(capsys):
+    assert main(["backbones"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert set(backbones.names()) <= set(lines)
+    assert "15.71B    2.66B" in lines["16b-a2.4b"]
+    assert "134.1M   134.1M" in lines["llama-130m"]
+
+
+def test_every_size_of_the_four_papers_is_there():
+    sizes = ["71m", "130m", "250m", "1b", "7b", "310m-proxy", "740m", "1.3b", "5b", "6.5b-deep"]
+    sizes += ["400m", "1.5b", "3.2b", "3b-wide", "3b-deep"]
+    wanted = {f"llama-{size}" for size in sizes} | {f"llama-stress-384x{n}" for n in (32, 64, 128, 256, 512)}
+    assert wanted | {"16b-a2.4b", "vit-tiny", "vit-small"} <= set(backbones.names())
+
+
+def test_a_narrower_mixture_has_narrower_experts():
+    config = resolve_backbone("16b-a2.4b", hidden_size=64, num_layers=2, vocab_size=61)
+    assert config.moe_intermediate_size == 48  # 1408 / 2048 * 64 = 44, a multiple of 8
+    model = lamina.build(config, "fusenorm")
+    assert model(input_ids=torch.arange(3, 12)[None]).logits.isfinite().all()
 
 
 def test_an_unknown_preset_suggests_the_nearest():

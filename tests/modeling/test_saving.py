@@ -7,25 +7,29 @@ import sys
 
 import pytest
 import torch
-from tiny import built, llama, token_ids
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from tiny import VOCABULARY, built, llama, token_ids
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 import lamina
 from lamina.modeling import LaminaConfig, LaminaForSequenceClassification
 from lamina.placements import names, resolve
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 COMMON = """
 import json, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForImageClassification, AutoModelForMaskedLM
+HEADS = {"reward": AutoModelForSequenceClassification, "modernbert": AutoModelForMaskedLM}
+HEADS["vit"] = AutoModelForImageClassification
 root = Path(sys.argv[1])
 results = {}
 def check(folder, loader, trust):
     model = loader.from_pretrained(folder, trust_remote_code=trust).eval()
     saved = torch.load(folder / "saved.pt", weights_only=True)
     with torch.no_grad():
-        output = model(input_ids=saved["ids"])
+        output = model(**{"pixel_values" if folder.name == "vit" else "input_ids": saved["ids"]})
     kept = "logits" if "logits" in output else "last_hidden_state"
     results[f"{folder.name} {loader.__name__}"] = {
         "equal": torch.equal(output[kept], saved[kept]),
@@ -36,7 +40,7 @@ def check(folder, loader, trust):
 WITH_PACKAGE = f"""{COMMON}
 import lamina.modeling
 for folder in sorted(root.iterdir()):
-    check(folder, AutoModelForSequenceClassification if folder.name == "reward" else AutoModelForCausalLM, False)
+    check(folder, HEADS.get(folder.name, AutoModelForCausalLM), False)
 print(json.dumps(results))
 """
 WITHOUT_PACKAGE = f"""
@@ -48,10 +52,8 @@ class NoLamina:
 sys.meta_path.insert(0, NoLamina())
 {COMMON}
 for folder in sorted(root.iterdir()):
-    if folder.name == "reward":
-        check(folder, AutoModelForSequenceClassification, True)
-    else:
-        check(folder, AutoModelForCausalLM, True)
+    check(folder, HEADS.get(folder.name, AutoModelForCausalLM), True)
+    if folder.name != "reward":
         check(folder, AutoModel, True)
 model = AutoModelForSequenceClassification.from_pretrained(root / "keel", trust_remote_code=True, num_labels=1)
 results["fresh head"] = {{"labels": model.score.out_features}}
@@ -65,12 +67,13 @@ print(json.dumps(results))
 """
 
 
-def fill(folder, model):
+def fill(folder, model, ids=None):
+    ids = token_ids() if ids is None else ids
     with torch.no_grad():
-        output = model(input_ids=token_ids())
-        base = model.model(input_ids=token_ids()).last_hidden_state
+        output = model(**{model.main_input_name: ids})
+        base = model.model(**{model.main_input_name: ids}).last_hidden_state
     model.save_pretrained(folder)
-    torch.save({"ids": token_ids(), "logits": output.logits, "last_hidden_state": base}, folder / "saved.pt")
+    torch.save({"ids": ids, "logits": output.logits, "last_hidden_state": base}, folder / "saved.pt")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,10 @@ def saved(tmp_path_factory):
     fill(root / "normed_heads", built("post_ln", 2, qk_norm="head", v_norm="full", norm="group", groups=4))
     config = LaminaConfig(backbone_config=llama(2, pad_token_id=0), plan=resolve("fusenorm", 2).to_dict(), num_labels=1)
     fill(root / "reward", LaminaForSequenceClassification(config).eval())
+    encoder = AutoConfig.for_model("modernbert", vocab_size=VOCABULARY, pad_token_id=0, **SIZES)
+    fill(root / "modernbert", built("peri_ln", 2, config=encoder))
+    vision = AutoConfig.for_model("vit", image_size=16, patch_size=4, num_labels=5, **SIZES)
+    fill(root / "vit", built("peri_ln", 2, config=vision), torch.randn(2, 3, 16, 16))
     return root
 
 

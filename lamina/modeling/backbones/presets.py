@@ -28,7 +28,7 @@ class Preset:
 
 
 def _llama(name: str, source: str, width: int, ffn: int, heads: int, layers: int, **more: Any) -> Preset:
-    fields = {
+    fields: dict[str, Any] = {
         "hidden_size": width,
         "intermediate_size": ffn,
         "num_attention_heads": heads,
@@ -41,9 +41,51 @@ def _llama(name: str, source: str, width: int, ffn: int, heads: int, layers: int
     return Preset(name=name, source=source, fields=fields)
 
 
+def _vit(name: str, width: int, heads: int) -> Preset:
+    labels = {i: f"class_{i}" for i in range(1000)}
+    fields = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 12,
+        "id2label": labels,
+        "label2id": {label: i for i, label in labels.items()},
+    }
+    return Preset(name=name, source=_MIX_VIT, model_type="vit", fields=fields)
+
+
+_MIX_VIT = "Mix-LN Table 4 (ImageNet-1K); sizes of DeiT, which it does not print"
 _MIX = "Mix-LN Table 7 and its repository"
 _FUSE = "FuseNorm Table 4"
 _PERI = "Peri-LN Section 4; FFN 4 d (the text states none; 4 d fits its parameter counts)"
+_DEEP = "FuseNorm's 128 blocks; width and FFN derived from 6.5B (not printed)"
+_STRESS = "FuseNorm's stress test; heads of 64 and FFN 8 d / 3 (not printed)"
+_KEEL = "Keel Section 5.3, {} layers = sub-layers; vocabulary not printed"
+_MOE = "FuseNorm's MoE: sizes of DeepSeek-V2-Lite (whose label 16B-A2.4B is), V3's routing (sigmoid, Moonlight's 2.446)"
+_MOE_FIELDS = {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+    "vocab_size": 102400,
+    "tie_word_embeddings": False,
+}
+_KEEL_FIELDS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 _MIX_FIELDS = {"max_position_embeddings": 1024, "rms_norm_eps": 1e-6}
 
 PRESETS: dict[str, Preset] = {
@@ -59,9 +101,16 @@ PRESETS: dict[str, Preset] = {
         _llama("llama-740m", _FUSE, 1536, 4224, 24, 24, tie_word_embeddings=True),
         _llama("llama-1.3b", _FUSE, 1536, 4224, 24, 48, tie_word_embeddings=True),
         _llama("llama-5b", _FUSE, 2560, 6912, 40, 64),
+        _llama("llama-6.5b-deep", _DEEP, 2048, 5504, 32, 128),
+        *(_llama(f"llama-stress-384x{depth}", _STRESS, 384, 1024, 6, depth) for depth in (32, 64, 128, 256, 512)),
+        Preset(name="16b-a2.4b", source=_MOE, model_type="deepseek_v3", fields=_MOE_FIELDS),
         _llama("llama-400m", _PERI, 1024, 4096, 8, 24, max_position_embeddings=8192),
         _llama("llama-1.5b", _PERI, 2048, 8192, 16, 24, max_position_embeddings=8192),
         _llama("llama-3.2b", _PERI, 2560, 10240, 16, 32, max_position_embeddings=8192),
+        _llama("llama-3b-wide", _KEEL.format(128), 2048, 6144, 16, 64, **_KEEL_FIELDS),
+        _llama("llama-3b-deep", _KEEL.format(512), 1024, 3072, 16, 256, **_KEEL_FIELDS),
+        _vit("vit-tiny", 192, 3),
+        _vit("vit-small", 384, 6),
     )
 }
 
@@ -103,7 +152,9 @@ def resolve_backbone(
         if num_heads is None:
             num_heads = _heads(hidden_size, _head_dim(config))
         ratio = config.intermediate_size / config.hidden_size
-        changes |= {"hidden_size": hidden_size, "intermediate_size": -(-round(ratio * hidden_size) // 8) * 8}
+        changes |= {"hidden_size": hidden_size, "intermediate_size": _round_up(ratio * hidden_size)}
+        if (expert := getattr(config, "moe_intermediate_size", None)) is not None:
+            changes["moe_intermediate_size"] = _round_up(expert / config.hidden_size * hidden_size)
     if num_heads is not None:
         _positive("num_heads", num_heads)
         width = changes.get("hidden_size", config.hidden_size)
@@ -112,21 +163,23 @@ def resolve_backbone(
                 f"num_heads: {num_heads} heads do not divide hidden_size {width} into heads of an even width "
                 f"(allowed: {', '.join(str(h) for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0)})"
             )
-        groups = max(1, config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads))
+        key_heads = getattr(config, "num_key_value_heads", None)
         changes["num_attention_heads"] = num_heads
         if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):  # MLA derives it
             changes["head_dim"] = width // num_heads
-        changes["num_key_value_heads"] = num_heads // groups if num_heads % groups == 0 else num_heads
+        if key_heads:
+            groups = max(1, config.num_attention_heads // key_heads)
+            changes["num_key_value_heads"] = num_heads // groups if num_heads % groups == 0 else num_heads
     if num_layers is not None:
         _positive("num_layers", num_layers)
         changes["num_hidden_layers"] = num_layers
-    if vocab_size is not None:
-        _positive("vocab_size", vocab_size)
-        changes["vocab_size"] = vocab_size
-    if max_position_embeddings is not None:
-        _positive("max_position_embeddings", max_position_embeddings)
-        changes["max_position_embeddings"] = max_position_embeddings
-    return _with(config, changes)
+    for name, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_position_embeddings)):
+        if value is not None:
+            _positive(name, value)
+            if not hasattr(config, name):
+                raise UserError(f"{name}: the backbone {config.model_type!r} has none (it reads no tokens)")
+            changes[name] = value
+    return with_fields(config, changes)
 
 
 def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
@@ -148,7 +201,7 @@ def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _with(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
+def with_fields(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
     fields = {**config.to_dict(), **changes}
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
         fields.pop("layer_types", None)  # the configuration derives it from the depth
@@ -160,6 +213,10 @@ def _with(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig
 
 def _head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _round_up(width: float) -> int:
+    return -(-round(width) // 8) * 8
 
 
 def _heads(width: int, head_dim: int) -> int:
