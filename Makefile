@@ -30,6 +30,7 @@ bench: $(VENV)/.development
 
 pictures: $(VENV)/.development
 	$(BIN)/lamina placements --num-layers 4 --svg docs/placements.svg
+	$(BIN)/python docs/tables.py
 	$(BIN)/lamina report $(DEMO) --screenshot docs/report.png
 
 clean:

@@ -23,12 +23,15 @@ def run(argv: list[str]) -> int:
         metavar="PNG",
         help="take a picture of the page, too (needs Chromium or Chrome)",
     )
+    parser.add_argument(
+        "--height", type=int, default=2300, help="the picture's height in pixels, from the top of the page"
+    )
     options = parser.parse_args(argv)
     from lamina.reports import report, screenshot
 
     page = report(Path(options.folder))
     print(f"the page: {page}")
     if options.screenshot:
-        screenshot(page, Path(options.screenshot))
+        screenshot(page, Path(options.screenshot), height=options.height)
         print(f"the picture: {options.screenshot}")
     return 0

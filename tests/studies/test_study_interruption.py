@@ -145,5 +145,5 @@ def test_two_studies_in_one_folder_are_refused(study, command, tmp_path, capsys)
             compare(study(), resume=True, bar=False)
         capsys.readouterr()
         assert main([*command(), "--overwrite"]) == 2
-        assert "another study runs" in capsys.readouterr().err
+        assert "another process writes" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in before} == before
