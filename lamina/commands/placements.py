@@ -6,11 +6,14 @@ import textwrap
 from pathlib import Path
 
 from lamina.commands.arguments import make_parser
+from lamina.placements import names, resolve
+from lamina.placements.custom import find, split_specs
 
 EXAMPLES = """
   lamina placements
   lamina placements keel
   lamina placements "mix_ln(alpha=0.5)" --num-layers 24 --svg mix_ln.svg
+  lamina placements pre_ln,peri_ln,keel --svg three.svg
   lamina placements --svg placements.svg
 """
 
@@ -18,32 +21,30 @@ EXAMPLES = """
 def run(argv: list[str]) -> int:
     """Print the list, or one placement."""
     parser = make_parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
-    parser.add_argument("name", nargs="?", default=None, help="a placement, name(option=value, ...), or a file")
+    parser.add_argument("name", nargs="?", default=None, help="a placement, name(option=value, ...), a file, or several with commas")
     parser.add_argument("--num-layers", type=int, default=4, help="depth for which the plan is shown")
     parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram into an SVG file")
     options = parser.parse_args(argv)
-    if options.name is None:
-        _list(options.svg, options.num_layers)
+    specs = split_specs(options.name) if options.name else names()
+    if len(specs) > 1:
+        _list(specs, options.svg, options.num_layers)
     else:
         _show(options.name, options.num_layers, options.svg)
     return 0
 
 
-def _list(svg: str | None, num_layers: int) -> None:
-    from lamina.placements import get, names, resolve
+def _list(specs: list[str], svg: str | None, num_layers: int) -> None:
     from lamina.placements.diagram import gallery
 
-    for name in names():
-        placement = get(name)
-        print(f"{name:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
+    for spec in specs:
+        placement = find(spec)
+        print(f"{spec:<18} {placement.title:<20} {'   '.join(placement.equation[:2])}")
     print("\n`lamina placements NAME` shows one in full: all equations, diagram, options, source.")
     if svg:
-        _write(svg, gallery([resolve(name, num_layers) for name in names()]))
+        _write(svg, gallery([resolve(spec, num_layers) for spec in specs]))
 
 
 def _show(spec: str, num_layers: int, svg: str | None) -> None:
-    from lamina.placements import resolve
-    from lamina.placements.custom import find
     from lamina.placements.diagram import svg as draw
     from lamina.placements.diagram import text
 
