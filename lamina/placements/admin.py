@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
     equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: a learned vector a sub-layer"),
     source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
     initialization="admin",
-    advice="Post-LN's learning rates; omega from the profiling pass of init admin",
+    advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %; omega from the profiling pass of init admin",
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:
     """Starts each skip as strong as the sum of the branches below it, so that no branch dominates early training.

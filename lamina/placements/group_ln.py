@@ -17,7 +17,7 @@ from lamina.placements.registry import placement
     ),
     source="Wu & He 2018 (arXiv 1803.08494); a baseline of Mix-LN Table 6, which does not say which variant it is",
     initialization="normal",
-    advice="Pre-LN's learning rates",
+    advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %",
 )
 def group_ln(num_layers: int, *, groups: int = 8) -> Plan:
     """The causal reading of a group norm: statistics of one token only. Megalodon's accumulates them over time instead.

@@ -15,7 +15,7 @@ from lamina.placements.registry import placement
     ),
     source="LayerNorm Scaling (arXiv 2502.05795) Eq 5",
     initialization="normal",
-    advice="learning rate 1e-3 up to 350M; plain init: its authors say that the scaled one weakens the effect",
+    advice="learning rate 1e-3 to 350M, 5e-4 at 1B, warm-up 10 %; its authors say the scaled init weakens the effect",
 )
 def layernorm_scaling(num_layers: int) -> Plan:
     """The factor stands on the norm's output, so deep layers read a smaller input; the final norm is not scaled."""

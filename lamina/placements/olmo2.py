@@ -18,7 +18,7 @@ def _plan(name: str, num_layers: int, **more: str) -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "A: norms on q and k, full width", "logits = W LN(x_N)"),
     source="OLMo 2 (arXiv 2501.00656) Sec 3.2",
     initialization="normal",
-    advice="learning rate 3e-4 at 7B in its report",
+    advice="FuseNorm's baseline at 5B: learning rate 2e-4, 200 steps of warm-up",
 )
 def olmo2(num_layers: int) -> Plan:
     """The norm stands on each module's output, none on its input; queries and keys are normed over their full width."""
@@ -31,7 +31,7 @@ def olmo2(num_layers: int) -> Plan:
     equation=("y = x + LN(A(x))", "x' = y + LN(F(y))", "logits = W LN(x_N)"),
     source="Peri-LN (arXiv 2502.02732) Table 5, position B",
     initialization="normal",
-    advice="diverged in the Peri-LN paper without norms on q and k",
+    advice="learning rate 2e-3, warm-up 10 % in the Peri-LN paper, where it diverged",
 )
 def out_ln(num_layers: int) -> Plan:
     """OLMo 2's wiring without its norms on queries and keys: position B alone."""

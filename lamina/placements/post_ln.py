@@ -10,7 +10,7 @@ from lamina.placements.registry import placement
     equation=("y = LN(x + A(x))", "x' = LN(y + F(y))"),
     source="Vaswani et al. 2017 (arXiv 1706.03762); FuseNorm Eq 1",
     initialization="scaled",
-    advice="needs a small learning rate and a long warm-up; beyond about 20 layers it often sticks at the unigram loss",
+    advice="largest stable rate 3.0e-4 at 64 layers (Keel Table 1), warm-up 10 % in Mix-LN; when deep it sticks",
 )
 def post_ln(num_layers: int) -> Plan:
     """Every sum is normalised; the gradient shrinks by the norm's Jacobian at each sub-layer on its way down."""

@@ -10,7 +10,7 @@ from lamina.placements.registry import placement
     equation=("y = LN(x + A(LN x))", "x' = LN(y + F(LN y))"),
     source="Peri-LN (arXiv 2502.02732) Table 5, positions A + C",
     initialization="normal",
-    advice="level with Post-LN in the Peri-LN paper",
+    advice="learning rate 2e-3, warm-up 10 % in the Peri-LN paper, where it was level with Post-LN",
 )
 def pre_post_ln(num_layers: int) -> Plan:
     """Post-LN with a norm inside the branch: Keel without its alpha and its first layer."""

@@ -10,6 +10,9 @@ NAMES = [name for name in lamina.placements.names() if name in FORMULAS]
 # The models run in float64, their RMS norms in float32 inside, as Llama's do. Here the two sides agree to 1e-15; where
 # another CPU rounds every norm apart by 6e-8, 12 random blocks make 3e-5 of it.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# The growth is exponential in depth: (3e-5 / 6e-8) ** (32 / 12) would pass 1e-4 by far there, and 1e-2 still tells any
+# wrong wiring, whose difference is of order 1.
+DEEP = {"rtol": 1e-2, "atol": 1e-2}
 NO_FINAL_NORM = {"post_ln", "fusenorm", "keel", "deepnorm", "admin", "b2t", "pre_post_ln"}
 
 
@@ -76,13 +79,14 @@ def assert_follows_the_formula(name, num_layers, *, formula=None, formula_option
     modules = attentions(model, seen, scopes_of(name, options)), feed_forwards
     states = (formula or FORMULAS[name])(x0, *modules, naive_norms(model, **norm), num_layers, **formula_options)
     assert len(seen.states) == num_layers + 1
+    close = CLOSE if num_layers <= 12 else DEEP
     for index, (state, expected) in enumerate(zip(seen.states, states, strict=True)):
-        torch.testing.assert_close(state, expected, **CLOSE, msg=lambda text, index=index: f"x^{index}: {text}")
+        torch.testing.assert_close(state, expected, **close, msg=lambda text, index=index: f"x^{index}: {text}")
 
     final_norm = naive_norm(model.model.norm, **norm)
     assert (final_norm is not None) == options.get("final_norm", name not in NO_FINAL_NORM)
     last = states[-1] if final_norm is None else final_norm(states[-1])
-    torch.testing.assert_close(seen.logits, last @ model.lm_head.weight.T, **CLOSE)
+    torch.testing.assert_close(seen.logits, last @ model.lm_head.weight.T, **close)
     assert seen.logits.shape == (*ids.shape, VOCABULARY)
 
 
@@ -90,7 +94,7 @@ def test_every_registered_placement_has_a_formula_of_its_own():
     assert set(lamina.placements.names()) <= set(FORMULAS)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 12])
+@pytest.mark.parametrize("num_layers", [1, 2, 12, 32])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_state_and_the_logits_follow_the_formula(name, num_layers):
     assert_follows_the_formula(name, num_layers)
