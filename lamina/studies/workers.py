@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -46,19 +46,56 @@ def run_trials(
         # The server imports torch and transformers once; each trial is forked from it in milliseconds.
         context.set_forkserver_preload(["lamina.training.pretrain"])
     waiting, running = list(trials), {}
+    with _stop_signals() as stopped:
+        try:
+            _run_all(context, trials, waiting, running, workers, ended, tick, stopped)
+        except BaseException:
+            _stop(running)
+            with contextlib.suppress(OSError):
+                _reap(running, trials, ended, missing="interrupted")
+            raise
+
+
+def _run_all(
+    context: Any,
+    trials: Mapping[str, PretrainSettings],
+    waiting: list[str],
+    running: dict[str, BaseProcess],
+    workers: int,
+    ended: Callable[[str, dict[str, Any]], None],
+    tick: Callable[[list[str]], None],
+    stopped: list[int],
+) -> None:
+    while waiting or running:
+        if stopped:
+            raise KeyboardInterrupt
+        while waiting and len(running) < workers:
+            trial = waiting.pop(0)
+            running[trial] = _start(context, trials[trial])
+        _reap(running, trials, ended)
+        tick(list(running))
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM: they act between two rounds, not in the middle of a write; the second acts at once."""
+    stopped: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+
+    old: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):  # not the main thread: whoever runs us handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old[number] = signal.signal(number, stop)
     try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                trial = waiting.pop(0)
-                running[trial] = _start(context, trials[trial])
-            _reap(running, trials, ended)
-            tick(list(running))
-            time.sleep(0.2)
-    except BaseException:
-        _stop(running)
-        with contextlib.suppress(OSError):
-            _reap(running, trials, ended, missing="interrupted")
-        raise
+        yield stopped
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _start(context: Any, settings: PretrainSettings) -> BaseProcess:
