@@ -79,7 +79,7 @@ def _run_all(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM: they act between two rounds, not in the middle of a write; the second acts at once."""
+    """Collect Ctrl-C and SIGTERM: they act between two rounds, not in the middle of a write; a second acts at once."""
     stopped: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
