@@ -36,13 +36,13 @@ def smallest_exponents(a, b, alpha, u, omega):
     (a0, ah, ar), br = a, b[2]
     rows = [((1, 0, 0), -a0)]  # coefficients of c, and what their sum must reach
     hidden = [((0, 1, 0), alpha - ah), ((1, 1, 0), u - ah - a0), ((1, 0, 0), omega - HALF - a0)]
-    rows += hidden + [((0, 0, 1), alpha - ar)]
+    rows += [*hidden, ((0, 0, 1), alpha - ar)]
     # r_h is the least of three, so what adds r_h must hold with each of them.
     for (x, y, z), least in hidden:
         rows += [((x, y, z + 1), least + u - ar), ((x, y, z), least + omega - ar - br)]
     best = None
     for chosen in itertools.combinations(rows, 3):
-        point = solve([list(map(Fraction, row)) + [Fraction(least)] for row, least in chosen])
+        point = solve([[*map(Fraction, row), Fraction(least)] for row, least in chosen])
         good = point and all(sum(k * c for k, c in zip(row, point, strict=True)) >= least for row, least in rows)
         if good and (best is None or sum(point) < sum(best)):
             best = point
@@ -193,10 +193,24 @@ def test_constants_are_each_kinds_own_and_not_the_vectors():
 
 def test_experts_and_routers_are_hidden_and_a_latent_of_fixed_rank_keeps_its_rate():
     config = DeepseekV3Config(
-        **{"vocab_size": 61, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32},
-        **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
-        **{"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
     )
     with torch.device("meta"):
         model = lamina.build(config, "peri_ln", init="normal")
@@ -256,7 +270,7 @@ def test_at_the_base_width_every_weight_starts_bit_for_bit_as_without(placement)
 
 def test_what_cannot_be_scaled_is_one_line():
     tied = lamina.build(llama(32, tie_word_embeddings=True), "pre_ln", init="normal")
-    with pytest.raises(UserError, match="ties its readout.*--untie-embeddings"):
+    with pytest.raises(UserError, match=r"ties its readout.*--untie-embeddings"):
         list(scaled_weights(tied, WidthScaling(scheme="standard", base_width=16)))
     with pytest.raises(UserError, match="base_width: 15 cannot be"):
         list(
