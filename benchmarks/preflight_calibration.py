@@ -44,7 +44,14 @@ def cases(which: str) -> Iterator[dict[str, Any]]:
     elif which == "default":
         for layers, rate in ((32, 5e-3), (20, 1.2e-2)):
             for p in names():
-                yield {**DEFAULT, "placement": p, "num_layers": layers, "init": "recommended", "learning_rate": rate, "seed": 0}
+                yield {
+                    **DEFAULT,
+                    "placement": p,
+                    "num_layers": layers,
+                    "init": "recommended",
+                    "learning_rate": rate,
+                    "seed": 0,
+                }
     else:
         yield from _drawn(which)
 

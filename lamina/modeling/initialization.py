@@ -203,12 +203,6 @@ def initialize(
         profile_admin(model, input_ids)
 
 
-def std_of(weight: Weight, init: str) -> float:
-    """The standard deviation that an initialiser draws a weight matrix with (before any cutting off)."""
-    name, std = check(init)
-    return _initializers[name][0](weight, std)
-
-
 def _draw(parameter: torch.Tensor, std: float, truncated: float | None) -> None:
     if truncated is None:
         parameter.normal_(0.0, std)

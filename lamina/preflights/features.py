@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from lamina.preflight.burn_in import BurnIn
-from lamina.preflight.measuring import FP16_MAX, Snapshot
+from lamina.preflights.burn_in import BurnIn
+from lamina.preflights.measuring import FP16_MAX, Snapshot
 
 TINY = 1e-45
 

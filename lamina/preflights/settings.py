@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -105,6 +106,15 @@ class PreflightSettings:
         return [
             PretrainSettings(placement=spec, learning_rate=rate, **common) for spec in specs for rate in self.rates()
         ]
+
+    def command(self) -> str:
+        """The command line that gives these settings: every flag that is not at its default."""
+        words = ["lamina", "preflight"]
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value != entry.default:
+                words += [f"--{entry.name.replace('_', '-')}", shlex.quote(str(value))]
+        return " ".join(words)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

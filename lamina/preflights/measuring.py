@@ -52,7 +52,7 @@ def take_snapshot(
     ``jacobian_gain``, the root mean square gain of the Jacobian from that state to x^N (its Frobenius norm over the
     root of its rows, estimated with one random vector v as |J^T v| / |v|). By sub-layer: ``branch_variance``, the
     variance of what the module returns, ``added_variance``, that of what is added to the skip (after an output norm),
-    ``gradient_norm`` of its weights.
+    ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
     """
     base = _base(model)
     was_training = model.training
@@ -121,6 +121,7 @@ class _Watch:
                 added = self._hook(partial(self._variance, (index, name, "added_variance")))
                 last = residual.module if residual.out_norm is None else residual.out_norm
                 handles.append(last.register_forward_hook(added))
+                handles.append(residual.register_forward_hook(partial(self._skip, index, name)))
         try:
             yield
         finally:
@@ -150,6 +151,14 @@ class _Watch:
 
     def _variance(self, key: tuple[int, str, str], output: torch.Tensor) -> None:
         self.values[key] = output.detach().double().var(correction=0)
+
+    def _skip(self, layer: int, name: str, residual: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        skip = args[0].detach()
+        if len(args) > 1 and residual.skip != "stream":  # the feed-forward's second argument is the block's input
+            skip = args[1].detach() if residual.skip == "block_input" else skip + args[1].detach()
+        scale = residual.skip_scale
+        skip = skip.double() * (scale.detach() if isinstance(scale, torch.Tensor) else scale)
+        self.values[layer, name, "skip_variance"] = skip.var(correction=0)
 
     def rows(self, step: int) -> list[Row]:
         """What was seen, tidy, layer by layer."""

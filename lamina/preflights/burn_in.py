@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lamina.data import Blocks
-from lamina.preflight.measuring import Snapshot, take_snapshot
-from lamina.preflight.proxy import Proxy, build_model, parameter_groups
+from lamina.preflights.measuring import Snapshot, take_snapshot
+from lamina.preflights.proxy import Proxy, build_model, optimizer_groups
 from lamina.training.monitor import GradientNorms
 from lamina.training.pretrain import spread
 from lamina.training.settings import PretrainSettings
@@ -52,7 +52,6 @@ def rate_factor(step: int, *, warmup: int, planned_warmup: int, planned_steps: i
 
 
 def burn_in(
-    planned: PretrainSettings,
     proxy: Proxy,
     blocks: Blocks,
     *,
@@ -70,7 +69,7 @@ def burn_in(
     settings = proxy.settings
     vocab_size = blocks.stats.vocab_size
     ids = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    model = build_model(proxy, planned, vocab_size, ids).to(device)
+    model = build_model(proxy, vocab_size, ids).to(device)
     probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
     unigram = unigram_loss(blocks, probe)
     draw = torch.Generator().manual_seed(settings.seed)
@@ -78,7 +77,7 @@ def burn_in(
     planned_warmup = warmup_steps(settings)
     warmup = min(planned_warmup, steps // 2)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, proxy), betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True
+        optimizer_groups(model, proxy), betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
