@@ -172,7 +172,7 @@ def _kind(func: Any, args: tuple) -> str | None:
     name = func._schema.name.removeprefix("aten::")
     if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
         return "attention"
-    if name in ("_softmax", "softmax") and args[0].ndim >= 4:
+    if name in ("_softmax", "softmax", "_safe_softmax") and args[0].ndim >= 3:
         return "attention"
     if name == "topk":
         return "choice"

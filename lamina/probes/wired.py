@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ class _Tag:
     kind: str  # stream | normed | branch
     parts: tuple[_Part, ...] = ()
     norm: Call | None = None  # of "normed": the norm; of "branch": the out_norm behind it
-    scaled: bool = False
+    sum: int = -1  # of "stream" and "normed": the value of the sum that it is, or is a norm of
 
 
 def read_layer(call: Call, record: Trace, *, describe: bool = True) -> Layer:
@@ -73,12 +74,13 @@ class _Reader:
         self.call, self.record, self.shape = call, record, shape
         self.calls = _inside(call)
         self.ops = _ops_within(call, record)
-        self.tags: dict[int, _Tag] = {start: _Tag("stream")}
-        self.normed: dict[int, Call] = {}  # value -> the norm of the stream that made it
+        self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
         self.post: set[int] = set()  # norms (by id) whose output goes on as the stream
         self.out: set[int] = set()
         self.additions: list[Addition] = []
-        self.norms_read: dict[int, int] = {}  # id(norm call) -> additions before it
+        self.breaks: list[int] = []  # times at which something without a name was added
+        self.reads: dict[int, int] = {}  # id(norm call) -> the sum that it norms
+        self.carried = {start}  # sums that go on as they are
 
     def read(self, argument: int | str, describe: bool) -> Layer:
         events: list[tuple[int, Any]] = [(c.ended, c) for c in self.calls] + [(o.time, o) for o in self.ops]
@@ -87,16 +89,16 @@ class _Reader:
                 self._leave(event)
             elif event.call is None or not _in_norm(event.call, self.call):
                 self._operate(event)
-        end = self.tags.get(self.call.output)
-        if end is not None and end.kind == "normed" and end.norm is not None:
-            self.post.add(id(end.norm))
+        self._carry(self.tags.get(self.call.output))
+        # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
+        self.post |= {norm for norm, value in self.reads.items() if value not in self.carried}
         if describe:
             self._describe()
         return Layer(self.call, self.additions, argument)
 
     def _leave(self, call: Call) -> None:
         value = call.output
-        if value < 0 or self.record.shapes[value] != self.shape or not self.record.floating[value]:
+        if value < 0 or not self._fits(value):
             return
         if value in call.inputs.values():  # dropout in evaluation mode, an identity
             return
@@ -104,8 +106,8 @@ class _Reader:
         if call.is_norm:
             before = next((self.tags[v] for v in call.inputs.values() if v in self.tags), None)
             if before is not None and before.kind in ("stream", "normed"):
-                self.tags[value] = _Tag("normed", norm=call)
-                self.norms_read[id(call)] = len(self.additions)
+                self.tags[value] = _Tag("normed", norm=call, sum=before.sum)
+                self.reads[id(call)] = before.sum
             elif before is not None:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
@@ -117,9 +119,7 @@ class _Reader:
             self.tags[value] = replace(tag, parts=(_Part(call),)) if tag and keeps else _Tag("branch", (_Part(call),))
 
     def _operate(self, op: Op) -> None:
-        if not op.outputs or self.record.shapes[op.outputs[0]] != self.shape:
-            if op.kind == "same" and op.inputs and op.inputs[0] in self.tags:
-                self.tags[op.outputs[0]] = self.tags[op.inputs[0]]
+        if not op.outputs or not self._fits(op.outputs[0]):
             return
         tags = [self.tags.get(v) for v in op.inputs]
         if op.kind == "same" and tags and tags[0] is not None:
@@ -146,15 +146,33 @@ class _Reader:
             _Part(p.source, factor if p.factor is None else p.factor * factor if factor is not None else p.factor)
             for p in tag.parts
         )
-        self.tags[op.outputs[0]] = replace(tag, parts=parts, scaled=True)
+        self.tags[op.outputs[0]] = replace(tag, parts=parts)
+
+    def _fits(self, value: int) -> bool:
+        """Whether a tensor can be the stream: as many numbers, as many channels (OPT flattens its tokens)."""
+        shape = self.record.shapes[value]
+        same = math.prod(shape) == math.prod(self.shape) and shape[-1:] == self.shape[-1:]
+        return same and self.record.floating[value]
+
+    def _carry(self, tag: _Tag | None) -> None:
+        """The stream goes on as this tensor."""
+        if tag is None or tag.kind == "branch":
+            return
+        if tag.kind == "normed" and tag.norm is not None:
+            self.post.add(id(tag.norm))
+        else:
+            self.carried.add(tag.sum)
 
     def _add(self, op: Op, a: _Tag | None, b: _Tag | None) -> None:
         out = op.outputs[0]
         if a is None or b is None:
             known = a or b
             if known is not None and known.kind != "branch":
-                # the stream and something that no module made: what is added has no name
-                self.tags[out] = _Tag("stream")
+                # the stream and something that no module hands over: what is added can't be watched
+                self._carry(known)
+                self.tags[out] = _Tag("stream", sum=out)
+                if all(self._fits(v) for v in op.inputs):
+                    self.breaks.append(op.time)
             return
         streams = [t for t in (a, b) if t.kind != "branch"]
         branches = [t for t in (a, b) if t.kind == "branch"]
@@ -162,34 +180,42 @@ class _Reader:
             self.tags[out] = _Tag("branch", a.parts + b.parts)
             return
         for t in streams:
-            if t.kind == "normed" and t.norm is not None:
-                self.post.add(id(t.norm))
+            self._carry(t)
         if branches:
             for t in branches:
                 if t.norm is not None:
                     self.out.add(id(t.norm))
-            self.additions.append(Addition(op, [Branch(p.source, p.factor) for t in branches for p in t.parts]))
-        self.tags[out] = _Tag("stream")
+            parts = sorted((p for t in branches for p in t.parts), key=lambda p: p.source.began)
+            self.additions.append(Addition(op, [Branch(p.source, p.factor) for p in parts]))
+        self.tags[out] = _Tag("stream", sum=out)
 
     def _describe(self) -> None:
         """Kinds, modules, norms and measuring points of what was found."""
-        begin = self.call.began
+        marks = sorted([a.op.time for a in self.additions] + self.breaks)
+        units = [c for c in self.calls if not self._holds_sum(c, marks) and not c.is_norm]
+        ids = {id(c) for c in units}
+        units = [c for c in units if id(c.parent) not in ids]
+        branches = [b for a in self.additions for b in a.branches]
+        claimed = {id(c): b for b in branches for c in units if b.source.within(c)}
         for number, addition in enumerate(self.additions):
-            interval = (begin, addition.op.time)
-            begin = addition.op.time
-            whole = [c for c in self.calls if interval[0] < c.began and c.ended < interval[1]]
-            ids = {id(c) for c in whole}
-            outer = [c for c in whole if id(c.parent) not in ids and not c.is_norm]
-            ops = [o for o in self.ops if interval[0] < o.time < interval[1]]
+            end = addition.op.time
+            begin = max((m for m in marks if m < end), default=self.call.began)
             for branch in addition.branches:
-                alone = len(addition.branches) == 1
-                mine = outer if alone else [c for c in outer if branch.source.within(c)] or [branch.source]
-                self._fill(branch, mine, [o for o in ops if alone or _by(o, mine)])
+                mine = [c for c in units if claimed.get(id(c)) is branch]
+                if len(addition.branches) == 1:  # what else ran before it, unless another branch's
+                    mine = [c for c in units if c in mine or (id(c) not in claimed and begin < c.began < end)]
+                mine = mine or [branch.source]
+                others = [c for c in units if id(c) in claimed and claimed[id(c)] is not branch]
+                self._fill(branch, mine, [o for o in self.ops if _mine(o, mine, others, begin, end)])
             addition.after = self._after(addition.op.outputs[0])
-            self._give_norms(number, addition, whole)
-        tail = [c for c in self.calls if c.is_norm and c.began > begin]
-        if self.additions and tail:
-            self._add_norms(self.additions[-1].branches[-1], [("post_norm", c) for c in tail if id(c) in self.post])
+            self._give_norms(number, addition, begin)
+        end = self.additions[-1].op.time if self.additions else 0
+        for norm in (c for c in self.calls if c.is_norm and c.began > end and id(c) in self.post):
+            self.additions[-1].branches[-1].norms.append(("post_norm", norm))
+
+    @staticmethod
+    def _holds_sum(call: Call, marks: list[int]) -> bool:
+        return any(call.began < mark < call.ended for mark in marks)
 
     def _fill(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
         branch.modules = [c for c in modules if any(True for _ in c.module.parameters())]
@@ -201,6 +227,10 @@ class _Reader:
             return
         if any(o.kind == "choice" for o in ops):  # experts
             return
+        convolves = any(isinstance(part, nn.Conv1d) for m in modules for part in m.module.modules())
+        if convolves or not any(_is_projection(c.module) for c in leaves):
+            branch.kind = "mixer"
+            return
         shape = self.record.shapes
         downs = [c for c in linears if shape[c.output][-1] == width]
         down = downs[-1] if downs else None
@@ -210,8 +240,6 @@ class _Reader:
                 branch.up, branch.down = ups, down
                 branch.pre = self._pre(leaves, ops, down, shape[_first(down)][-1])
                 return
-        if not any(_is_projection(c.module) for c in leaves):
-            branch.kind = "mixer"
 
     def _pre(self, leaves: list[Call], ops: list[Op], down: Call, inner: int) -> Point | None:
         """What goes into the nonlinearity: the input of a module of its own, or a projection's output."""
@@ -232,14 +260,15 @@ class _Reader:
         norm = next((c for c in self.calls if id(c) in self.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
-        if self.call.output == value:
+        same = {op.outputs[0]: op.inputs[0] for op in self.ops if op.kind == "same"}
+        if _origin(self.call.output, same) == value:
             return Point(self.call.module, self.call.path, "output", self.call.number)
         for c in self.calls:
-            if c.output == value and value not in c.inputs.values():
+            if c.output not in c.inputs.values() and _origin(c.output, same) == value:
                 return Point(c.module, c.path, "output", c.number)
         for c in self.calls:
             for key, taken in c.inputs.items():
-                if taken == value:
+                if _origin(taken, same) == value:
                     return Point(c.module, c.path, "input", c.number, None, key)
         return None
 
@@ -250,24 +279,23 @@ class _Reader:
                 values.add(op.inputs[0])
         return values
 
-    def _give_norms(self, number: int, addition: Addition, whole: list[Call]) -> None:
-        for norm in (c for c in whole if c.is_norm):
+    def _give_norms(self, number: int, addition: Addition, begin: int) -> None:
+        """The norms that ran since the sum before, to the branch that they belong to."""
+        for norm in (c for c in self.calls if c.is_norm and begin < c.began < addition.op.time):
             if id(norm) in self.out:
                 role = "out_norm"
-            elif id(norm) in self.norms_read:
-                role = "post_norm" if id(norm) in self.post and number > 0 else "pre_norm"
-            else:
+            elif id(norm) not in self.reads:
                 role = "inner_norm"
-            if role == "post_norm":  # of the sum before
-                self._add_norms(self.additions[number - 1].branches[-1], [(role, norm)])
+            elif id(norm) in self.post and number > 0:  # of the sum before
+                self.additions[number - 1].branches[-1].norms.append(("post_norm", norm))
                 continue
-            owners = [b for b in addition.branches if any(norm.within(m) for m in b.modules)]
-            reading = [b for b in addition.branches if any(norm.output in m.inputs.values() for m in b.modules)]
-            for branch in owners or reading or addition.branches[:1]:
-                self._add_norms(branch, [(role, norm)])
-
-    def _add_norms(self, branch: Branch, norms: list[tuple[str, Call]]) -> None:
-        branch.norms += norms
+            else:
+                role = "pre_norm"
+            inside = [b for b in addition.branches if any(norm.within(m) for m in b.modules)]
+            later = [b for a in self.additions[number:] for b in a.branches]
+            reading = [b for b in later if any(norm.output in m.inputs.values() for m in b.modules)]
+            for branch in inside or reading or addition.branches[:1]:
+                branch.norms.append((role, norm))
 
 
 def _inside(call: Call) -> list[Call]:
@@ -293,8 +321,17 @@ def _in_norm(call: Call | None, until: Call) -> bool:
     return False
 
 
-def _by(op: Op, modules: list[Call]) -> bool:
-    return op.call is not None and any(op.call.within(m) for m in modules)
+def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
+    """Whether an operation belongs to a branch: it is in its modules, or between two sums and in no other branch's."""
+    if any(m.began < op.time < m.ended for m in modules):
+        return True
+    return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)
+
+
+def _origin(value: int, same: dict[int, int]) -> int:
+    while value in same:
+        value = same[value]
+    return value
 
 
 def _first(call: Call) -> int:

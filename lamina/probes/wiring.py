@@ -39,6 +39,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
             "sub-layers there"
         )
     first, last = calls[0], calls[-1]
+    notes += _others(record, calls, layers)
     return Structure(
         layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
         hidden_size=width,
@@ -81,6 +82,19 @@ def _chain(model: nn.Module, record: Trace) -> list[Call]:
             f"layers{_suggest(model)})"
         )
     return best
+
+
+def _others(record: Trace, calls: list[Call], layers: str | None) -> list[str]:
+    """A note where there are layers outside of the chosen ones (a hierarchy of stages, a second tower)."""
+    began, ended = calls[0].began, calls[-1].ended
+    kinds = {type(call.module) for call in calls}
+    outside = [c for c in record.calls if type(c.module) in kinds and (c.ended < began or c.began > ended)]
+    if layers or not outside:
+        return []
+    return [
+        f"{len(outside)} more layers ({outside[0].path}, ...) lie outside of the chain that was found at "
+        f"{calls[0].path}; --layers PATH names the list of layers that is meant"
+    ]
 
 
 def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
