@@ -14,9 +14,7 @@ from lamina.probes.tracing import first_tensor
 
 
 @contextmanager
-def watch(
-    points: Mapping[Any, Point], see: Callable[[Any, torch.Tensor], None], *, root: nn.Module
-) -> Iterator[None]:
+def watch(points: Mapping[Any, Point], see: Callable[[Any, torch.Tensor], None], *, root: nn.Module) -> Iterator[None]:
     """Call ``see(key, tensor)`` for each point, each time that a forward pass of ``root`` comes by it.
 
     Calls of a module are counted from the start of each forward pass of ``root``, the module that is run.

@@ -101,7 +101,9 @@ def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
     try:
         holder = model.get_submodule(path)
     except AttributeError:
-        raise UserError(f"layers: no module {path!r} in {type(model).__name__}{_suggest(model, allowed=True)}") from None
+        raise UserError(
+            f"layers: no module {path!r} in {type(model).__name__}{_suggest(model, allowed=True)}"
+        ) from None
     members = {id(m) for m in holder.children()} if isinstance(holder, nn.ModuleList) else {id(holder)}
     calls = [call for call in record.calls if id(call.module) in members]
     calls = [call for call in calls if _stream_input(call, record) is not None and call.output >= 0]
@@ -109,7 +111,9 @@ def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
         raise UserError(f"layers: the modules of {path!r} are not called on a stream{_suggest(model, allowed=True)}")
     widths = {record.shapes[call.output][-1] for call in calls}
     if len(widths) > 1:
-        raise UserError(f"layers: those of {path!r} have several widths {sorted(widths)} (allowed: layers of one width)")
+        raise UserError(
+            f"layers: those of {path!r} have several widths {sorted(widths)} (allowed: layers of one width)"
+        )
     return calls
 
 
@@ -199,9 +203,7 @@ def _site(index: int, layer: Layer, width: int) -> LayerSite:
                     kind=branch.kind,
                     contribution=_contribution(branch),
                     after=addition.after,
-                    norms=tuple(
-                        NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms
-                    ),
+                    norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
                     feed_forward=_feed_forward(branch, width),
                     modules=tuple((c.path, c.module) for c in branch.modules),
                 )
