@@ -246,9 +246,9 @@ class _Reader:
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not any(True for _ in c.module.parameters())
-            if c.ended < down.began and is_activation and x >= 0 and self.record.shapes[x][-1] == inner:
-                if c.output != x and c.output >= 0:
-                    return Point(c.module, c.path, "input", c.number, None, next(iter(c.inputs)))
+            changes = x >= 0 and c.output >= 0 and c.output != x
+            if c.ended < down.began and is_activation and changes and self.record.shapes[x][-1] == inner:
+                return Point(c.module, c.path, "input", c.number, None, next(iter(c.inputs)))
         for op in ops:
             if op.kind == "activation" and op.time < down.began and self.record.shapes[op.inputs[0]][-1] == inner:
                 made = next((c for c in leaves if c.output == op.inputs[0]), None)
