@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,8 @@ def burn_in(
     settings = proxy.settings
     vocab_size = blocks.stats.vocab_size
     ids = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    model = build_model(proxy, vocab_size, ids).to(device)
+    model: Any = build_model(proxy, vocab_size, ids)
+    model.to(device)
     probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
     unigram = unigram_loss(blocks, probe)
     draw = torch.Generator().manual_seed(settings.seed)

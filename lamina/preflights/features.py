@@ -20,7 +20,7 @@ class Features:
     ``jacobian``: log10 of the smallest gain of the Jacobian from any x^l to x^N, ``jacobian_layer`` that l;
     ``weight_gradient``: log10 of the smallest over the largest gradient norm of a block's weights,
     ``weight_gradient_layer`` the smallest's block; ``spike``: largest rise of the training loss above its best so far
-    in nats; ``magnitude``: the largest \\|x\\| of any state, ``magnitude_layer`` where; ``growth``: log10 of Var(x^N) /
+    in nats; ``magnitude``: the largest |x| of any state, ``magnitude_layer`` where; ``growth``: log10 of Var(x^N) /
     Var(x^0); ``remaining``: the planned steps over those taken; ``finite``: 0.0 where the loss or the gradient was not.
     Layers are 1-based blocks, 0 for the embedding's output.
     """

@@ -118,7 +118,7 @@ class PreflightSettings:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Settings by their names; ``placement`` and ``learning_rate`` are those of a single run, as `pretrain` has them.
+        """Settings by their names; ``placement`` and ``learning_rate`` (as `pretrain` has them) are those of one run.
 
         Raises UserError for an unknown name.
         """

@@ -110,8 +110,8 @@ def _place(layer: int) -> str:
 
 def _collapse(numbers: Features, case: Case) -> str:
     return (
-        f"after {case.burn_in} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a gain of "
-        f"{10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean cosine "
+        f"after {case.burn_in} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a gain "
+        f"of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean cosine "
         f"{numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' frequencies"
     )
 
@@ -133,8 +133,8 @@ def _slow(numbers: Features, case: Case, sure: float) -> str:
     )
     above = f"{abs(numbers.excess):.2f} nats {'above' if numbers.excess > 0 else 'below'}"
     return (
-        f"after {case.burn_in} of {case.steps} steps the input is worth only {max(numbers.context, 0.0):.3f} nats to the "
-        f"predictions and the loss is {above} that of a constant one{weak}: runs like this left it in "
+        f"after {case.burn_in} of {case.steps} steps the input is worth only {max(numbers.context, 0.0):.3f} nats to "
+        f"the predictions and the loss is {above} that of a constant one{weak}: runs like this left it in "
         f"{100 * sure:.0f} % of the cases"
     )
 
@@ -159,5 +159,6 @@ def _faster(numbers: Features, case: Case) -> str:
     if numbers.jacobian < -1:
         return _reconnect(case)
     if numbers.spike > 0.5:
-        return f"a lower learning rate ({case.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats on its way"
-    return f"more steps than {case.steps}, or a higher learning rate ({case.learning_rate * 2:.1g}) if a preflight with it is fine"
+        return f"a lower learning rate ({case.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
+    higher = f"a higher learning rate ({case.learning_rate * 2:.1g})"
+    return f"more steps than {case.steps}, or {higher} if a preflight with it is fine"
