@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ class BurnIn:
     """
 
     proxy: Proxy
-    steps: int
     warmup: int
     losses: list[float]
     gradient_norms: list[float]
@@ -52,96 +51,98 @@ def rate_factor(step: int, *, warmup: int, planned_warmup: int, planned_steps: i
     return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
 
 
-def burn_in(
-    proxy: Proxy,
-    blocks: Blocks,
-    *,
-    steps: int,
-    sequences: int,
-    snapshots_at: Collection[int] = (),
-    device: str = "cpu",
-    tick: Callable[[], None] = lambda: None,
-) -> BurnIn:
-    """Take the run's first steps with AdamW and measure before, between and after.
+class BurningIn:
+    """A model that takes the first steps of a planned run: ``advance`` as far as wanted, then ``seen``.
 
-    Where the planned warm-up is longer than half of the burn-in it is shortened to that half, so that the peak rate is
-    seen; that is harder on the model than the run itself. A loss or gradient that is not finite ends it.
+    Where the planned warm-up is longer than ``longest_warmup`` it is shortened to that, so that the peak rate is seen;
+    that is harder on the model than the run itself. ``tick`` is called after each step.
     """
-    settings = proxy.settings
-    vocab_size = blocks.stats.vocab_size
-    ids = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    model: Any = build_model(proxy, vocab_size, ids)
-    model.to(device)
-    probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
-    unigram = unigram_loss(blocks, probe)
-    draw = torch.Generator().manual_seed(settings.seed)
-    order = torch.randperm(len(blocks.train), generator=draw).tolist()
-    planned_warmup = warmup_steps(settings)
-    warmup = min(planned_warmup, steps // 2)
-    optimizer = torch.optim.AdamW(
-        optimizer_groups(model, proxy), betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: rate_factor(
-            step,
-            warmup=warmup,
-            planned_warmup=planned_warmup,
-            planned_steps=settings.steps,
-            low=settings.min_learning_rate,
-        ),
-    )
-    snapshots, losses, norms, rates, stopped = [], [], [], [], ""
 
-    def look(step: int) -> None:
-        vector = torch.Generator().manual_seed(settings.seed + step)
-        snapshots.append(take_snapshot(model, probe.to(device), unigram, step, vector))
+    def __init__(
+        self,
+        proxy: Proxy,
+        blocks: Blocks,
+        *,
+        sequences: int,
+        longest_warmup: int,
+        device: str = "cpu",
+        tick: Callable[[], None] = lambda: None,
+    ):
+        settings = proxy.settings
+        self.proxy, self.blocks, self.device, self.tick = proxy, blocks, device, tick
+        ids = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
+        self.model: Any = build_model(proxy, blocks.stats.vocab_size, ids)
+        self.model.to(device)
+        probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
+        self.unigram, self.probe = unigram_loss(blocks, probe), probe.to(device)
+        self.order = torch.randperm(len(blocks.train), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+        planned = warmup_steps(settings)
+        self.warmup = min(planned, longest_warmup)
+        self.optimizer = torch.optim.AdamW(
+            optimizer_groups(self.model, proxy),
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=True,
+        )
+        schedule = {"warmup": self.warmup, "planned_warmup": planned, "planned_steps": settings.steps}
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: rate_factor(step, low=settings.min_learning_rate, **schedule)
+        )
+        self.gradients = GradientNorms(self.model)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+        self.snapshots: list[Snapshot] = []
+        self.stopped = ""
+        self._look()
 
-    look(0)
-    model.train()
-    gradients = GradientNorms(model)
-    for step in range(1, steps + 1):
-        batch = [order[(step * settings.batch_size + i) % len(order)] for i in range(settings.batch_size)]
-        inputs = torch.stack([item["input_ids"] for item in blocks.train.__getitems__(batch)]).to(device)
-        rates.append(settings.learning_rate * schedule.get_last_lr()[0] / optimizer.param_groups[0]["initial_lr"])
-        loss, norm = _step(model, inputs, optimizer, gradients, settings.max_grad_norm)
-        schedule.step()
-        losses.append(loss)
-        norms.append(norm)
-        tick()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            stopped = f"the {'gradient' if math.isfinite(loss) else 'loss'} was not finite at step {step}"
-            break
-        if step in snapshots_at or step in (steps // 2, steps):
-            look(step)
-    return BurnIn(
-        proxy=proxy,
-        steps=steps,
-        warmup=warmup,
-        losses=losses,
-        gradient_norms=norms,
-        learning_rates=rates,
-        snapshots=snapshots,
-        stopped=stopped,
-    )
+    def advance(self, to: int, *, measure: bool = True) -> None:
+        """Train up to step ``to`` and measure there. A loss or gradient that is not finite ends it."""
+        settings = self.proxy.settings
+        self.model.train()
+        while len(self.losses) < to and not self.stopped:
+            step = len(self.losses)
+            batch = [self.order[(step * settings.batch_size + i) % len(self.order)] for i in range(settings.batch_size)]
+            inputs = torch.stack([item["input_ids"] for item in self.blocks.train.__getitems__(batch)])
+            group = self.optimizer.param_groups[0]
+            self.rates.append(settings.learning_rate * group["lr"] / group["initial_lr"])
+            self._step(inputs.to(self.device))
+            self.tick()
+        if measure and not self.stopped:
+            self._look()
 
+    def _step(self, inputs: torch.Tensor) -> None:
+        loss = self.model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss.backward()
+        norm, most = math.sqrt(float(self.gradients.squares().sum())), self.proxy.settings.max_grad_norm
+        self.losses.append(float(loss.detach()))
+        self.norms.append(norm)
+        if not (math.isfinite(self.losses[-1]) and math.isfinite(norm)):
+            what = "gradient" if math.isfinite(self.losses[-1]) else "loss"
+            self.stopped = f"the {what} was not finite at step {len(self.losses)}"
+            return
+        if 0 < most < norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
 
-def _step(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    optimizer: torch.optim.Optimizer,
-    gradients: GradientNorms,
-    max_norm: float,
-) -> tuple[float, float]:
-    loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss
-    loss.backward()
-    norm = math.sqrt(float(gradients.squares().sum()))
-    if math.isfinite(norm):
-        if 0 < max_norm < norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach()), norm
+    def _look(self) -> None:
+        step = len(self.losses)
+        vector = torch.Generator().manual_seed(self.proxy.settings.seed + step)
+        self.snapshots.append(take_snapshot(self.model, self.probe, self.unigram, step, vector))
+
+    def seen(self) -> BurnIn:
+        """What there was to see up to now."""
+        return BurnIn(
+            proxy=self.proxy,
+            warmup=self.warmup,
+            losses=list(self.losses),
+            gradient_norms=list(self.norms),
+            learning_rates=list(self.rates),
+            snapshots=list(self.snapshots),
+            stopped=self.stopped,
+        )
 
 
 def unigram_loss(blocks: Blocks, probe: torch.Tensor) -> float:

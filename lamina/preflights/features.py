@@ -16,8 +16,9 @@ class Features:
     """What the burn-in came to; "end" is its last snapshot, "middle" the one half-way.
 
     ``excess``: nats a token above (below: negative) a constant prediction with the tokens' frequencies; ``context``:
-    nats by which the predictions beat their own mean; ``similarity``: mean cosine between tokens in x^N;
-    ``jacobian``: log10 of the smallest gain of the Jacobian from any x^l to x^N, ``jacobian_layer`` that l;
+    nats by which the predictions beat their own mean; ``variation``: the predictions' mean divergence from it, in nats;
+    ``similarity``: mean cosine between tokens in x^N; ``jacobian``: log10 of the smallest gain of the Jacobian from any
+    x^l to x^N, ``jacobian_layer`` that l, ``jacobian_largest``: log10 of the largest;
     ``weight_gradient``: log10 of the smallest over the largest gradient norm of a block's weights,
     ``weight_gradient_layer`` the smallest's block; ``spike``: largest rise of the training loss above its best so far
     in nats; ``magnitude``: the largest |x| of any state, ``magnitude_layer`` where; ``growth``: log10 of Var(x^N) /
@@ -25,17 +26,20 @@ class Features:
     Layers are 1-based blocks, 0 for the embedding's output.
     """
 
+    step: int
     finite: float
     excess: float
     excess_middle: float
     context: float
     context_middle: float
+    variation: float
     similarity: float
     similarity_middle: float
     jacobian: float
     jacobian_layer: int
     jacobian_middle: float
     jacobian_start: float
+    jacobian_largest: float
     weight_gradient: float
     weight_gradient_layer: int
     weight_gradient_start: float
@@ -67,17 +71,20 @@ def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Featu
     top = max(largest, key=lambda layer: largest[layer])
     variance = last.series("hidden_variance")
     return Features(
-        finite=0.0 if burn_in.stopped else 1.0,
+        step=last.step,
+        finite=0.0 if burn_in.stopped and last is shots[-1] else 1.0,
         excess=last.loss - last.unigram,
         excess_middle=half.loss - half.unigram,
         context=last.context,
         context_middle=half.context,
+        variation=last.variation,
         similarity=last.series("token_similarity")[max(largest)],
         similarity_middle=half.series("token_similarity")[max(largest)],
         jacobian=jacobian,
         jacobian_layer=where,
         jacobian_middle=_smallest_gain(half)[0],
         jacobian_start=_smallest_gain(first)[0],
+        jacobian_largest=_log(max(last.series("jacobian_gain").values())),
         weight_gradient=weights,
         weight_gradient_layer=block,
         weight_gradient_start=_imbalance(first)[0],

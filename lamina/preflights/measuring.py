@@ -28,13 +28,15 @@ class Snapshot:
     ``rows`` is tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
     ``loss``: nats a token on the held-out sequences; ``unigram``: what a constant prediction with the corpus' token
     frequencies reaches on the same ones. ``context``: by how many nats the model's predictions beat their own mean over
-    all positions: 0 where the output does not depend on the input.
+    all positions, ``variation``: their mean Kullback-Leibler divergence from it; 0 where the output does not depend on
+    the input.
     """
 
     step: int
     loss: float
     unigram: float
     context: float
+    variation: float
     rows: list[Row]
 
     def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
@@ -62,7 +64,7 @@ def take_snapshot(
     try:
         with watch.over(base), torch.enable_grad():
             logits = model(input_ids=input_ids, use_cache=False).logits
-            loss, context = _losses(logits, input_ids)
+            loss, context, variation = _losses(logits, input_ids)
             vector = torch.randn(watch.last.shape, generator=generator).to(watch.last)
             watch.collect("jacobian_gain", 1.0 / float(vector.double().norm()))
             torch.autograd.grad(watch.last, watch.first, vector, retain_graph=True)
@@ -74,19 +76,26 @@ def take_snapshot(
         model.zero_grad()
         model.train(was_training)
     return Snapshot(
-        step=step, loss=float(loss.detach()), unigram=unigram, context=context, rows=[*watch.rows(step), *gradients]
+        step=step,
+        loss=float(loss.detach()),
+        unigram=unigram,
+        context=context,
+        variation=variation,
+        rows=[*watch.rows(step), *gradients],
     )
 
 
-def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The next token's cross-entropy, and by how much it beats that of the mean prediction."""
+def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
+    """The next token's cross-entropy, by how much it beats that of the mean prediction, and the divergence from it."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     loss = nn.functional.nll_loss(log_p, targets)
     with torch.no_grad():
-        mean = log_p.double().exp().mean(0).clamp_min(1e-30).log()
+        p = log_p.double().exp()
+        mean = p.mean(0).clamp_min(1e-30).log()
         context = -mean[targets].mean() - loss.double()
-    return loss, float(context)
+        variation = (p * (log_p.double() - mean)).sum(-1).mean()
+    return loss, float(context), float(variation)
 
 
 def _base(model: nn.Module) -> LaminaModel:

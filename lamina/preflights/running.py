@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from tqdm.auto import tqdm
 from lamina.data import Blocks, prepare_blocks
 from lamina.modeling.building import recommended
 from lamina.placements.custom import find
-from lamina.preflights.burn_in import BurnIn, burn_in
+from lamina.preflights.burn_in import BurnIn, BurningIn
 from lamina.preflights.features import Features, features
 from lamina.preflights.measuring import Snapshot
 from lamina.preflights.proxy import choose
 from lamina.preflights.settings import PreflightSettings
-from lamina.preflights.verdict import Case, Verdict, judge
+from lamina.preflights.verdict import Case, Verdict, calibration, chance, judge
 from lamina.training.checks import check
 from lamina.training.folder import LAYER_COLUMNS
 from lamina.training.settings import PretrainSettings
@@ -109,14 +109,10 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 def _look(
     settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, steps: int, device: str, progress: Any
 ) -> Preflight:
-    flops = FLOPS[device] if settings.flops is None else settings.flops
-    proxy = choose(run, blocks.stats.vocab_size, steps, flops)
-    seen = burn_in(
-        proxy, blocks, steps=steps, sequences=settings.sequences, device=device, tick=lambda: progress.update(1)
-    )
+    seen = burn_in_of(settings, run, blocks, undecided, device=device, tick=lambda: progress.update(1))
     numbers = features(seen)
+    proxy = seen.proxy
     init = recommended(proxy.plan) if run.init == "recommended" else run.init
-    advice = find(run.placement).advice
     case = Case(
         plan=proxy.plan,
         init=init,
@@ -126,8 +122,53 @@ def _look(
         burn_in=len(seen.losses),
     )
     return Preflight(
-        run=run, init=init, advice=advice, burn_in=seen, features=numbers, verdict=judge(numbers, case, seen.stopped)
+        run=run,
+        init=init,
+        advice=find(run.placement).advice,
+        burn_in=seen,
+        features=numbers,
+        verdict=judge(numbers, case, seen.stopped),
     )
+
+
+def burn_in_of(
+    settings: PreflightSettings,
+    run: PretrainSettings,
+    blocks: Blocks,
+    go_on: Callable[[Features], bool],
+    *,
+    device: str = "cpu",
+    tick: Callable[[], None] = lambda: None,
+) -> BurnIn:
+    """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
+
+    A further quarter follows as long as ``go_on`` says so of the features, up to one and a half times the steps asked
+    for and to 60 % of the run's own.
+    """
+    steps = min(settings.burn_in, run.steps)
+    flops = FLOPS[device] if settings.flops is None else settings.flops
+    burning = BurningIn(
+        choose(run, blocks.stats.vocab_size, steps, flops),
+        blocks,
+        sequences=settings.sequences,
+        longest_warmup=steps // 2,
+        device=device,
+        tick=tick,
+    )
+    burning.advance(steps // 2)
+    burning.advance(steps)
+    more = max(1, steps // 4)
+    while not burning.stopped and len(burning.losses) + more <= min(1.5 * steps, 0.6 * run.steps):
+        if not go_on(features(burning.seen())):
+            break
+        burning.advance(len(burning.losses) + more)
+    return burning.seen()
+
+
+def undecided(numbers: Features) -> bool:
+    """Whether the fitted rules call it neither fine nor lost."""
+    low, high = calibration()["bands"]
+    return low <= chance(numbers, calibration()) < high
 
 
 @contextmanager
