@@ -1,6 +1,6 @@
 """The real runs that `lamina preflight`'s verdict is fitted on, and the other ones that it is judged on.
 
-    python benchmarks/preflight_calibration.py                # all stages, `runs` and `measure` going on where they were
+    python benchmarks/preflight_calibration.py          # all stages, `runs` and `measure` going on where they were
     python benchmarks/preflight_calibration.py measure fit judge
 
 `runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in

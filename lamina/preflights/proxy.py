@@ -63,7 +63,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
     settings = planned
     while True:
         cost = 6.0 * count_parameters(config).active * planned.sequence_length * steps
-        batch = min(planned.batch_size, max(fewest, int(flops // cost)))
+        batch = min(planned.batch_size, max(fewest, int(min(flops / cost, planned.batch_size))))
         width = int(config.hidden_size)
         narrower = None if cost * batch <= flops else _narrower(planned, width, vocab_size)
         if narrower is None:

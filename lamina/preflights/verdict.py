@@ -17,6 +17,7 @@ from lamina.placements import Plan
 from lamina.preflights.features import Features
 
 Kind = Literal["fine", "risky", "will not train"]
+VERDICTS: tuple[Kind, ...] = ("fine", "risky", "will not train")
 LEAST_CONTEXT = 1e-3  # nats: what the held-out sequences can tell from nothing
 FP16_LITTLE = 2.0
 
@@ -62,7 +63,15 @@ def chance(numbers: Features, fitted: dict[str, Any]) -> float:
         return 0.0
     rule = fitted["progress"]
     score = rule["intercept"] + sum(rule["weights"][name] * value for name, value in progress(numbers).items())
+    if not math.isfinite(score):
+        return 0.0
     return 1.0 / (1.0 + math.exp(-min(max(score, -50.0), 50.0)))
+
+
+def kind_of(sure: float, fitted: dict[str, Any]) -> Kind:
+    """The verdict that a probability gives."""
+    low, high = fitted["bands"]
+    return "will not train" if sure < low else "fine" if sure >= high else "risky"
 
 
 def collapsed(numbers: Features, fitted: dict[str, Any]) -> bool:
@@ -85,8 +94,7 @@ def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
     """The verdict on a burn-in's features; ``stopped`` says why it ended early, where it did."""
     fitted = calibration()
     sure = chance(numbers, fitted)
-    low, high = fitted["bands"]
-    kind: Kind = "will not train" if sure < low else "fine" if sure >= high else "risky"
+    kind = kind_of(sure, fitted)
     if not numbers.finite:
         reason, change = f"{stopped or 'the loss was not finite'} of the burn-in", _calmer(case)
     elif collapsed(numbers, fitted):
@@ -111,8 +119,8 @@ def _place(layer: int) -> str:
 def _collapse(numbers: Features, case: Case) -> str:
     return (
         f"after {case.burn_in} steps a change at {_place(numbers.jacobian_layer)} reaches the last layer with a gain "
-        f"of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean cosine "
-        f"{numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' frequencies"
+        f"of {10**numbers.jacobian:.0e} (the gradient comes back as weak), and all tokens look alike there (mean "
+        f"cosine {numbers.similarity:.3f}): the model no longer reads its input and stays at the tokens' frequencies"
     )
 
 
