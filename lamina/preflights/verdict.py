@@ -18,7 +18,7 @@ from lamina.preflights.features import Features
 
 Kind = Literal["fine", "risky", "will not train"]
 VERDICTS: tuple[Kind, ...] = ("fine", "risky", "will not train")
-LEAST_CONTEXT = 1e-3  # nats: what the held-out sequences can tell from nothing
+LEAST_CONTEXT = 1e-4  # nats: what the held-out sequences can tell from nothing
 FP16_LITTLE = 2.0
 
 

@@ -108,7 +108,7 @@ def test_the_rule_on_progress_written_out():
     fitted = json.loads(json.dumps(calibration()))
     weights, x = fitted["progress"]["weights"], progress(SLOW)
     assert x == {
-        "context": -3.0,
+        "context": -4.0,
         "excess": 0.13,
         "remaining": pytest.approx(math.log10(100 / 32)),
         "jacobian": -0.05,
