@@ -94,18 +94,19 @@ class HiddenStates(Probe):
 
     def see(self, key: Any, value: torch.Tensor) -> None:
         totals, inputs = self._totals[key], self._context.batches[self._batch]
-        found, valid = self._seen.get(value) or (None, None)
-        known = found is not None and (found.abs_max is not None or not totals.magnitudes)
-        if not known or isinstance(totals, StateTotals):
+        found = self._seen.get(value)
+        if found is not None and totals.magnitudes and found.abs_max is None:
+            found = None
+        if found is None or isinstance(totals, StateTotals):
             tokens = as_tokens(value, inputs)
             magnitude = self._absolute(tokens.x) if totals.magnitudes else None
-            if not known:
-                found, valid = moments(tokens.x, magnitude), tokens.valid
-                self._seen.put(value, (found, valid))
+            if found is None:
+                found = moments(tokens, magnitude)
+                self._seen.put(value, found)
             if isinstance(totals, StateTotals):
                 assert magnitude is not None
                 totals.add_values(tokens, found, magnitude, inputs.get("input_ids"))
-        totals.add(found, valid)
+        totals.add(found)
 
     def _absolute(self, x: torch.Tensor) -> torch.Tensor:
         """|x| in memory that is used again: fresh pages cost more than the arithmetic."""
@@ -167,7 +168,7 @@ class HiddenStates(Probe):
             yield _row("top100_min", float(totals.band[-1]))
             yield _row("top100_max", float(totals.band[0]))
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
         from lamina.probes.figures import lines
 
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
@@ -228,7 +229,7 @@ class HiddenStates(Probe):
             made.append((figure, "A norm's Jacobian is proportional to 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks."))
         return made
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Any) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         model = frame[frame["layer"] == -1].set_index("metric")["value"]
         variance = states[states["metric"] == "variance"].set_index("layer")["value"].sort_index()
@@ -263,7 +264,7 @@ def token_text(tokenizer: Any, identifier: int | None) -> str | None:
     return str(tokenizer.decode([identifier]))
 
 
-def _growth(variance: pd.Series, linear: float, exponential: float) -> str:
+def _growth(variance: Any, linear: float, exponential: float) -> str:
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
@@ -278,7 +279,7 @@ def _growth(variance: pd.Series, linear: float, exponential: float) -> str:
     return text + f"; over depth it is closer to {kind} (R^2 {linear:.2f} linear, {exponential:.2f} exponential)."
 
 
-def _headroom(peak: pd.Series) -> str:
+def _headroom(peak: Any) -> str:
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
     text += f"{peak['position']}{token}: "
@@ -290,7 +291,7 @@ def _headroom(peak: pd.Series) -> str:
     return text + f"FP16's limit of 65504 is {factor:.3g} times as large ({math.log2(factor):.1f} bits of headroom)."
 
 
-def _massive(states: pd.DataFrame) -> str:
+def _massive(states: Any) -> str:
     found = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
     if found.empty:

@@ -53,8 +53,12 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Tokens
 
 @dataclass(frozen=True)
 class Moments:
-    """Of each token, over its channels, in float64, [sequences, tokens]; variance is the population's."""
+    """Of each token, over its channels, in float64, [sequences, tokens]; variance is the population's.
 
+    ``valid`` as in Tokens.
+    """
+
+    valid: torch.Tensor | None
     mean: torch.Tensor
     mean_square: torch.Tensor
     variance: torch.Tensor
@@ -62,12 +66,13 @@ class Moments:
     abs_max: torch.Tensor | None = None
 
 
-def moments(x: torch.Tensor, magnitude: torch.Tensor | None = None) -> Moments:
-    """Of [sequences, tokens, channels]; the last two where ``magnitude`` (|x|) is given.
+def moments(tokens: Tokens, magnitude: torch.Tensor | None = None) -> Moments:
+    """Of all its tokens, padding's too; the last two where ``magnitude`` (|x|) is given.
 
     Sums are float32's vectorised ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
     square overflows, that token is done again in float64.
     """
+    x = tokens.x
     channels = x.shape[-1]
     mean = x.sum(-1).double() / channels
     mean_square = torch.linalg.vector_norm(x, 2, -1).double().square() / channels
@@ -78,8 +83,9 @@ def moments(x: torch.Tensor, magnitude: torch.Tensor | None = None) -> Moments:
         mean[again], mean_square[again] = rows.mean(-1), rows.square().mean(-1)
         variance[again] = rows.var(-1, correction=0)
     if magnitude is None:
-        return Moments(mean, mean_square, variance)
-    return Moments(mean, mean_square, variance, magnitude.sum(-1).double() / channels, magnitude.amax(-1).double())
+        return Moments(tokens.valid, mean, mean_square, variance)
+    abs_mean = magnitude.sum(-1).double() / channels
+    return Moments(tokens.valid, mean, mean_square, variance, abs_mean, magnitude.amax(-1).double())
 
 
 def medians(tokens: Tokens, magnitude: torch.Tensor) -> torch.Tensor:
@@ -126,16 +132,16 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, object]] = {}
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, Moments]] = {}
 
-    def get(self, value: torch.Tensor) -> object | None:
+    def get(self, value: torch.Tensor) -> Moments | None:
         """What ``put`` was given for this tensor, None where that was another or it was changed since."""
         reference, version, result = self._found.get(id(value), (None, 0, None))
         if reference is None or reference() is not value or version != _version(value):
             return None
         return result
 
-    def put(self, value: torch.Tensor, result: object) -> None:
+    def put(self, value: torch.Tensor, result: Moments) -> None:
         """Note the result for as long as the tensor lives and stays as it is."""
         self._found[id(value)] = (weakref.ref(value), _version(value), result)
 

@@ -26,8 +26,9 @@ class Totals:
         self.samples = Running()
         self.abs_max = torch.tensor(0.0, dtype=torch.float64)
 
-    def add(self, found: Moments, valid: torch.Tensor | None) -> None:
+    def add(self, found: Moments) -> None:
         """Take in one batch's tokens."""
+        valid = found.valid
         abs_mean = torch.zeros_like(found.mean) if found.abs_mean is None else found.abs_mean
         mean, square = found.mean, found.mean_square
         each = [found.variance, mean, abs_mean, square, found.variance.sqrt(), square.sqrt(), mean.square()]
