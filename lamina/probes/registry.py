@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NO_PROBE = {
     *("registry", "context", "structure", "tracing", "watching", "statistics", "running", "loading", "inputs"),
     *("settings", "probing", "figures"),
+    *("spectral_norm", "replay", "residual_path", "ranks"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False
