@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NO_PROBE = {
     *("registry", "context", "structure", "tracing", "watching", "statistics", "running", "loading", "inputs"),
     *("settings", "probing", "figures"),
-    *("spectral_norm", "replay", "residual_path", "ranks"),
+    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False

@@ -71,7 +71,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
 
 
 def wirings_of(site: LayerSite) -> list[Wiring]:
-    """How a layer's sub-layers are wired: a Lamina model's skips and scales are its plan's, elsewhere they are plain."""
+    """How a layer's sub-layers are wired: a Lamina model's skips and scales are its plan's, others' are plain."""
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
