@@ -246,16 +246,16 @@ class JacobianProbe(Probe):
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
         """Where the norms are largest, what the product bounds, whether layers approach the identity, and the path."""
-        block = frame[frame.sublayer == "block"].set_index(["role", "metric", "layer"]).value
-        model = frame[frame.layer == -1].set_index(["role", "metric"]).value
-        norm, distance = block["jacobian", "norm"], block["identity", "norm"]
+        norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
+        norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
+        model = {(row.role, row.metric): row.value for row in frame[frame.layer == -1].itertuples()}
         num_layers = len(norm)
         product = model["jacobian", "log10_product"]
         said = [
             f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
             f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is 10^{product:.2f}."
         ]
-        if ("jacobian", "log10_total") in model.index:
+        if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
             said.append(
                 f"The Jacobian from x^0 to x^{num_layers} itself has the norm 10^{total:.2f}: the product overstates "

@@ -34,7 +34,7 @@ _NO_PROBE = {
         "inputs",
     ),
     *("settings", "probing", "figures"),
-    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra"),
+    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra", "last_layer", "depth_bounds"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False

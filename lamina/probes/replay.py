@@ -53,6 +53,14 @@ class Block:
         with intercept(points, lambda key, tensor: found.update({key: tensor}), self.calls):
             return self(x), found
 
+    def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
+        """The tensor at ``end`` when ``y`` is put in the place of the one at ``start``; the stream stays as it was."""
+        found: list[torch.Tensor] = []
+        points = {"start": start, "end": end}
+        with intercept(points, lambda key, tensor: y if key == "start" else found.append(tensor), self.calls):
+            self(self.stream)
+        return found[0]
+
 
 def first_tensor(value: Any) -> torch.Tensor:
     """A layer's result: itself, or the first of a tuple."""
@@ -61,12 +69,17 @@ def first_tensor(value: Any) -> torch.Tensor:
 
 @contextmanager
 def intercept(
-    points: Mapping[Any, Point], change: Change, calls: Mapping[nn.Module, int] | None = None
+    points: Mapping[Any, Point],
+    change: Change,
+    calls: Mapping[nn.Module, int] | None = None,
+    *,
+    root: nn.Module | None = None,
 ) -> Iterator[None]:
     """Hand the tensor at each point to ``change(key, tensor)`` while the model runs; what it returns takes its place.
 
-    ``calls``: how many calls of each module are over already (where a layer is run alone). Factors are left out: the
-    tensor is the one that the model computes with.
+    ``calls``: how many calls of each module are over already, where a layer is run alone; with ``root``, the model that
+    is run, they are counted anew in each of its forward passes. Factors are left out: the tensor is the one that the
+    model computes with.
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Any, Point]]] = {}
@@ -94,6 +107,8 @@ def intercept(
 
     hooks = []
     try:
+        if root is not None:
+            hooks.append(root.register_forward_pre_hook(lambda module, args: done.clear()))
         for module in by_module:
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(module.register_forward_hook(after))
@@ -166,7 +181,7 @@ def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, tor
     if not context.reads_tokens:
         (name,) = list(context.batches[0])[:1]
         pixels = torch.cat([batch[name] for batch in context.batches[:sequences]])
-        return {name: pixels[:sequences]}
+        return {name: pixels[:sequences].to(context.device)}
     rows: list[dict[str, torch.Tensor]] = []
     for batch in context.batches:
         ids = batch["input_ids"]
@@ -180,4 +195,4 @@ def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, tor
     length = min(len(row["input_ids"]) for row in rows)
     if length < 2:
         raise UserError(f"texts: one is {length} token long (allowed: at least 2)")
-    return {name: torch.stack([row[name][:length] for row in rows]) for name in rows[0]}
+    return {name: torch.stack([row[name][:length] for row in rows]).to(context.device) for name in rows[0]}

@@ -124,7 +124,7 @@ class Spectra(Probe):
                 context.notes.append(f"spectra: {text}")
             return True
         message = f"spectra: {text} (allowed: more than {width} tokens: raise --sequences, or few_tokens=warn)"
-        if getattr(context, "strict", True):
+        if context.strict:
             raise UserError(message)
         context.notes.append(f"{message}; the ranks are left out")
         return False
