@@ -13,7 +13,7 @@ from lamina.probes.context import Context
 from lamina.probes.registry import Probe, probe
 from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
-from lamina.probes.spectral_norm import Jacobian, SpectralNorm, largest_singular_value, spectral_norm
+from lamina.probes.spectral_norm import Jacobian, SpectralNorm, largest_singular_value, spectral_norm, start_vector
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,7 @@ def log10_total_norm(
     the smallest float, so each is divided by what it did to a random one, and the logarithms are added.
     """
     jacobians = [Jacobian(block, block.stream) for block in blocks]
-    start = torch.randn(blocks[0].stream.shape, generator=torch.Generator().manual_seed(0)).to(blocks[0].stream.device)
+    start = start_vector(blocks[0].stream)
     scales, v = [], start
     for jacobian in jacobians:
         u = jacobian.forward(v)

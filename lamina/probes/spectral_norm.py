@@ -90,11 +90,17 @@ def spectral_norm(
     return largest_singular_value(
         lambda v: jacobian.forward(v) - identity * v if identity else jacobian.forward(v),
         lambda u: jacobian.transpose(u) - identity * u if identity else jacobian.transpose(u),
-        torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device),
+        start_vector(x, seed),
         batch_dims=batch_dims,
         tolerance=tolerance,
         iterations=iterations,
     )
+
+
+def start_vector(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A random vector of the shape of ``x``, in float32 at least."""
+    drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(x.device, torch.promote_types(x.dtype, torch.float32))
 
 
 def largest_singular_value(
