@@ -150,7 +150,8 @@ def _up_projection(block: Block, feed_forward: FeedForward) -> nn.Module:
 
 def _matrix(module: nn.Module) -> torch.Tensor:
     """A projection's weight as [out, in] in float64; GPT-2's Conv1D keeps the transpose."""
-    weight: torch.Tensor = module.weight.detach().double()  # pyright: ignore[reportAssignmentType, reportCallIssue]
+    kept: Any = module.weight
+    weight = kept.detach().double()
     return weight if hasattr(module, "in_features") else weight.T
 
 

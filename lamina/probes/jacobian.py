@@ -82,7 +82,8 @@ def log10_total_norm(
 
 
 def _length(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True)
+    length = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True, dtype=torch.float64)
+    return length.to(x.dtype)
 
 
 @probe
@@ -220,7 +221,8 @@ class JacobianProbe(Probe):
         """The norm by layer, the distance to the identity, and the cumulative products."""
         from lamina.probes.figures import lines
 
-        blocks = frame[(frame.sublayer == "block")]
+        table: Any = frame
+        blocks = table[table.sublayer == "block"]
         norms = blocks[blocks.metric.isin(["norm", "formula"])].copy()
         norms["which"] = norms.role.map({**_PATHS, "identity": "distance to the identity"})
         products = blocks[blocks.metric == "log10_product"].copy()
@@ -246,9 +248,10 @@ class JacobianProbe(Probe):
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
         """Where the norms are largest, what the product bounds, whether layers approach the identity, and the path."""
-        norms = frame[(frame.sublayer == "block") & (frame.metric == "norm")].set_index("layer")
+        table: Any = frame
+        norms = table[(table.sublayer == "block") & (table.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
-        model = {(row.role, row.metric): row.value for row in frame[frame.layer == -1].itertuples()}
+        model = {(row.role, row.metric): row.value for row in table[table.layer == -1].itertuples()}
         num_layers = len(norm)
         product = model["jacobian", "log10_product"]
         said = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -201,20 +201,20 @@ class Spectra(Probe):
         """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
         from lamina.probes.figures import lines
 
-        found = []
-        spectrum = frame[frame.metric == "eigenvalue_over_median"]
+        found, table = [], cast("Any", frame)
+        spectrum = table[table.metric == "eigenvalue_over_median"]
         if len(spectrum):
             axes = {"x_title": "rank", "y_title": "eigenvalue / median", "log_y": True}
             figure = lines(spectrum, "index", "value", title="Spectrum of the embedding", **axes)
             found.append(
                 (figure, "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.")
             )
-        conditions = frame[frame.metric == "condition_number"]
+        conditions = table[table.metric == "condition_number"]
         if len(conditions):
             axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
             figure = lines(conditions, "layer", "value", colour="role", title="Condition numbers", **axes)
             found.append((figure, "Condition number of each projection of the feed-forward."))
-        ranks = frame[(frame.layer >= 0) & frame.metric.isin(RANKS)]
+        ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
         for metric in RANKS if len(ranks) else ():
             figure = lines(
                 ranks[ranks.metric == metric], "layer", "value", colour="role", title=_TITLES[metric], y_title=metric
@@ -224,21 +224,21 @@ class Spectra(Probe):
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
         """The spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
-        said = []
-        spectrum = frame[frame.metric == "eigenvalue_over_median"].value
+        said, table = [], cast("Any", frame)
+        spectrum = table[table.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             said.append(
                 f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, the smallest "
                 f"{spectrum.iloc[-1]:.3g} times."
             )
-        conditions = frame[frame.metric == "condition_number"]
+        conditions = table[table.metric == "condition_number"]
         for role, part in conditions.groupby("role", sort=False):
             worst = part.loc[part.value.idxmax()]
             said.append(
                 f"{role} has condition numbers of {part.value.median():.3g} (median over the layers), at most "
                 f"{worst.value:.3g} in layer {worst.layer}."
             )
-        means = frame[(frame.layer == -1) & frame.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
+        means = table[(table.layer == -1) & table.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
         for role, where in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
                 said.append(

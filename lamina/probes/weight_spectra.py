@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -39,9 +40,8 @@ def embedding_rows(context: Context) -> list[Row]:
 
 def inner_width(feed_forward: FeedForward) -> int:
     """D_ff: how many channels the down-projection reads."""
-    down = feed_forward.down[1]
-    features = getattr(down, "in_features", None)
-    return int(features if features is not None else down.weight.shape[0])  # pyright: ignore[reportArgumentType]
+    down: Any = feed_forward.down[1]
+    return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
 
 
 def condition_rows(site: LayerSite) -> list[Row]:
@@ -65,9 +65,9 @@ def condition_rows(site: LayerSite) -> list[Row]:
 
 def stacked_side(feed_forward: FeedForward, module: torch.nn.Module) -> int | None:
     """The axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
-    shape = tuple(module.weight.shape)  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType, reportCallIssue]
     if module is feed_forward.down[1] or len(feed_forward.up) != 1:
         return None
+    weight: Any = module.weight
     # A projection is [out, in] or, in GPT-2's Conv1D, [in, out].
     out = 0 if hasattr(module, "in_features") else 1
-    return out if shape[out] == 2 * inner_width(feed_forward) else None
+    return out if weight.shape[out] == 2 * inner_width(feed_forward) else None

@@ -36,10 +36,8 @@ def lamina_model(placement, num_layers=2, scale=0.3, **changes):
 def transformers_model(name, **changes):
     """A two-layer model of transformers' own class, by its name: BertForMaskedLM, GPT2LMHeadModel, ..."""
     cls = getattr(transformers, name)
-    sizes = {
-        **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
-        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
-    }
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     if cls.config_class.model_type == "gpt2":
         sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_inner": 24, "n_layer": 2, "n_head": 2, "n_positions": 64}
     return shake(cls(cls.config_class(**{**sizes, "pad_token_id": 0, **changes})).eval())
