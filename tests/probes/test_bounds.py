@@ -155,10 +155,10 @@ def test_the_last_gradient_is_the_models_and_below_its_bound(placement, statemen
     by_w, by_o = torch.autograd.grad(loss, [down_of(model).weight, kept["block"][1]])
     for hook in hooks:
         hook.remove()
-    right = kept["down"][0].norm(dim=-1) * by_o.norm(dim=-1)
+    right = kept["down"][0].detach().norm(dim=-1) * by_o.norm(dim=-1)
     if "norm" in kept:
         gain = float(watched["norm"].weight.detach().abs().max())
-        right = right * 2 * gain * math.sqrt(16) / kept["norm"][0].norm(dim=-1)
+        right = right * 2 * gain * math.sqrt(16) / kept["norm"][0].detach().norm(dim=-1)
     assert value(frame, "left", role, 1) == pytest.approx(float(by_w.norm()), rel=1e-4)
     assert value(frame, "right", role, 1) == pytest.approx(float(right.sum()), rel=1e-4)
     ratio = value(frame, "ratio", f"{role}_token", 1)
