@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -157,8 +157,8 @@ class Bounds(Probe):
         """Both sides by layer, for each statement about layers."""
         from lamina.probes.figures import lines
 
-        found = []
-        layers = frame[(frame.layer >= 0) & frame.role.str.startswith("fusenorm") & (frame.metric != "ratio")].copy()
+        found, table = [], cast("Any", frame)
+        layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()
         layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
         for role, part in layers.groupby("role", sort=False):
             title = _STATEMENTS[str(role)]
@@ -168,9 +168,9 @@ class Bounds(Probe):
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
         """One line a statement: the sides, or how the ratio lies over the layers."""
-        said = []
-        values = frame.set_index(["role", "metric", "layer", "sublayer"]).value
-        for role, part in frame[frame.metric == "ratio"].groupby("role", sort=False):
+        said, table = [], cast("Any", frame)
+        values = table.set_index(["role", "metric", "layer", "sublayer"]).value
+        for role, part in table[table.metric == "ratio"].groupby("role", sort=False):
             ratios = part[part.layer >= 0].value
             if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
                 place = (part.layer.iloc[0], "feed_forward")
