@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     given, others = given_settings(parser, argv, "resume", "overwrite")
     stored = Path(given.get("output", PretrainSettings.output)) / "config.yaml"
     if others.resume and stored.is_file():
-        from lamina.training.pretrain import merge
+        from lamina.training.checks import merge
 
         given = merge(read_yaml(stored), given)
     result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)

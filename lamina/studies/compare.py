@@ -46,7 +46,7 @@ def compare(
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
     from lamina.data import prepare_blocks
-    from lamina.training.pretrain import check
+    from lamina.training.checks import check
 
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)

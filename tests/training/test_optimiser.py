@@ -8,7 +8,7 @@ from training.tiny_runs import SMALL, flags, records, result
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.training.pretrain import _FIXED, _OURS, training_arguments
+from lamina.training.arguments import _FIXED, _OURS, training_arguments
 from lamina.training.settings import PretrainSettings
 
 

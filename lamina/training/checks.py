@@ -1,0 +1,78 @@
+"""What can be known wrong about a run's settings before its corpus is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+
+from lamina.errors import UserError
+from lamina.modeling import initialization
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.building import build, make_plan, recommended
+from lamina.modeling.modeling_lamina import check_head
+from lamina.placements import Plan
+from lamina.training.arguments import training_arguments
+from lamina.training.experts import choose, find_routers
+from lamina.training.settings import PretrainSettings
+
+FREE = {"output", "save_steps", "keep", "report_to", "threads"}  # what a resumed run may change
+
+
+def check(settings: PretrainSettings) -> Plan:
+    """The plan, with everything that can be known wrong before the corpus is read. Raises UserError."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"WORLD_SIZE: {os.environ['WORLD_SIZE']} processes (allowed: 1; distributed runs are to come)")
+    for name in settings.reports():
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+    config = backbone_config(settings)
+    plan = make_plan(settings.placement, config.num_hidden_layers)
+    initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
+    training_arguments(settings)
+    # What only the modules know (groups that don't divide the width, norms that the attention has already) shows in
+    # one layer of each kind, on the meta device.
+    kinds = tuple(layer for layer, _ in plan.kinds()[:4])
+    with torch.device("meta"):
+        build(resolve_backbone(config, num_layers=len(kinds)), replace(plan, layers=kinds), init="normal")
+    if settings.expert_balance in ("bias", "loss"):
+        with torch.device("meta"):
+            model = build(config, plan, init="normal")
+        choose(settings.expert_balance, find_routers(model))
+    return plan
+
+
+def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> transformers.PreTrainedConfig:
+    """The backbone's configuration with the settings' sizes and room for the sequence length."""
+    config = resolve_backbone(
+        settings.backbone,
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_heads=settings.num_heads,
+        vocab_size=vocab_size,
+    )
+    try:
+        check_head(config, "causal_lm")
+    except ValueError as error:
+        raise UserError(
+            f"backbone: {settings.backbone!r} is no language model that can be trained here; {error}"
+        ) from None
+    if settings.sequence_length > config.max_position_embeddings:
+        config.max_position_embeddings = settings.sequence_length
+    return config
+
+
+def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored settings of a run to resume. Raises UserError where a given one differs in what the run computes."""
+    for name, value in given.items():
+        if name not in FREE and stored.get(name) != value:
+            raise UserError(
+                f"{name}: {value!r} differs from the run's {stored.get(name)!r} (allowed with --resume: the same, or "
+                f"another of {', '.join(sorted(FREE))})"
+            )
+    return {**stored, **given}
