@@ -22,6 +22,7 @@ from lamina.training.experts import choose, find_routers
 from lamina.training.settings import PretrainSettings
 
 FREE = {"output", "save_steps", "keep", "report_to", "threads"}  # what a resumed run may change
+SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
 
 
 def check(settings: PretrainSettings) -> Plan:
@@ -69,10 +70,13 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 
 def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The stored settings of a run to resume. Raises UserError where a given one differs in what the run computes."""
+    stored = {**SPEED_BEFORE, **stored}
     for name, value in given.items():
+        if value == "auto" and name in SPEED_BEFORE:
+            continue  # decided when the run began
         if name not in FREE and stored.get(name) != value:
             raise UserError(
                 f"{name}: {value!r} differs from the run's {stored.get(name)!r} (allowed with --resume: the same, or "
                 f"another of {', '.join(sorted(FREE))})"
             )
-    return {**stored, **given}
+    return {**stored, **{k: v for k, v in given.items() if not (v == "auto" and k in SPEED_BEFORE)}}
