@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.errors import UserError
 from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.training.compiling import compile_blocks, discard, missing_compiler
 from lamina.training.settings import RunSettings
@@ -68,13 +67,7 @@ def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: t
     The trial runs forward and backward on random tokens of a batch's shape. It changes neither the weights nor the
     random state; the compiled blocks that it leaves are those that the run goes on with. ``make_model`` is asked for
     the model only if there is a trial.
-
-    Raises:
-        UserError: for a compilation asked for where there is no compiler.
     """
-    missing = missing_compiler(device)
-    if settings.compile == "on" and missing:
-        raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     plain = (_or(settings.precision, "fp32"), _or(settings.compile, "off"))
     if not is_open(settings):
         return Choice(*plain, why="as asked for")
@@ -86,7 +79,7 @@ def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: t
     if settings.steps < SHORT_RUN:
         why = f"{settings.steps} steps are too few to try what is faster (--precision, --compile)"
         return Choice(*plain, why=why)
-    return _try(settings, make_model().to(device), plain, device, missing)
+    return _try(settings, make_model().to(device), plain, device)
 
 
 def prepare(model: nn.Module, settings: RunSettings) -> None:
@@ -115,9 +108,7 @@ def half_precision_pays(device: torch.device) -> bool:
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
-def _try(
-    settings: RunSettings, model: nn.Module, plain: tuple[str, str], device: torch.device, missing: str | None
-) -> Choice:
+def _try(settings: RunSettings, model: nn.Module, plain: tuple[str, str], device: torch.device) -> Choice:
     seconds: list[Timed] = [_time(model, settings, *plain, device, limit=None)]
     rest = settings.steps * seconds[0].step
     if rest < SHORT_TIME:
@@ -130,7 +121,7 @@ def _try(
         else:
             remarks.append("bf16 left out, its matrix products are no faster here")
     if settings.compile == "auto":
-        if missing:
+        if missing := missing_compiler(device):
             remarks.append(f"not compiled, {missing}")
         else:
             compiles.append("on")
