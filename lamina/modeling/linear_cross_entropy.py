@@ -107,9 +107,7 @@ class LinearLoss:
         return total / (divisor.to(total.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
-def chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """ChunkKernel in plain PyTorch; float64 logits stay float64."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
@@ -179,7 +177,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _accumulate(total: torch.Tensor, gradient: torch.Tensor, rows: torch.Tensor) -> None:
-    """total += gradient^T rows, in the precision of ``total``."""
+    """Add gradient^T rows to ``total``, in the precision of ``total``."""
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.t(), rows)
     elif total.device.type == "cuda":  # the product's sums are float32 anyway: they need not be rounded first

@@ -574,7 +574,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        if labels is not None and self.linear_loss is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
+        all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and all_logits and self.linear_loss is not None:
             scale, cap = _logits_scale(self.config.get_text_config())
             loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=cap, **loss_kwargs)
             if loss is not None:

@@ -41,6 +41,8 @@ def check(settings: PretrainSettings) -> Plan:
     scaling = width_scaling_of(settings)
     if scaling is not None:
         check_optimizer(arguments)
+    if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
+        raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     # What only the modules know (groups that don't divide the width, norms that the attention has already) shows in
     # one layer of each kind, on the meta device.
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])

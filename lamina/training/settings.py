@@ -53,7 +53,7 @@ class RunSettings:
         expert_balance: of a backbone with experts: auto (bias where its routers have one, else loss), none, bias, loss
         expert_balance_rate: the bias' change in a step, or the auxiliary loss' factor
         gradient_checkpointing: recompute activations in the backward pass
-        precision: auto, fp32, bf16 or fp16 (mixed: weights and losses stay fp32); auto is what a short trial finds faster
+        precision: auto (what a short trial finds faster), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)
         compile: auto, on or off: the blocks by torch.compile, one graph for each kind of layer
         threads: CPU threads (default: PyTorch's)
         report_to: none, or a comma-separated list of tensorboard, wandb, trackio

@@ -1,4 +1,4 @@
-"""Which precision a run is trained in, and whether its blocks are compiled: as told, or as a short trial finds faster."""
+"""A run's precision, and whether its blocks are compiled: as told, or what a short trial finds faster."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def half_precision_pays(device: torch.device) -> bool:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         factor = torch.ones(256, 256, dtype=dtype)
-        factor @ factor
+        torch.mm(factor, factor)
         start = time.perf_counter()
-        factor @ factor
+        torch.mm(factor, factor)
         seconds[dtype] = time.perf_counter() - start
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
