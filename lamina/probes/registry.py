@@ -34,6 +34,7 @@ _NO_PROBE = {
         "inputs",
     ),
     *("settings", "probing", "figures"),
+    *("magnitudes", "stream_totals"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False
