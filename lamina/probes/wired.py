@@ -91,7 +91,7 @@ class _Reader:
                 self._operate(event)
         self._carry(self.tags.get(self.call.output))
         # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
-        self.post |= {norm for norm, value in self.reads.items() if value not in self.carried}
+        self.post |= {norm for norm, value in self.reads.items() if value >= 0 and value not in self.carried}
         if describe:
             self._describe()
         return Layer(self.call, self.additions, argument)
@@ -107,7 +107,8 @@ class _Reader:
             before = next((self.tags[v] for v in call.inputs.values() if v in self.tags), None)
             if before is not None and before.kind in ("stream", "normed"):
                 self.tags[value] = _Tag("normed", norm=call, sum=before.sum)
-                self.reads[id(call)] = before.sum
+                # The norm of a norm is the next module's own, unless its output goes on.
+                self.reads[id(call)] = before.sum if before.kind == "stream" else -1
             elif before is not None:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
