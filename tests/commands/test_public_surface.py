@@ -10,6 +10,7 @@ import pytest
 import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
+from lamina.preflights.settings import PreflightSettings
 from lamina.studies.settings import CompareSettings
 from lamina.training.settings import PretrainSettings
 
@@ -23,10 +24,25 @@ gradient-checkpointing precision compile threads report-to trainer
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
     "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
+    "preflight": [
+        *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
+        *(
+            "text-field",
+            "tokenizer",
+            "sequence-length",
+            "steps",
+            "batch-size",
+            "warmup",
+            "weight-decay",
+            "beta1",
+            "beta2",
+        ),
+        *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
+    ],
 }
-SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings}
+SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings, "preflight": PreflightSettings}
 # lamina probe of the design comes with its command.
-EXPORTED = {"__version__", "build", "compare", "placements", "pretrain", "wire"}
+EXPORTED = {"__version__", "build", "compare", "placements", "preflight", "pretrain", "wire"}
 
 
 def test_the_package_exports_these_names():
@@ -35,7 +51,16 @@ def test_the_package_exports_these_names():
 
 
 def test_the_command_line_has_these_commands():
-    assert list(COMMANDS) == ["compare", "pretrain", "placements", "backbones", "report", "generate", "convert"]
+    assert list(COMMANDS) == [
+        "compare",
+        "preflight",
+        "pretrain",
+        "placements",
+        "backbones",
+        "report",
+        "generate",
+        "convert",
+    ]
 
 
 @pytest.mark.parametrize("command", OPTIONS)
