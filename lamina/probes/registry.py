@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
 # The modules of this package that hold no probe.
 _NO_PROBE = {
-    *("registry", "context", "structure", "tracing", "watching", "statistics", "running", "loading", "inputs"),
+    *(
+        "registry",
+        "context",
+        "structure",
+        "tracing",
+        "wiring",
+        "wired",
+        "watching",
+        "statistics",
+        "running",
+        "loading",
+        "inputs",
+    ),
     *("settings", "probing", "figures"),
 }
 _PROBES: dict[str, type[Probe]] = {}
