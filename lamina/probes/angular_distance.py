@@ -87,7 +87,7 @@ class AngularDistance(Probe):
         ).sort_values(["size", "start"], ignore_index=True)
         return pd.concat([frame, best_blocks(frame)], ignore_index=True)
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
         from lamina.probes.figures import heat_map
 
         distances = frame[frame["metric"] == "angular_distance"]
@@ -98,12 +98,22 @@ class AngularDistance(Probe):
             "The distances themselves: 0 is the same direction, 0.5 a right angle.",
         )
         titles = ("Angular distance, each block size by itself", "Angular distance")
-        return [
-            (heat_map(shown, x="start", y="size", value="value", title=title), caption)
-            for shown, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True)
-        ]
+        found = []
+        for shown, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
+            figure = heat_map(
+                shown,
+                x="start",
+                y="size",
+                value="value",
+                title=title,
+                x_title="first layer l of the block",
+                y_title="layers n in the block",
+                scale="Viridis_r",  # light is small, as in the papers
+            )
+            found.append((figure, caption))
+        return found
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Any) -> Sequence[str]:
         distances = frame[frame["metric"] == "angular_distance"]
         num_layers = int(distances["size"].max())
         by_block = distances.set_index(["size", "start"])["value"]
@@ -118,7 +128,7 @@ class AngularDistance(Probe):
         return [*said, *_early_or_deep(by_block[1].to_numpy())]
 
 
-def best_blocks(frame: pd.DataFrame) -> pd.DataFrame:
+def best_blocks(frame: Any) -> pd.DataFrame:
     """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are no minimum."""
     rows = []
     for size, group in frame.groupby("size"):
@@ -128,10 +138,10 @@ def best_blocks(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(frame.columns))
 
 
-def scaled_rows(distances: pd.DataFrame) -> pd.DataFrame:
+def scaled_rows(distances: Any) -> pd.DataFrame:
     """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 where they are all the same."""
 
-    def scale(values: pd.Series) -> pd.Series:
+    def scale(values: Any) -> Any:
         low, high = values.quantile(0.01), values.quantile(0.99)
         return (values.clip(low, high) - low) / (high - low) if high > low else values * 0.0
 

@@ -73,7 +73,8 @@ class Directions:
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the tokens of the angle between every two states over pi, [batch, N + 1, N + 1] float64, and the
-        tokens [batch]. Before ``end``. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7."""
+        tokens [batch]. Before ``end``. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7.
+        """
         batch, _, tokens, _ = self._held.shape
         found = torch.zeros(batch, self.states, self.states, dtype=torch.float64, device=self._held.device)
         step = max(1, 2**21 // self.states**2)
@@ -136,7 +137,9 @@ def note_streams(context: Context) -> None:
     ]
     if normed:
         which = "every layer" if len(normed) == structure.num_layers else f"the layers {ranges(normed)}"
-        text = f"The state behind {which} is a norm's output (Post-LN): its length is fixed, only its direction changes."
+        text = (
+            f"The state behind {which} is a norm's output (Post-LN): its length is fixed, only its direction changes."
+        )
         _once(context.notes, text)
     if inner:
         which = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import nn
 
 from lamina.probes.context import Context
 from lamina.probes.directions import ranges
@@ -30,7 +29,7 @@ class Gradients(Probe):
 
     One gradient, accumulated over all batches and weighted by their predicted tokens; nothing is clipped.
 
-    - ``gradient_norm``: the L2 norm. Of the parameters of a role (``role``: query, ..., feed_forward_out, pre_norm, ...;
+    - ``gradient_norm``: the L2 norm. Of the parameters of a role (``role``: query, ..., pre_norm, ...;
       where a module's name is not one of the known, its path in the sub-layer), of a sub-layer or a layer (role
       ``all``, sublayer ``block`` for the layer), and outside the layers (layer -1, sublayer ``model``: embedding,
       readout, final_norm, and role ``all`` for the whole model, which is torch.nn.utils.get_total_norm's).
@@ -65,7 +64,11 @@ class Gradients(Probe):
                 moments.add(parameter.grad, parameter.numel())
                 moments.scale(correction)
                 layer, sublayer, role = where[name]
-                keys = {(layer, sublayer, role), (layer, "block" if layer >= 0 else "model", "all"), (-1, "model", "all")}
+                keys = {
+                    (layer, sublayer, role),
+                    (layer, "block" if layer >= 0 else "model", "all"),
+                    (-1, "model", "all"),
+                }
                 keys |= {(layer, sublayer, "all")} if layer >= 0 else set()
                 for key in keys:
                     groups.setdefault(key, _Moments()).join(moments)
@@ -83,12 +86,14 @@ class Gradients(Probe):
     def _note(context: Context) -> None:
         if shared := shared_layers(context.structure):
             context.notes.append(
-                f"The layers {ranges(shared)} share their parameters: there is one gradient, the sum over them, given at "
-                "the first; the gradients of the states are each layer's own."
+                f"The layers {ranges(shared)} share their parameters: there is one gradient, their sum, given at the "
+                "first; the gradients of the states are each layer's own."
             )
         head, embedding = context.structure.head, context.structure.embedding
         if getattr(head, "weight", None) is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", 1):
-            context.notes.append("The readout is the embedding (tied): one parameter, whose gradient is the embedding's.")
+            context.notes.append(
+                "The readout is the embedding (tied): one parameter, whose gradient is the embedding's."
+            )
 
     @staticmethod
     def _spikes(context: Context) -> list[tuple]:
@@ -98,7 +103,7 @@ class Gradients(Probe):
             context.notes.append(f"The spike score of {name} is that of the {count} values that the run logged.")
         return [(-1, "model", name, "spike_score", score) for name, (score, _) in scores.items()]
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
         from lamina.probes.figures import lines
 
         layers = frame[frame["layer"] >= 0]
@@ -128,10 +133,12 @@ class Gradients(Probe):
             y_title="norm of d loss / d x",
             log_y=True,
         )
-        caption = "Norm of the loss' gradient with respect to the stream before each layer; the last is behind them all."
+        caption = (
+            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind them all."
+        )
         return [*found, (figure, caption)]
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Any) -> Sequence[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
         said = []
         for role, what in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
@@ -140,7 +147,9 @@ class Gradients(Probe):
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
-            said.append(f"The total gradient norm is {total:.3g}, that of the last layer's parameters {layers.iloc[-1]:.3g}.")
+            said.append(
+                f"The total gradient norm is {total:.3g}, that of the last layer's parameters {layers.iloc[-1]:.3g}."
+            )
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             what = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
             said.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")
@@ -211,7 +220,7 @@ def _accumulate(context: Context, states: list[_Moments]) -> float:
 
 @contextmanager
 def _fresh_gradients(parameters: Any) -> Iterator[None]:
-    """Every parameter without a gradient and asking for one; afterwards as it was (the gradients of a training step)."""
+    """Every parameter without a gradient and asking for one; afterwards as it was in a training step."""
     parameters = list(parameters)
     before = [(p.grad, p.requires_grad) for p in parameters]
     for parameter in parameters:
@@ -226,7 +235,7 @@ def _fresh_gradients(parameters: Any) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _along_depth(what: str, norms: pd.Series) -> list[str]:
+def _along_depth(what: str, norms: Any) -> list[str]:
     if len(norms) < 2:
         return []
     first, last = float(norms.iloc[0]), float(norms.iloc[-1])
@@ -235,5 +244,11 @@ def _along_depth(what: str, norms: pd.Series) -> list[str]:
     if min(first, last) <= 0:
         return [f"{what} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}."]
     ratio = last / first
-    shape = "about even" if 0.5 <= ratio <= 2 else f"{ratio:.3g} times larger" if ratio > 1 else f"{1 / ratio:.3g} times smaller"
+    shape = (
+        "about even"
+        if 0.5 <= ratio <= 2
+        else f"{ratio:.3g} times larger"
+        if ratio > 1
+        else f"{1 / ratio:.3g} times smaller"
+    )
     return [f"{what} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}: {shape}."]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.context import Context
 from lamina.probes.directions import ranges
@@ -21,6 +20,7 @@ from lamina.probes.registry import Probe, probe
 from lamina.probes.removal import BRANCH, MEANINGS, REMOVE, removed
 from lamina.probes.running import forward, token_losses
 from lamina.probes.suffixes import Suffixes
+from lamina.probes.tracing import first_tensor
 from lamina.probes.watching import watch
 
 METRICS = ("loss", "perplexity")
@@ -125,6 +125,7 @@ class LayerDrop(Probe):
         dropped: dict[tuple[int, str], list[float]] = {(s, m): [] for s in starts for m in self.meanings}
         angles = AngularDistance()
         angles.begin(context)
+        prepare_loss(context)
         for number, batch in enumerate(context.batches):
             inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
             with Suffixes(context, partial(self._sequences, context, inputs)) as passes:
@@ -145,14 +146,16 @@ class LayerDrop(Probe):
                 break
         rows: list[tuple] = []
         for metric in self.metrics:
-            value, error = _mean(whole) if metric == "loss" else _perplexity(whole)
-            rows.append((-1, 0, "", metric, value, error))
+            level, rise = (
+                (paired.mean, paired.increase) if metric == "loss" else (paired.perplexity, paired.perplexity_increase)
+            )
+            rows.append((-1, 0, "", metric, *level(whole)))
             for (start, meaning), losses in dropped.items():
-                value, error = _increase(whole, losses) if metric == "loss" else _perplexity_increase(whole, losses)
-                rows.append((start, self.block, meaning, f"{metric}_increase", value, error))
-        frame = angles.finish(context)
+                rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
+        frame: Any = angles.finish(context)
         frame = frame[(frame["metric"] == "angular_distance") & (frame["size"] == self.block)]
-        return rows + [(r.start, r.size, "", r.metric, r.value, r.standard_error) for r in frame.itertuples()]
+        wanted = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
+        return rows + list(wanted.itertuples(index=False, name=None))
 
     @staticmethod
     def _sequences(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -160,7 +163,7 @@ class LayerDrop(Probe):
         return token_losses(context.model, inputs, context.tokenizer).double().mean(1)
 
     def _precise(self, whole: list[float], dropped: Mapping[Any, list[float]]) -> bool:
-        pairs = [_increase(whole, losses) for losses in dropped.values()]
+        pairs = [paired.increase(whole, losses) for losses in dropped.values()]
         return all(error <= self.tolerance * max(abs(value), 0.1) for value, error in pairs)
 
     def _scored(self, context: Context, starts: range) -> list[tuple]:
@@ -169,15 +172,18 @@ class LayerDrop(Probe):
         context.progress(0, len(starts) + 1, f"{name} of the whole model")
         base, base_error = self._measure(context)
         rows: list[tuple] = [(-1, 0, "", name, base, base_error)]
+        same = _same_meanings(context, starts, self.block) if len(self.meanings) > 1 else set()
         for start in starts:
             context.progress(start + 1, len(starts) + 1, f"{name} without layer {start}")
             found = (math.nan, math.nan)
             for meaning in self.meanings:
-                if meaning == self.meanings[0] or not _one_meaning(context, start, self.block):
+                if meaning == self.meanings[0] or start not in same:
                     with removed(context, range(start, start + self.block), meaning):
                         found = self._measure(context)
                 value, error = found
-                rows.append((start, self.block, meaning, f"{name}_drop", sign * (base - value), math.hypot(base_error, error)))
+                rows.append(
+                    (start, self.block, meaning, f"{name}_drop", sign * (base - value), math.hypot(base_error, error))
+                )
         return rows
 
     def _measure(self, context: Context) -> tuple[float, float]:
@@ -185,3 +191,34 @@ class LayerDrop(Probe):
             return self.task.measure(context)
         assert self.score is not None
         return float(self.score(context.model)), math.nan
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        return harm.figures(frame)
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        return harm.sentences(frame)
+
+
+def prepare_loss(context: Context) -> None:
+    """Find out what kind of loss the model has, which takes forward passes of its own, before any is watched."""
+    inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
+    token_losses(context.model, inputs, context.tokenizer)
+
+
+def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
+    """The starts at which the two meanings are one: the layers hand on what they get once nothing is added to it."""
+    inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
+    same = set()
+    with Suffixes(context, lambda: _first_output(forward(context.base, inputs))) as passes:
+        passes.full()
+        for start in starts:
+            passes.without(start, size)
+            if passes.without_branches(start, size) is None:
+                same.add(start)
+    return same
+
+
+def _first_output(output: Any) -> torch.Tensor:
+    found = first_tensor(output)
+    assert found is not None
+    return found

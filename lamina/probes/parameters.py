@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from lamina.modeling.initialization import ROLES
@@ -72,9 +70,7 @@ def _own_below(owners: dict, site: LayerSite, path: str, module: nn.Module, kind
         owners.setdefault(id(part), ((site.index, kind, ""), ".".join(filter(None, (inside, below)))))
 
 
-def _place(
-    model: nn.Module, structure: Structure, owners: dict, name: str, module: nn.Module, last: str
-) -> Place:
+def _place(model: nn.Module, structure: Structure, owners: dict, name: str, module: nn.Module, last: str) -> Place:
     if id(module) not in owners:
         return -1, "model", name
     (layer, sublayer, role), path = owners[id(module)]

@@ -21,7 +21,7 @@ class Ratio:
         self._counts = self._counts_squared = 0.0
 
     def add(self, totals: torch.Tensor, counts: torch.Tensor) -> None:
-        """Take in ``totals`` [sequences, ...] and ``counts`` [sequences]; a sequence that counts nothing is left out."""
+        """Take in ``totals`` [sequences, ...] and ``counts`` [sequences]; one that counts nothing is left out."""
         totals, counts = totals.detach().to("cpu", torch.float64), counts.detach().to("cpu", torch.float64)
         totals, counts = totals[counts > 0], counts[counts > 0]
         if not len(counts):

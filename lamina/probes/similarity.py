@@ -88,11 +88,11 @@ class Similarity(Probe):
         ]
         if len(self._states) > 2:
             found.append(_rows(-1, distances[:-1], "output_cosine_by_distance", self._outputs_by_distance))
-        neighbours = cosines[cosines["size"] == 1].sort_values("start")
+        neighbours: Any = cosines[cosines["size"] == 1]
         found.append(neighbours.assign(metric="block_influence", value=1.0 - neighbours["value"]))
         return pd.concat(found, ignore_index=True)
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
         from lamina.probes.figures import heat_map, lines
 
         cosines = frame[frame["metric"] == "cosine"]
@@ -132,7 +132,7 @@ class Similarity(Probe):
             ),
         ]
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Any) -> Sequence[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
         influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
         farthest = int(curve.index.max())
@@ -146,10 +146,10 @@ class Similarity(Probe):
         if len(influence) > 1:
             count = max(1, round(len(influence) / 10))
             least, most = influence.nsmallest(count), influence.nlargest(1)
+            verb = "s {} change" if count > 1 else " {} changes"
             said.append(
-                f"Layer{'s' if count > 1 else ''} {ranges([int(i) for i in least.index])} change the stream's direction "
-                f"least (block influence at most {least.max():.3f}), layer {int(most.index[0])} most "
-                f"({most.iloc[0]:.3f})."
+                f"Layer{verb.format(ranges([int(layer) for layer in least.index]))} the stream's direction least (block "
+                f"influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
             )
         return said
 
@@ -161,6 +161,6 @@ def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     return sums / counts
 
 
-def _rows(start: Any, size: Any, metric: str, ratio: Ratio) -> pd.DataFrame:
+def _rows(start: Any, size: Any, metric: str, ratio: Ratio) -> Any:
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

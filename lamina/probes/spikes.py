@@ -14,7 +14,9 @@ from lamina.errors import UserError
 WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
 
 
-def spikes(series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST) -> np.ndarray:
+def spikes(
+    series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
+) -> np.ndarray:
     """Which values of a run's series are spikes, a boolean array [values].
 
     A value is one where it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the

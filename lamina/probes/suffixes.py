@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from lamina.probes.context import Context
-from lamina.probes.removal import BRANCH, REMOVE, argument_of, contributions, refill, removed, replaced, with_argument, zeros
+from lamina.probes.removal import (
+    BRANCH,
+    REMOVE,
+    argument_of,
+    contributions,
+    refill,
+    removed,
+    replaced,
+    with_argument,
+    zeros,
+)
 from lamina.probes.structure import LayerSite, Point
 from lamina.probes.tracing import first_tensor
 
@@ -64,7 +74,7 @@ class Suffixes:
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """The same with what the layers add set to zero; None where it equals ``without``'s, which was called before."""
+        """The same with what the layers add set to zero, after ``without``; None where it equals that."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start
