@@ -129,7 +129,7 @@ class LayerDrop(Probe):
         for number, batch in enumerate(context.batches):
             inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
             with Suffixes(context, partial(self._sequences, context, inputs)) as passes:
-                with watch(context.structure.states(), angles.see, root=context.base):
+                with watch(context.structure.states(), angles.see, root=context.model):
                     whole += passes.full().tolist()
                 angles.end_batch(inputs, None)
                 for start in starts:

@@ -46,16 +46,21 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
     and its post-norms stay (for Pre-LN the same). The layer is still computed, so a cache of keys and values stays
     whole; of a module that several layers share only the calls that are meant are changed.
     """
-    structure, base = context.structure, context.base
+    roots = roots_of(context)
     with ExitStack() as stack:
         for index in layers:
-            site = structure.layers[index]
+            site = context.structure.layers[index]
             if meaning == REMOVE:
-                stack.enter_context(replaced(base, site.output, _skip, keep=site.input))
+                stack.enter_context(replaced(roots, site.output, _skip, keep=site.input))
             else:
                 for point in contributions(site):
-                    stack.enter_context(replaced(base, point, zeros))
+                    stack.enter_context(replaced(roots, point, zeros))
         yield
+
+
+def roots_of(context: Context) -> list[nn.Module]:
+    """Whose forward pass begins a new count of calls: a head need not call the base model (OPT's doesn't)."""
+    return [context.model] if context.base is context.model else [context.model, context.base]
 
 
 def contributions(site: LayerSite) -> list[Point]:
@@ -79,12 +84,12 @@ def _skip(output: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
 
 @contextmanager
 def replaced(
-    root: nn.Module,
+    roots: Sequence[nn.Module],
     point: Point,
     change: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     keep: Point | None = None,
 ) -> Iterator[None]:
-    """Replace a point's tensor by ``change(tensor, the input at keep)`` in each forward pass of ``root``."""
+    """Replace a point's tensor by ``change(tensor, the input at keep)`` in each forward pass of ``roots``."""
     state: dict[str, Any] = {"calls": -1, "given": None}
 
     def start(module: nn.Module, args: tuple) -> None:
@@ -110,7 +115,7 @@ def replaced(
         return refill(output)(change(tensor, given))
 
     handles = [
-        root.register_forward_pre_hook(start),
+        *(root.register_forward_pre_hook(start) for root in roots),
         point.module.register_forward_pre_hook(before, with_kwargs=True),
         point.module.register_forward_hook(after),
     ]

@@ -146,9 +146,9 @@ class Similarity(Probe):
         if len(influence) > 1:
             count = max(1, round(len(influence) / 10))
             least, most = influence.nsmallest(count), influence.nlargest(1)
-            verb = "s {} change" if count > 1 else " {} changes"
+            layers = ranges([int(layer) for layer in least.index])
             said.append(
-                f"Layer{verb.format(ranges([int(layer) for layer in least.index]))} the stream's direction least (block "
+                f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least (block "
                 f"influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
             )
         return said

@@ -20,6 +20,7 @@ from lamina.probes.removal import (
     refill,
     removed,
     replaced,
+    roots_of,
     with_argument,
     zeros,
 )
@@ -95,12 +96,15 @@ class Suffixes:
         for module in {id(site.module): site.module for site in self.context.structure.layers}.values():
             self._before.append((module, module.__dict__.get("forward")))
             module.forward = partial(self._call, module, module.forward)
-        self._handle = self.context.base.register_forward_pre_hook(lambda *_: self._calls.clear())
+        self._handles = [
+            root.register_forward_pre_hook(lambda *_: self._calls.clear()) for root in roots_of(self.context)
+        ]
         return self
 
     def __exit__(self, *error: object) -> None:
         """Leave the layers as they were."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for module, forward in self._before:
             if forward is None:
                 del module.forward
@@ -152,7 +156,7 @@ class Suffixes:
         with ExitStack() as stack:
             for point in contributions(site):  # counted from the layer's own start: the layers before it did not run
                 point = dataclasses.replace(point, call=point.call - bases[id(point.module)])
-                stack.enter_context(replaced(self.context.base, point, zeros))
+                stack.enter_context(replaced(roots_of(self.context), point, zeros))
             output = original(*args, **kwargs)
         self._changed = self._changed or not torch.equal(_first(output), before)
         if site.index == self._start + self._size - 1 and not self._changed:
