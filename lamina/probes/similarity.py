@@ -148,8 +148,8 @@ class Similarity(Probe):
             least, most = influence.nsmallest(count), influence.nlargest(1)
             layers = ranges([int(layer) for layer in least.index])
             said.append(
-                f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least (block "
-                f"influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
+                f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least "
+                f"(block influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
             )
         return said
 
