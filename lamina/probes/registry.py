@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The modules of this package that hold no probe.
 _NO_PROBE = {
     *("registry", "context", "structure", "tracing", "watching", "statistics", "running", "loading", "inputs"),
-    *("settings", "probing", "figures", "listing"),
+    *("settings", "probing", "figures", "listing", "compact"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False

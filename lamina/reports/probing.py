@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.io
 
 from lamina.errors import UserError
+from lamina.probes.compact import compact
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.records import Frame, rows_of
@@ -124,7 +125,7 @@ def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
             html += callouts([f"A figure is missing: {error}"])
             continue
         heading = str(drawn.get("title") or "")
-        html += figure(to_html(polish_own(picture)), str(drawn.get("caption") or ""), heading)
+        html += figure(to_html(polish_own(compact(picture)[0])), str(drawn.get("caption") or ""), heading)
     html += _numbers(folder, name)
     definition = f'<pre class="definition">{escape(str(told.get("definition") or ""))}</pre>'
     measured = f'<p class="source">Source: {escape(str(told.get("source") or "-"))}{escape(_measured(told))}</p>'

@@ -1,4 +1,4 @@
-"""`lamina probe`: a checkpoint in, a folder with a table and figures a probe and a page out."""
+"""`lamina probe`: a checkpoint in, a folder with a table and figures a probe out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import UserError
+from lamina.placements.custom import split_specs
 from lamina.probes import registry
 from lamina.probes.settings import ProbeSettings
-from lamina.studies.measuring import Measuring
 from lamina.training import folder as run_folder
 
 # What a resumed job may change: which probes there are, and where and how fast it runs; not what a probe measures.
-FREE = {"probes", "output", "threads"}
+FREE = {"probes", "output", "threads", "device"}
 
 
 def probe_folder(
@@ -25,18 +25,22 @@ def probe_folder(
     finished are not run again. A probe that has no meaning for the model is skipped with the reason.
 
     Raises:
-        UserError: for settings with no meaning, a checkpoint or a corpus that can't be read, an output folder in use;
-            and, with everything else written, where a probe that was named could not measure this model.
+        UserError: for settings with no meaning, a checkpoint or a corpus that can't be read, an output folder in use.
         OSError: the disk is full; what was finished is kept.
         KeyboardInterrupt: after result.json says `interrupted`; what was finished is kept.
     """
     folder = Path(settings.output)
+    if not settings.checkpoint:
+        raise UserError("checkpoint: none given (allowed: a folder, a run's folder, a .gguf file, a name on the hub)")
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
     probes = registry.make_all(settings.probes)
-    done = finished(folder, settings) if resume and run_folder.in_use(folder) else {}
-    if all(one.name in done for one in probes) and done:
+    specs = spec_by_name(settings.probes)
+    done = finished(folder, settings, specs) if resume and run_folder.in_use(folder) else {}
+    if done and all(name in done for name in specs):
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    measuring = Measuring(settings, probes, done, bar=bar)  # before the folder is touched: all may be unreadable
+    from lamina.studies.measuring import Measuring
+
+    measuring = Measuring(settings, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
         run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
@@ -44,7 +48,16 @@ def probe_folder(
         return measuring.run(folder)
 
 
-def finished(folder: Path, settings: ProbeSettings) -> dict[str, dict[str, Any]]:
+def spec_by_name(probes: str) -> dict[str, str]:
+    """What was asked for by each probe's name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
+    specs: dict[str, str] = {}
+    for spec in split_specs(probes):
+        names = registry.names() if spec == "all" else [registry.make(spec).name]
+        specs |= {name: name if spec == "all" else spec for name in names}
+    return specs
+
+
+def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What a folder to resume holds of finished probes. Raises UserError where its settings were others."""
     stored = run_folder.read_yaml(folder / "config.yaml")
     for name, value in settings.to_dict().items():
@@ -54,10 +67,10 @@ def finished(folder: Path, settings: ProbeSettings) -> dict[str, dict[str, Any]]
                 f"or another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
             )
     told = (run_folder.read_result(folder) or {}).get("probes") or {}
-    specs = {registry.make(spec).name: spec for spec in registry.specs(settings.probes)}
-    kept = {}
-    for name, one in told.items():
-        whole = (folder / f"{name}.parquet").is_file() and one.get("status") == "finished"
-        if whole and specs.get(name, one.get("spec")) == one.get("spec"):
-            kept[name] = one
-    return kept
+    return {
+        name: one
+        for name, one in told.items()
+        if one.get("status") == "finished"
+        and (folder / f"{name}.parquet").is_file()
+        and one.get("spec") == specs.get(name, one.get("spec"))
+    }
