@@ -29,7 +29,6 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
         "CHECKPOINT ",
     )
-    parser.add_argument("checkpoint", nargs="?", help=_checkpoint_help())
     add_settings(parser, ProbeSettings, positional=("checkpoint",))
     parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and end")
     parser.add_argument("--png", action="store_true", help="draw each figure as a PNG, too (needs Chromium or Chrome)")
@@ -93,7 +92,3 @@ def _refused(result: dict[str, Any], given: dict[str, Any]) -> int:
         if told["status"] == "skipped":
             raise UserError(f"{told['reason']}" if name in told["reason"] else f"{name}: {told['reason']}")
     return 0
-
-
-def _checkpoint_help() -> str:
-    return "a folder with config.json, a run's folder, a .gguf file, or a name on the hub"

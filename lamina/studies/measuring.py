@@ -33,7 +33,12 @@ class Measuring:
     """
 
     def __init__(
-        self, settings: ProbeSettings, probes: Sequence[Probe], specs: Mapping[str, str], done: Mapping[str, Any], bar: bool
+        self,
+        settings: ProbeSettings,
+        probes: Sequence[Probe],
+        specs: Mapping[str, str],
+        done: Mapping[str, Any],
+        bar: bool,
     ):
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -101,9 +106,12 @@ class Measuring:
 
     def _words(self, probe: Probe) -> dict[str, str]:
         definition = inspect.getdoc(type(probe)) or ""
-        return {"spec": self.specs[probe.name], "title": probe.title, "summary": probe.summary, "source": probe.source} | {
-            "definition": definition
-        }
+        return {
+            "spec": self.specs[probe.name],
+            "title": probe.title,
+            "summary": probe.summary,
+            "source": probe.source,
+        } | {"definition": definition}
 
     def _why(self, name: str) -> str:
         start = f"{name} left out: "

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from lamina.errors import UserError
 from lamina.probes.context import Context
 from lamina.training import folder as run_folder
 
@@ -85,7 +84,6 @@ class ScheduledProbes(TrainerCallback):
 
     def _measure(self, model: nn.Module, step: int) -> Iterator[tuple[str, pd.DataFrame | None, Sequence[str]]]:
         from lamina.probes import registry
-        from lamina.probes.running import measure
         from lamina.probes.wiring import find_structure
 
         inputs = {"input_ids": self.input_ids.to(next(model.parameters()).device)}
