@@ -38,6 +38,8 @@ def run(argv: list[str]) -> int:
     if others.list:
         print(listing(full=True))
         return 0
+    if not given.get("checkpoint"):
+        given.pop("checkpoint", None)
     folder = Path(given.get("output", ProbeSettings.output))
     if others.resume and (folder / "config.yaml").is_file():
         from lamina.training.folder import read_yaml

@@ -82,7 +82,9 @@ def _thin_line(trace: dict[str, Any]) -> str:
         (trace.get("marker"), ("color", "size")),
         (trace.get("error_y"), ("array",)),
     ):
-        for name in names if isinstance(holder, dict) else ():
+        if not isinstance(holder, dict):
+            continue
+        for name in names:
             if _is_list(holder.get(name)) and len(holder[name]) == length:
                 holder[name] = np.asarray(holder[name])[kept]
     return f"{len(kept)} of {length} points of a line"

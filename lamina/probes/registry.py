@@ -38,6 +38,7 @@ class Probe:
         source: the paper and the equation or figure that define it.
         needs: what it needs of the forward passes, of "logits" (the whole model is run, with its head) and "tokens"
             (the model reads token ids).
+        over_steps: of a run's scheduled probes: the metrics that its page draws over the steps (none named: all).
     """
 
     name: ClassVar[str]
@@ -45,6 +46,7 @@ class Probe:
     summary: ClassVar[str]
     source: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    over_steps: ClassVar[tuple[str, ...]] = ()
 
     def begin(self, context: Context) -> None:
         """Called once, before the forward passes. Raises UserError where the probe has no meaning for the model."""
@@ -67,7 +69,7 @@ class Probe:
         return None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """The tidy result. Layers count from 0; state l is the stream before layer l, state N the one behind the last."""
+        """The tidy result. Layers count from 0; state l is the stream before layer l, state N the one behind all."""
         raise NotImplementedError
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
@@ -121,7 +123,7 @@ def make(spec: str | Probe) -> Probe:
         return spec
     if own := re.fullmatch(r"\s*([^()]+\.py)\s*(\(.*\))?\s*", spec, re.S):
         spec = load_file(Path(own[1])) + (own[2] or "")
-    name, options = parse_spec(spec)
+    name, options = parse_spec(str(spec))
     made = get(str(name))
     allowed = options_of(made)
     for option in options:

@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,8 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from lamina.probes.listing import Listed, listed
 from lamina.reports import depth
-from lamina.reports.page import Section, callouts, figure, prose
+from lamina.reports.page import Section, callouts, figure
 from lamina.reports.records import Frame, Trial
 from lamina.reports.style import FONT, Shown, polish, to_html
 
@@ -72,7 +73,7 @@ def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quan
         if "index" in rows and rows["index"].nunique() > 1:  # the largest of top-k, the first of several norms
             fixed["index"] = rows["index"].min()
             rows = rows[rows["index"] == fixed["index"]]
-        values = pd.to_numeric(rows["value"], errors="coerce")
+        values: Frame = pd.to_numeric(rows["value"], errors="coerce")
         values = values[np.isfinite(values)]
         log = bool(len(values)) and values.min() > 0 and values.max() > 8 * values.min()
         metric = fixed.get("metric")
@@ -97,7 +98,7 @@ def by_steps(shown: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
     picture = make_subplots(
         rows=down,
         cols=across,
-        shared_yaxes="all",
+        shared_yaxes="all",  # pyright: ignore[reportArgumentType]
         shared_xaxes=True,
         horizontal_spacing=0.03,
         vertical_spacing=0.16 / down,
@@ -171,7 +172,7 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
 
 
 def _section(name: str, shown: Sequence[Shown]) -> Section:
-    told = listed().get(name) or Listed(name=name, title=name, summary="", source="", options={})
+    told = next((about for item in shown for t in item.trials if (about := _about(t.folder, name))), {})
     frames = {
         item.placement: pd.concat(found)
         for item in shown
@@ -179,8 +180,8 @@ def _section(name: str, shown: Sequence[Shown]) -> Section:
     }
     html = callouts(_notes(name, shown))
     if frames:
-        everything = pd.concat(frames.values(), ignore_index=True)
-        drawn = quantities(name, everything, told.over_steps)
+        everything: Frame = pd.concat(frames.values(), ignore_index=True)
+        drawn = quantities(name, everything, tuple(told.get("over_steps") or ()))
         for quantity in drawn:
             lines, maps = by_steps(shown, quantity), None
             if everything["step"].nunique() > 2:
@@ -194,9 +195,19 @@ def _section(name: str, shown: Sequence[Shown]) -> Section:
             html += figure(to_html(numbers), "Of the whole model, against the step.")
         if not (drawn or numbers):
             html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
-    html = prose([said for said in (told.summary,) if said], {}) + html if html else ""
-    title = told.title if told.title else name
+    lead = f'<p class="lead">{escape(str(told["summary"]))}</p>' if told.get("summary") else ""
+    source = f'<p class="source">Source: {escape(str(told["source"]))}</p>' if told.get("source") else ""
+    html = lead + html + source if html else ""
+    title = str(told.get("title") or name)
     return Section(name=title, title=f"{title} during training", html=html)
+
+
+def _about(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        told = json.loads((folder / "probes" / name / "about.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _notes(name: str, shown: Sequence[Shown]) -> list[str]:

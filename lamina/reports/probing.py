@@ -57,7 +57,7 @@ def main_numbers(frame: Frame) -> Frame:
     """
     by = [name for name in ("metric", "sublayer", "role") if name in frame and frame[name].notna().any()]
     where = [name for name in ("layer", "other", "start", "size", "index", "step") if name in frame]
-    values = pd.to_numeric(frame["value"], errors="coerce")
+    values: Frame = pd.to_numeric(frame["value"], errors="coerce")
     frame = frame.assign(value=values.where(values.abs() < math.inf))
     rows = []
     groups = frame.groupby(by, sort=False, dropna=False) if by else [((), frame)]

@@ -99,7 +99,7 @@ class Measuring:
         for number, (figure, caption) in enumerate(probe.figures(frame), start=1):
             small, left_out = compact(figure)
             name = f"figures/{probe.name}-{number}.json"
-            run_folder.write_text(self.folder / name, small.to_json())
+            run_folder.write_text(self.folder / name, str(small.to_json()))
             title = figure.layout.title.text or ""
             drawn.append({"file": name, "title": title, "caption": f"{caption} {left_out}".strip()})
         return drawn

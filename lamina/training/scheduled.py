@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from lamina.probes.context import Context
+from lamina.probes.probing import structure_of
+from lamina.probes.registry import Probe, make_all
+from lamina.probes.running import run
 from lamina.training import folder as run_folder
 
 if TYPE_CHECKING:
@@ -34,8 +37,8 @@ logger = logging.getLogger(__name__)
 class ScheduledProbes(TrainerCallback):
     """Runs probes at the first step, at every ``every``-th and at the last; RUN/probes/NAME/part-STEP.parquet.
 
-    A probe that has no meaning for the model is left out from then on, one that fails at a step says so in
-    probes/NAME/notes.jsonl; neither ends the run. In a run of several processes the first one probes; a model whose
+    A probe that has no meaning for the model, or that fails at a step, says so in probes/NAME/notes.jsonl; neither ends
+    the run. In a run of several processes the first one probes; a model whose
     weights are spread over processes is not probed.
     """
 
@@ -52,7 +55,7 @@ class ScheduledProbes(TrainerCallback):
         self.trainer: Trainer | None = None
         self.seconds = 0.0
         self._structure: Structure | None = None
-        self._left_out: set[str] = set()
+        self._noted: set[tuple[str, str]] = set()
         if resumed_step is not None:
             forget(self.folder, after=resumed_step)
 
@@ -75,31 +78,60 @@ class ScheduledProbes(TrainerCallback):
             self._note("all", step, "the weights are spread over several processes: nothing is probed")
             return
         with undisturbed(model):
-            for name, frame, notes in self._measure(model, step):
-                for note in notes:
-                    self._note(name, step, note)
-                if frame is not None:
-                    write_part(self.folder / name, step, frame)
+            context = self._context(model, step)
+            for probe, frame in self._measure(context):
+                write_part(self.folder / probe.name, step, frame)
+                self._describe(probe)
+        for note in context.notes:
+            name, left_out, reason = note.partition(" left out: ")
+            self._note(name if left_out else "all", step, f"not measured: {reason}" if left_out else note)
         self.seconds += time.monotonic() - began
 
-    def _measure(self, model: nn.Module, step: int) -> Iterator[tuple[str, pd.DataFrame | None, Sequence[str]]]:
-        from lamina.probes import registry
-        from lamina.probes.wiring import find_structure
-
+    def _context(self, model: nn.Module, step: int) -> Context:
         inputs = {"input_ids": self.input_ids.to(next(model.parameters()).device)}
         if self._structure is None:
-            self._structure = find_structure(model, {k: v[:1] for k, v in inputs.items()})
-        probes = [one for one in registry.make_all(self.specs) if one.name not in self._left_out]
-        context = Context(
+            self._structure = structure_of(model, inputs)
+        return Context(
             model=model,
-            base=getattr(model, "base_model", model),
+            base=model.base_model,  # type: ignore[arg-type]
             structure=self._structure,
             batches=[inputs],
             tokenizer=self.tokenizer,
             state={"step": step},
         )
 
+    def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame]]:
+        """All probes in one pass; where one of them breaks, each in a pass of its own, so that the others measure."""
+        found: list[tuple[Probe, pd.DataFrame]] = []
+        try:
+            run(context, make_all(self.specs), strict=False, done=lambda probe, frame, _: found.append((probe, frame)))
+            return found
+        except Exception as error:
+            if run_folder.disk_full(error):
+                raise
+        found.clear()
+        context.notes.clear()
+        for probe in make_all(self.specs):
+            try:
+                run(context, [probe], strict=False, done=lambda probe, frame, _: found.append((probe, frame)))
+            except Exception as error:
+                if run_folder.disk_full(error):
+                    raise
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                context.notes.append(f"{probe.name} left out: {said}")
+        return found
+
+    def _describe(self, probe: Probe) -> None:
+        """What the page says of a probe, in the folder with its numbers: it may be one of the user's own."""
+        path = self.folder / probe.name / "about.json"
+        if not path.is_file():
+            words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
+            run_folder.write_json(path, {**words, "over_steps": list(probe.over_steps)})
+
     def _note(self, name: str, step: int, note: str) -> None:
+        if (name, note) in self._noted:
+            return
+        self._noted.add((name, note))
         logger.warning("probe %s, step %d: %s", name, step, note)
         (self.folder / name).mkdir(parents=True, exist_ok=True)
         with (self.folder / name / "notes.jsonl").open("a", encoding="utf-8") as file:

@@ -25,7 +25,8 @@ def test_what_is_read_is_what_the_class_says(name):
 
 
 def test_the_list_loads_neither_torch_nor_pandas():
-    code = "import sys; from lamina.probes.listing import listed; listed(); assert not {'torch', 'pandas'} & set(sys.modules)"
+    code = "import sys; from lamina.probes.listing import listed; listed(); "
+    code += "assert not {'torch', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
