@@ -29,6 +29,8 @@ def lines(
     groups = [(None, frame)] if colour is None else list(frame.groupby(colour, sort=False))
     if len(groups) > MOST_LINES:
         groups = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, MOST_LINES)]
+    name: Any
+    part: Any
     for name, part in groups:
         part = part.sort_values(x)
         error = None

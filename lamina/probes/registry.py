@@ -69,7 +69,7 @@ class Probe:
         return None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """The tidy result. Layers count from 0; state l is the stream before layer l, state N the one behind all."""
+        """The tidy result. Layers count from 0; state l is the stream before layer l, state N that behind the last."""
         raise NotImplementedError
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:

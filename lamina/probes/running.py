@@ -146,7 +146,7 @@ def token_losses(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     if ids is None or head is None:
         raise UserError(
-            f"loss: {type(model).__name__} has no head that predicts tokens (allowed: a causal or masked language model)"
+            f"loss: {type(model).__name__} has no head that predicts tokens (allowed: a causal or masked model)"
         )
     if is_causal(model, ids):
         logits = forward(model, inputs).logits[:, :-1].float()

@@ -91,7 +91,7 @@ class _Reader:
                 self._operate(event)
         self._carry(self.tags.get(self.call.output))
         # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
-        self.post |= {norm for norm, value in self.reads.items() if value not in self.carried}
+        self.post |= {norm for norm, value in self.reads.items() if value >= 0 and value not in self.carried}
         if describe:
             self._describe()
         return Layer(self.call, self.additions, argument)
@@ -107,7 +107,8 @@ class _Reader:
             before = next((self.tags[v] for v in call.inputs.values() if v in self.tags), None)
             if before is not None and before.kind in ("stream", "normed"):
                 self.tags[value] = _Tag("normed", norm=call, sum=before.sum)
-                self.reads[id(call)] = before.sum
+                # The norm of a norm is the next module's own, unless its output goes on.
+                self.reads[id(call)] = before.sum if before.kind == "stream" else -1
             elif before is not None:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
@@ -246,9 +247,9 @@ class _Reader:
         for c in leaves:
             x = _first(c)
             is_activation = not _is_projection(c.module) and not any(True for _ in c.module.parameters())
-            if c.ended < down.began and is_activation and x >= 0 and self.record.shapes[x][-1] == inner:
-                if c.output != x and c.output >= 0:
-                    return Point(c.module, c.path, "input", c.number, None, next(iter(c.inputs)))
+            changes = x >= 0 and c.output >= 0 and c.output != x
+            if c.ended < down.began and is_activation and changes and self.record.shapes[x][-1] == inner:
+                return Point(c.module, c.path, "input", c.number, None, next(iter(c.inputs)))
         for op in ops:
             if op.kind == "activation" and op.time < down.began and self.record.shapes[op.inputs[0]][-1] == inner:
                 made = next((c for c in leaves if c.output == op.inputs[0]), None)

@@ -164,7 +164,7 @@ def _origin(value: int | None, same: Mapping[int, int]) -> int | None:
 
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
     """The norm whose output is the first layer's stream, or that reads the last layer's."""
-    same = {op.outputs[0]: op.inputs[0] for op in record.ops if op.kind == "same" and op.inputs and op.outputs}
+    same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
             continue

@@ -79,12 +79,12 @@ class ScheduledProbes(TrainerCallback):
             return
         with undisturbed(model):
             context = self._context(model, step)
-            for probe, frame in self._measure(context):
-                write_part(self.folder / probe.name, step, frame)
-                self._describe(probe)
-        for note in context.notes:
-            name, left_out, reason = note.partition(" left out: ")
-            self._note(name if left_out else "all", step, f"not measured: {reason}" if left_out else note)
+            for probe, frame, notes in self._measure(context):
+                if frame is not None:
+                    write_part(self.folder / probe.name, step, frame)
+                    self._describe(probe)
+                for note in notes:
+                    self._note(probe.name, step, note)
         self.seconds += time.monotonic() - began
 
     def _context(self, model: nn.Module, step: int) -> Context:
@@ -100,25 +100,33 @@ class ScheduledProbes(TrainerCallback):
             state={"step": step},
         )
 
-    def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame]]:
+    def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
         """All probes in one pass; where one of them breaks, each in a pass of its own, so that the others measure."""
-        found: list[tuple[Probe, pd.DataFrame]] = []
+        found: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
+
+        def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
+            found.append((probe, frame, [note for note in context.notes if " left out: " not in note]))
+            context.notes[:] = [note for note in context.notes if " left out: " in note]
+
+        probes = make_all(self.specs)
         try:
-            run(context, make_all(self.specs), strict=False, done=lambda probe, frame, _: found.append((probe, frame)))
-            return found
+            run(context, probes, strict=False, done=done)
         except Exception as error:
             if run_folder.disk_full(error):
                 raise
-        found.clear()
-        context.notes.clear()
-        for probe in make_all(self.specs):
-            try:
-                run(context, [probe], strict=False, done=lambda probe, frame, _: found.append((probe, frame)))
-            except Exception as error:
-                if run_folder.disk_full(error):
-                    raise
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                context.notes.append(f"{probe.name} left out: {said}")
+            found.clear()
+            context.notes.clear()
+            for probe in make_all(self.specs):
+                try:
+                    run(context, [probe], strict=False, done=done)
+                except Exception as error:
+                    if run_folder.disk_full(error):
+                        raise
+                    context.notes.append(f"{probe.name} left out: {type(error).__name__}: {error}")
+        for probe in probes:
+            start = f"{probe.name} left out: "
+            said = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
+            found += [(probe, None, [f"not measured: {reason}" for reason in said])] if said else []
         return found
 
     def _describe(self, probe: Probe) -> None:
