@@ -20,7 +20,7 @@ eval-fraction steps batch-size gradient-accumulation min-learning-rate warmup we
 max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-every probes logging-steps eval-steps
 eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
-gradient-checkpointing threads report-to trainer
+gradient-checkpointing precision compile threads report-to trainer
 """
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
