@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from lamina.reports.page import Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.style import GREY, colours, polish, to_html
-from lamina.reports.tables import swatch, table_html
+from lamina.reports.tables import swatch, html_table
 
 PAGE = "report.html"
 _CHIPS = {"fine": "finished", "risky": "stuck", "will not train": "diverged"}
@@ -106,7 +106,7 @@ def _verdicts(records: list[dict[str, Any]], labels: list[str], colour: Mapping[
             f'<td class="number">{row["fp16_headroom"]:.3g} ×</td>',
         ]
         body.append(f"<tr>{''.join(cells)}</tr>")
-    return table_html(head, body, {"learning rate", "FP16 headroom"}, "verdicts")
+    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts")
 
 
 def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:
@@ -116,7 +116,7 @@ def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:
         for name in records[0]
         if name not in skipped
     ]
-    return table_html(["", *labels], body, set(labels), "trials")
+    return html_table(["", *labels], body, set(labels), "trials")
 
 
 def _number(value: Any) -> str:
