@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from lamina.reports.page import Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.style import GREY, colours, polish, to_html
-from lamina.reports.tables import swatch, html_table
+from lamina.reports.tables import html_table, swatch
 
 PAGE = "report.html"
 _CHIPS = {"fine": "finished", "risky": "stuck", "will not train": "diverged"}
