@@ -161,7 +161,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     blocks, _ = prepare_blocks(settings.corpus, settings.tokenizer, settings.sequence_length, progress=False)
     seen = burn_in_of(settings, settings.runs()[0], blocks, open_question)
     ends = range(min(1, len(seen.snapshots) - 1), len(seen.snapshots))
-    return finite({"stopped": seen.stopped, "features": [features(seen, end).to_dict() for end in ends]})
+    courses = [features(seen, end).to_dict() for end in ends]
+    rounded = [{name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in c.items()} for c in courses]
+    return finite({"stopped": seen.stopped, "features": rounded})
 
 
 def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..., Any], jobs: int) -> None:

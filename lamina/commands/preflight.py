@@ -19,6 +19,7 @@ EXAMPLES = """
   lamina preflight --placement fusenorm --init normal --learning-rates 3e-3,2e-2 --warmup 0.3 --output runs/preflight
   lamina preflight --backbone llama-71m --placement my_placement.yaml --corpus books/ --tokenizer bpe:8192 --json
 """
+ABOUT_ONE = 2.0
 DESCRIPTION = """\
 Before a run: take its first steps at full depth, measure the layers, and say whether it will train (fine, risky, will
 not train), why, and what to change. The exit code is 0 whatever the verdict; with --strict it is 1 where any is
@@ -68,8 +69,18 @@ def summary(rows: pd.DataFrame) -> str:
         )
     for row in records:
         lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")
-        for name in ("reason", "change", "advice", "note"):
-            if row[name]:
-                label = {"advice": "papers"}.get(name, name)
-                lines.append(textwrap.fill(f"  {label}: {row[name]}", 110, subsequent_indent="    "))
+        said = {"reason": row["reason"], "change": row["change"], "layers": _layers(row), "papers": row["advice"]}
+        for label, text in {**said, "note": row["note"]}.items():
+            if text:
+                lines.append(textwrap.fill(f"  {label}: {text}", 110, subsequent_indent="    "))
     return "\n".join(lines)
+
+
+def _layers(row: dict[str, Any]) -> str:
+    share = row["ffn_variance_share"]
+    theorem = "as O(1/L) a layer keeps it" if share <= ABOUT_ONE else "O(1/L) a layer would keep it near 1"
+    return (
+        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients lie within a factor of "
+        f"{10 ** -row['weight_gradient']:.2g}, the smallest in block {row['weight_gradient_layer']}; before the first "
+        f"step the feed-forwards add {share:.2g} × their skips' variance in sum ({theorem})"
+    )

@@ -142,8 +142,8 @@ def burn_in_of(
 ) -> BurnIn:
     """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
 
-    A further quarter follows as long as ``go_on`` says so of the features, up to one and a half times the steps asked
-    for and to 60 % of the run's own.
+    A further quarter follows as long as ``go_on`` says so of the features, up to three times the steps asked for and to
+    60 % of the run's own.
     """
     steps = min(settings.burn_in, run.steps)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -158,7 +158,7 @@ def burn_in_of(
     burning.advance(steps // 2)
     burning.advance(steps)
     more = max(1, steps // 4)
-    while not burning.stopped and len(burning.losses) + more <= min(1.5 * steps, 0.6 * run.steps):
+    while not burning.stopped and len(burning.losses) + more <= min(3 * steps, 0.6 * run.steps):
         if not go_on(features(burning.seen())):
             break
         burning.advance(len(burning.losses) + more)

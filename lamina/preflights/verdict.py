@@ -19,6 +19,8 @@ from lamina.preflights.features import Features
 Kind = Literal["fine", "risky", "will not train"]
 VERDICTS: tuple[Kind, ...] = ("fine", "risky", "will not train")
 LEAST_CONTEXT = 1e-4  # nats: what the held-out sequences can tell from nothing
+MOST_REMAINING = 10.0  # planned steps over those taken: the runs that the rules were fitted on had no more
+STILL_FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learnt
 FP16_LITTLE = 2.0
 
 
@@ -85,7 +87,7 @@ def progress(numbers: Features) -> dict[str, float]:
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),
-        "remaining": math.log10(max(numbers.remaining, 1.0)),
+        "remaining": math.log10(min(max(numbers.remaining, 1.0), MOST_REMAINING)),
         "jacobian": min(max(numbers.jacobian, -4.0), 0.0),
     }
 
@@ -166,6 +168,9 @@ def _reconnect(case: Case) -> str:
 def _faster(numbers: Features, case: Case) -> str:
     if numbers.jacobian < -1:
         return _reconnect(case)
+    if numbers.excess > STILL_FALLING and case.steps > 2 * case.burn_in:
+        longer = f"--burn-in {2 * case.burn_in}"
+        return f"nothing yet: the loss still falls towards the tokens' frequencies; look longer ({longer})"
     if numbers.spike > 0.5:
         return f"a lower learning rate ({case.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
     higher = f"a higher learning rate ({case.learning_rate * 2:.1g})"
