@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,11 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--strict", action="store_true", help='exit with 1 where a verdict is "will not train"')
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     given, others = given_settings(parser, argv, "json", "strict", "overwrite")
-    rows = preflight(**given, overwrite=others.overwrite)
+    try:
+        rows = preflight(**given, overwrite=others.overwrite)
+    except KeyboardInterrupt:
+        print("lamina: interrupted; a preflight keeps nothing of what it has not finished", file=sys.stderr)
+        return 130
     print(as_json(rows) if others.json else summary(rows))
     if given.get("output") and not others.json:
         print(f"\nthe page:    {Path(given['output']) / 'report.html'}")

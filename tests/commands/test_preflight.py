@@ -96,6 +96,18 @@ def test_strict_says_by_the_exit_code_what_will_not_train(corpus, capsys):
     assert main([*argv(corpus, learning_rate="1e6", steps=40), "--strict"]) == 1
 
 
+def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lamina.preflights.burn_in.BurningIn.advance", stopped)
+    assert main(argv(corpus, output=tmp_path / "out")) == 130
+    assert [x for x in capsys.readouterr().err.splitlines() if x.startswith("lamina: ")] == [
+        "lamina: interrupted; a preflight keeps nothing of what it has not finished"
+    ]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
