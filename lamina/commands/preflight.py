@@ -70,7 +70,7 @@ def summary(rows: pd.DataFrame) -> str:
         room = f"{row['fp16_headroom']:.3g} × ({row['fp16_headroom_bits']:.1f} bits)"
         lines.append(
             f"{row['placement']:<{width}} {row['learning_rate']:>8g}  {row['verdict']:<14} "
-            f"{10 ** row['jacobian']:>11.2g} {row['context']:>8.3f} {room:>22}"
+            f"{10 ** row['jacobian']:>11.2g} {round(row['context'], 3) + 0.0:>8.3f} {room:>22}"
         )
     for row in records:
         lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")

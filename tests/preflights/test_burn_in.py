@@ -4,14 +4,16 @@ import math
 
 import pytest
 import torch
-from training.tiny_runs import SMALL
+from training.tiny_runs import SMALL, records
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
+from lamina.data import prepare_blocks
 from lamina.preflights.burn_in import BurningIn, rate_factor, unigram_loss, warmup_steps
 from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
 from lamina.preflights.running import ffn_share
+from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
 
@@ -60,6 +62,23 @@ def test_it_takes_the_steps_of_adamw_on_the_runs_own_batches(corpus, blocks):
     assert seen.losses == pytest.approx(losses, rel=1e-4)
     assert seen.gradient_norms == pytest.approx(norms, rel=1e-3)
     assert [shot.step for shot in seen.snapshots] == [0, 5]
+
+
+def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch):
+    """The same seed, weights, batches, rates: what `lamina pretrain` logs for its first steps."""
+    monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "cache"))
+    settings = planned(corpus, steps=8, logging_steps=1, learning_rate=0.02, seed=3, output=str(tmp_path / "run"))
+    pretrain(settings, bar=False)
+    logged = [r for r in records(tmp_path / "run") if r.get("loss") is not None]
+    own, _ = prepare_blocks(str(corpus), "bytes", settings.sequence_length, progress=False)
+    made = BurningIn(choose(settings, own.stats.vocab_size, 8, 1e12), own, sequences=2, longest_warmup=4)
+    made.advance(4)
+    made.advance(8)
+    seen = made.seen()
+    # float32: the Trainer divides by the number of tokens where the model's own loss takes the mean
+    assert seen.losses == pytest.approx([r["loss"] for r in logged], rel=1e-5)
+    assert seen.gradient_norms == pytest.approx([r["grad_norm"] for r in logged], rel=1e-4)
+    assert seen.learning_rates == pytest.approx([r["learning_rate"] for r in logged])
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 0.25])
