@@ -66,7 +66,7 @@ class LogitLens(Probe):
             )
         ids = context.batches[0]["input_ids"][:1].to(context.device)
         self._causal = is_causal(model, ids)
-        self._mask = getattr(context.tokenizer, "mask_token_id", None)
+        self._mask: Any = getattr(context.tokenizer, "mask_token_id", None)
         if not self._causal and self._mask is None:
             raise UserError(
                 "logit_lens: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)"
@@ -227,7 +227,7 @@ class Tail:
         if not torch.allclose(found, wanted, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(
                 f"logit_lens: {type(self.model).__name__}'s logits do not follow from its last state alone, they "
-                f"differ by {float((found - wanted).abs().max()):.3g} (allowed: a head that reads the last layer's output)"
+                f"differ by {float((found - wanted).abs().max()):.3g} (allowed: a head that reads that state only)"
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
