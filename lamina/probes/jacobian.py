@@ -105,7 +105,7 @@ class JacobianProbe(Probe):
             sqrt(alpha^2 + 1) a sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
             norms on the sum; where there are none the path is the skips' scale.
         role fusenorm: formula, gain / sigma a norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
-            each token's sigma at the norm's input; its log10_product.
+            each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
     Rows of a sub-layer, role post_norm: sigma, the mean over tokens of what the norm on the sum divides by.
     Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
         bounds; and each role's log10_product over all layers.
@@ -154,7 +154,7 @@ class JacobianProbe(Probe):
             logs: dict[str, torch.Tensor] = {}
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block)
-                norms["keel"] = torch.full((1,), block_factor(wiring, sigmas), dtype=torch.float64)
+                norms["keel"] = block_factor(wiring, sigmas).reshape(1)
                 norms["fusenorm"] = self._measured_sigmas(block, wiring)
                 for role, norm in norms.items():
                     metric = "formula" if role in ("keel", "fusenorm") else "norm"
@@ -204,7 +204,7 @@ class JacobianProbe(Probe):
             sigmas[index] = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
             kind = block.site.sublayers[index].kind
             self._add(block.site.index, kind, "post_norm", "sigma", sigmas[index].flatten(1).mean(1))
-        factor = torch.as_tensor(block_factor(wirings, sigmas), dtype=torch.float64).expand(block.stream.shape[:-1])
+        factor = block_factor(wirings, sigmas).expand(block.stream.shape[:-1])
         return 10 ** factor.log10().flatten(1).mean(1)
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor) -> None:
