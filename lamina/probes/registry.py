@@ -34,7 +34,16 @@ _NO_PROBE = {
         "inputs",
     ),
     *("settings", "probing", "figures"),
-    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra", "last_layer", "depth_bounds"),
+    *(
+        "block_norms",
+        "spectral_norm",
+        "replay",
+        "residual_path",
+        "ranks",
+        "weight_spectra",
+        "last_layer",
+        "depth_bounds",
+    ),
     *("magnitudes", "stream_totals"),
 }
 _PROBES: dict[str, type[Probe]] = {}

@@ -17,7 +17,8 @@ from tiny_contexts import (
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.jacobian import JacobianProbe, block_norms
+from lamina.probes.block_norms import block_norms
+from lamina.probes.jacobian import JacobianProbe
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, wirings_of
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
