@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.block_norms import log10_total_norm
+from lamina.probes.block_norms import block_norms, log10_total_norm
 from lamina.probes.context import Context
 from lamina.probes.registry import Probe, probe
 from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
@@ -18,6 +18,8 @@ from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectra
 
 if TYPE_CHECKING:
     import pandas as pd
+
+__all__ = ["JacobianProbe", "block_norms"]
 
 COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
 _PATHS = {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from typing import Any, cast
 
 import plotly.graph_objects as go
 import plotly.io
@@ -94,6 +95,18 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
     }
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
+    return figure
+
+
+def polish_own(figure: go.Figure) -> go.Figure:
+    """The page's look for a figure that comes with sizes and a title of its own; the page sets the title above it."""
+    layout = cast("Any", figure.layout)
+    legends = sum(trace.showlegend is not False and bool(trace.name) for trace in cast("Any", figure.data))
+    bottom, top = layout.margin.b, layout.margin.t
+    polish(figure, layout.height or 420)
+    figure.update_layout(title_text=None, margin_b=max(46, bottom or 0), margin_t=max(34 if legends < 2 else 52, 0))
+    if layout.annotations and top:  # titles of sub-plots stand in the margin
+        figure.update_layout(margin_t=max(top, 44))
     return figure
 
 

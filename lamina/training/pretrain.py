@@ -7,13 +7,16 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.data import Subset
+from tqdm.auto import tqdm
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -22,6 +25,7 @@ from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.training import folder as run_folder
+from lamina.training import speed
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpoints import newest_checkpoint, step_of
 from lamina.training.checks import backbone_config, check, merge
@@ -30,6 +34,7 @@ from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
+from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
 from lamina.training.trainer import LaminaTrainer
 
@@ -117,26 +122,30 @@ def _run(
     profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
     scaling = width_scaling_of(settings)
     model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling)
+    settings = _settle(settings, model, arguments.device, target, bar=bar)
+    arguments = training_arguments(settings)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
     monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
+    monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
     recorder = RunRecorder(
         metrics=run_folder.MetricsWriter(target, resumed_step),
         layers=run_folder.LayersWriter(target, resumed_step),
         guard=guard,
-        monitor_ids=torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)]),
+        monitor_ids=monitor_ids,
         tokens_per_step=settings.batch_size * settings.gradient_accumulation * settings.sequence_length,
         bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
         track_layers=bool(settings.reports()),
         bar=bar,
     )
+    probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step) if settings.probe_every else None
     trainer = LaminaTrainer(
         model=model,
         args=arguments,
         train_dataset=blocks.train,
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-        callbacks=[recorder, *_tensorboard(settings)],
+        callbacks=[recorder, *_tensorboard(settings), *([probing] if probing else [])],
         guard=guard,
         experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
         rate_factors=None if scaling is None else rate_factors(model, scaling),
@@ -144,11 +153,29 @@ def _run(
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     recorder.trainer = trainer
+    if probing:
+        probing.trainer = trainer
     with stop_signals(recorder):
         status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
         if status in ("finished", "stuck"):
             _save(model, tokenizer, target / "model")
     return outcome(settings, status, reason, trainer, recorder, blocks, model, plan, time.monotonic() - began)
+
+
+def _settle(
+    settings: PretrainSettings, model: torch.nn.Module, device: torch.device, target: Path, *, bar: bool
+) -> PretrainSettings:
+    """The settings with their precision and compilation decided, and kept so: a resumed run does not try again."""
+    if speed.is_open(settings):
+        choice = speed.choose(settings, lambda: model, device)
+        settings = replace(settings, precision=choice.precision, compile=choice.compile)
+        run_folder.write_json(target / "speed.json", choice.to_dict())
+        run_folder.write_yaml(target / "config.yaml", settings.to_dict())
+        logger.info("%s", choice)
+        if bar:
+            tqdm.write(str(choice), file=sys.stderr)
+    speed.prepare(model, settings)
+    return settings
 
 
 def _tensorboard(settings: PretrainSettings) -> list[Any]:

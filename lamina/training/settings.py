@@ -47,12 +47,16 @@ class RunSettings:
         save_steps: steps between two checkpoints (0 for none but the final model)
         keep: checkpoints kept
         monitor_blocks: held-out blocks of the layer monitor (default: a quarter of the batch)
+        probe_every: steps between two runs of the probes on a few held-out blocks (0 for none)
+        probes: which (see `lamina probe --list`): comma-separated names or name(option=value, ...), or all
         divergence_margin: nats above its best at which a loss counts as diverging
         divergence_patience: steps that it must stay there
         stuck_margin: nats below the unigram entropy that the eval loss must reach for the run not to be stuck
         expert_balance: of a backbone with experts: auto (bias where its routers have one, else loss), none, bias, loss
         expert_balance_rate: the bias' change in a step, or the auxiliary loss' factor
         gradient_checkpointing: recompute activations in the backward pass
+        precision: auto (what a short trial finds faster), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)
+        compile: auto, on or off: the blocks by torch.compile, one graph for each kind of layer
         threads: CPU threads (default: PyTorch's)
         report_to: none, or a comma-separated list of tensorboard, wandb, trackio
         trainer: any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor
@@ -90,12 +94,16 @@ class RunSettings:
     save_steps: int = 0
     keep: int = 2
     monitor_blocks: int | None = None
+    probe_every: int = 0
+    probes: str = "hidden_states,angular_distance,gradients"
     divergence_margin: float = 1.0
     divergence_patience: int = 20
     stuck_margin: float = 0.1
     expert_balance: str = "auto"
     expert_balance_rate: float = 1e-3
     gradient_checkpointing: bool = False
+    precision: str = "auto"
+    compile: str = "auto"
     threads: int | None = None
     report_to: str = "none"
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +123,7 @@ class RunSettings:
         ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("eval_blocks", "save_steps"):
+        for name in ("eval_blocks", "save_steps", "probe_every"):
             _at_least(name, getattr(self, name), 0)
         for name in (
             "weight_decay",
@@ -135,6 +143,9 @@ class RunSettings:
         self._check_width()
         if self.expert_balance not in BALANCES:
             raise UserError(f"expert_balance: {self.expert_balance!r} (allowed: {', '.join(BALANCES)})")
+        for name, allowed in (("precision", PRECISIONS), ("compile", COMPILE)):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}: {getattr(self, name)!r} (allowed: {', '.join(allowed)})")
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
         for target in self.reports():
@@ -213,6 +224,8 @@ class PretrainSettings(RunSettings):
         _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
 
 
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+COMPILE = ("auto", "on", "off")
 WIDTH_SCALINGS = ("none", "standard", "standard-no-alignment", "mup", "mup-no-alignment")
 BALANCES = ("auto", "none", "bias", "loss")
 Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
