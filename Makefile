@@ -27,6 +27,7 @@ format: $(VENV)/.development
 
 bench: $(VENV)/.development
 	$(BIN)/python benchmarks/train_step.py --output benchmarks/results/train_step.json
+	$(BIN)/python benchmarks/probes.py --output benchmarks/results/probes.json
 
 pictures: $(VENV)/.development
 	$(BIN)/lamina placements post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel --num-layers 4 --svg docs/placements.svg
