@@ -34,6 +34,7 @@ from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
+from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
 from lamina.training.trainer import LaminaTrainer
 
@@ -127,22 +128,24 @@ def _run(
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
     monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
+    monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
     recorder = RunRecorder(
         metrics=run_folder.MetricsWriter(target, resumed_step),
         layers=run_folder.LayersWriter(target, resumed_step),
         guard=guard,
-        monitor_ids=torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)]),
+        monitor_ids=monitor_ids,
         tokens_per_step=settings.batch_size * settings.gradient_accumulation * settings.sequence_length,
         bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
         track_layers=bool(settings.reports()),
         bar=bar,
     )
+    probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step) if settings.probe_every else None
     trainer = LaminaTrainer(
         model=model,
         args=arguments,
         train_dataset=blocks.train,
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-        callbacks=[recorder, *_tensorboard(settings)],
+        callbacks=[recorder, *_tensorboard(settings), *([probing] if probing else [])],
         guard=guard,
         experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
         rate_factors=None if scaling is None else rate_factors(model, scaling),
@@ -150,6 +153,8 @@ def _run(
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     recorder.trainer = trainer
+    if probing:
+        probing.trainer = trainer
     with stop_signals(recorder):
         status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
         if status in ("finished", "stuck"):
