@@ -59,11 +59,11 @@ def training_table(name: str) -> str:
         ]
         rows = [row for row in part["results"] if "absent" not in row]
         for row in rows:
-            lines.append(
-                f"| {_label(row)} | {row['tokens_per_second']:,} | {row['speed_ratio']:.2f} "
-                f"| {row['utilisation_of_own']:.2f} | {row['utilisation_of_bf16']:.2f} | {row['peak_memory_mib']:,} MiB "
-                f"| {row['peak_memory_mib'] / rows[0]['peak_memory_mib']:.2f} | {row['first_step_seconds']:.1f} s |"
-            )
+            memory = row["peak_memory_mib"]
+            cells = [_label(row), f"{row['tokens_per_second']:,}", f"{row['speed_ratio']:.2f}"]
+            cells += [f"{row['utilisation_of_own']:.2f}", f"{row['utilisation_of_bf16']:.2f}", f"{memory:,} MiB"]
+            cells += [f"{memory / rows[0]['peak_memory_mib']:.2f}", f"{row['first_step_seconds']:.1f} s"]
+            lines.append(f"| {' | '.join(cells)} |")
         lines += [""] + [f"Left out: {_label(row)}: {row['absent']}." for row in part["results"] if "absent" in row]
         lines += [""] if lines[-1] else []
     products = ", ".join(f"{name} {rate:,.0f}" for name, rate in record["products_gflops_per_second"].items())
@@ -76,7 +76,10 @@ def depth_table(name: str) -> str:
     record = _record(name)
     if record is None:
         return _unmeasured(name)
-    lines = ["| placement | layers | graphs | first step | a later step | compiling | ratio |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| placement | layers | graphs | first step | a later step | compiling | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for case in record["compiling"]:
         first = case["runs"][0]
         for row, ratio in zip(first, ("", f"{case['compile_ratio']:.2f}"), strict=True):
@@ -84,7 +87,11 @@ def depth_table(name: str) -> str:
                 f"| {row['placement']} | {row['num_layers']:,} | {row['graphs']} | {row['first_step_seconds']:.1f} s "
                 f"| {row['step_seconds']:.2f} s | {row['compile_seconds']:.1f} s | {ratio} |"
             )
-    lines += ["", "| trained | blocks | width | parameters | a step | peak memory | loss |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| trained | blocks | width | parameters | a step | peak memory | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in record["training"]:
         lines.append(
             f"| {row['placement']} | {row['num_layers']} | {row['hidden_size']} | {row['parameters']:,} "
@@ -100,7 +107,9 @@ def _record(name: str) -> dict[str, Any] | None:
 
 
 def _unmeasured(name: str) -> str:
-    return f"Not measured yet: there is no benchmarks/results/{name}.json (`make bench{'-gpu' * name.endswith('gpu')}`)."
+    return (
+        f"Not measured yet: there is no benchmarks/results/{name}.json (`make bench{'-gpu' * name.endswith('gpu')}`)."
+    )
 
 
 def _label(row: dict[str, Any]) -> str:
