@@ -24,6 +24,7 @@ from lamina.modeling.modeling_lamina import (
     Residual,
     adapter_of,
 )
+from lamina.modeling.width import WidthScaling, scaled_weights
 from lamina.placements import Layer, Plan, resolve
 
 HEADS: dict[str, type[LaminaPreTrainedModel]] = {
@@ -46,6 +47,7 @@ def build(
     num_labels: int | None = None,
     init: str = "recommended",
     profile_ids: torch.Tensor | None = None,
+    width_scaling: WidthScaling | None = None,
     **placement_options: Any,
 ) -> PreTrainedModel:
     """A model with the backbone's attention and feed-forward modules, wired as the placement says.
@@ -63,6 +65,8 @@ def build(
         init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model
             (Admin's); random ones if not given.
+        width_scaling: the scheme by which weights start at a width other than the one the settings were chosen at
+            (``lamina.modeling.width.WidthScaling``); none if not given.
         placement_options: the placement's options and those that every placement takes.
 
     Returns:
@@ -88,7 +92,10 @@ def build(
         model = HEADS[head](outer)
     except ValueError as error:
         raise UserError(str(error)) from error
-    initialization.initialize(model, name, profile_ids)
+    base = None
+    if width_scaling is not None:
+        base = {s.weight.name: (s.base, s.std) for s in scaled_weights(model, width_scaling)}
+    initialization.initialize(model, name, profile_ids, base)
     return model
 
 

@@ -7,7 +7,7 @@ another thing in each sub-layer stands there with the sub-layer's before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,11 +175,18 @@ def check(init: str) -> tuple[str, float]:
 
 
 @torch.no_grad()
-def initialize(model: PreTrainedModel, init: str, input_ids: torch.Tensor | None = None) -> None:
+def initialize(
+    model: PreTrainedModel,
+    init: str,
+    input_ids: torch.Tensor | None = None,
+    base: Mapping[str, tuple[Weight, float]] | None = None,
+) -> None:
     """Draw every weight matrix anew, in the order of the parameters, from torch's global generator.
 
     Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids``
     [batch, tokens] is what an initialiser that profiles the model reads (Admin's); without it, random tokens.
+    ``base`` (of width scaling) has for each weight's name the weight whose standard deviation counts in place of its
+    own, and a factor on that.
     """
     name, std = check(init)
     function, _, truncated = _initializers[name]
@@ -187,8 +194,9 @@ def initialize(model: PreTrainedModel, init: str, input_ids: torch.Tensor | None
         if weight.role == "bias":
             weight.parameter.zero_()
         elif weight.role != "vector":
-            for piece in _pieces(weight, model):
-                _draw(piece.parameter, function(piece, std), truncated)
+            like, factor = (weight, 1.0) if base is None else base[weight.name]
+            for piece, told in zip(_pieces(weight, model), _pieces(like, model), strict=True):
+                _draw(piece.parameter, function(told, std) * factor, truncated)
             if weight.role == "embedding" and (row := _padding_row(model, weight)) is not None:
                 weight.parameter[row].zero_()
     if name == "admin":

@@ -19,6 +19,7 @@ from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.training.arguments import training_arguments
 from lamina.training.experts import choose, find_routers
+from lamina.training.groups import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
 FREE = {"output", "save_steps", "keep", "report_to", "threads"}  # what a resumed run may change
@@ -34,12 +35,16 @@ def check(settings: PretrainSettings) -> Plan:
     config = backbone_config(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
-    training_arguments(settings)
+    arguments = training_arguments(settings)
+    scaling = width_scaling_of(settings)
+    if scaling is not None:
+        check_optimizer(arguments)
     # What only the modules know (groups that don't divide the width, norms that the attention has already) shows in
     # one layer of each kind, on the meta device.
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):
-        build(resolve_backbone(config, num_layers=len(kinds)), replace(plan, layers=kinds), init="normal")
+        few = resolve_backbone(config, num_layers=len(kinds))
+        build(few, replace(plan, layers=kinds), init="normal", width_scaling=scaling)
     if settings.expert_balance in ("bias", "loss"):
         with torch.device("meta"):
             model = build(config, plan, init="normal")
@@ -62,6 +67,8 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         raise UserError(
             f"backbone: {settings.backbone!r} is no language model that can be trained here; {error}"
         ) from None
+    if settings.untie_embeddings:
+        config.tie_word_embeddings = False
     if settings.sequence_length > config.max_position_embeddings:
         config.max_position_embeddings = settings.sequence_length
     return config

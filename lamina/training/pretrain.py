@@ -26,6 +26,7 @@ from lamina.training.arguments import training_arguments
 from lamina.training.checkpoints import newest_checkpoint, step_of
 from lamina.training.checks import backbone_config, check, merge
 from lamina.training.experts import ExpertBalance
+from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
@@ -114,7 +115,8 @@ def _run(
     run_folder.write_json(target / "plan.json", plan.to_dict())
     torch.manual_seed(settings.seed)
     profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile)
+    scaling = width_scaling_of(settings)
+    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
@@ -137,6 +139,7 @@ def _run(
         callbacks=[recorder, *_tensorboard(settings)],
         guard=guard,
         experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
+        rate_factors=None if scaling is None else rate_factors(model, scaling),
     )
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

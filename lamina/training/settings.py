@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
-from lamina.errors import UserError
+from lamina.errors import UserError, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class RunSettings:
         num_layers: number of blocks (default: the backbone's)
         hidden_size: width (default: the backbone's); the feed-forward keeps its ratio
         num_heads: attention heads (default: the backbone's, or what keeps a head's width)
+        untie_embeddings: give the readout a weight of its own where the backbone ties it to the embedding
         init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
         corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME
         text_field: the field of a .jsonl row or of a dataset that holds the text
@@ -34,6 +35,12 @@ class RunSettings:
         beta2: AdamW's second beta
         epsilon: AdamW's epsilon
         max_grad_norm: gradient clipping (0 for none)
+        width_scaling: learning rates and initial weights by width: none, standard, standard-no-alignment, mup,
+            mup-no-alignment (Everett et al. 2024)
+        base_width: hidden size at which the learning rate was chosen, where width scaling changes nothing
+        k_embedding: with width scaling, a factor on the embedding's learning rate
+        k_hidden: the same for all weights between embedding and readout
+        k_readout: the same for the readout
         logging_steps: steps between two records of the metrics and the layers (default: about 20 in a run)
         eval_steps: steps between two evaluations (default: about 5 in a run)
         eval_blocks: held-out blocks in an evaluation (0 for all)
@@ -55,6 +62,7 @@ class RunSettings:
     num_layers: int | None = None
     hidden_size: int | None = None
     num_heads: int | None = None
+    untie_embeddings: bool = False
     init: str = "recommended"
     corpus: str = "embedded"
     text_field: str = "text"
@@ -71,6 +79,11 @@ class RunSettings:
     beta2: float = 0.95
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    width_scaling: str = "none"
+    base_width: int | None = None
+    k_embedding: float = 1.0
+    k_hidden: float = 1.0
+    k_readout: float = 1.0
     logging_steps: int | None = None
     eval_steps: int | None = None
     eval_blocks: int = 256
@@ -119,6 +132,7 @@ class RunSettings:
         for name in ("beta1", "beta2"):
             _number(name, getattr(self, name), 0.0, 1.0, open_high=True)
         _number("eval_fraction", self.eval_fraction, 0.0, 0.5, open_low=True)
+        self._check_width()
         if self.expert_balance not in BALANCES:
             raise UserError(f"expert_balance: {self.expert_balance!r} (allowed: {', '.join(BALANCES)})")
         if self.warmup >= 1 and self.warmup > self.steps:
@@ -126,6 +140,27 @@ class RunSettings:
         for target in self.reports():
             if target not in ("tensorboard", "wandb", "trackio"):
                 raise UserError(f"report_to: {target!r} (allowed: none, tensorboard, wandb, trackio)")
+
+    def _check_width(self) -> None:
+        constants = ("k_embedding", "k_hidden", "k_readout")
+        if self.width_scaling not in WIDTH_SCALINGS:
+            raise unknown("width_scaling", self.width_scaling, WIDTH_SCALINGS)
+        for name in constants:
+            _number(name, getattr(self, name), 0.0, math.inf, open_low=True)
+        if self.width_scaling == "none":
+            for name in ("base_width", *constants):
+                if getattr(self, name) not in (None, 1.0):
+                    raise UserError(
+                        f"{name}: {getattr(self, name)!r} has no meaning without width_scaling (allowed with one of "
+                        f"{', '.join(WIDTH_SCALINGS[1:])})"
+                    )
+        elif self.base_width is None:
+            raise UserError(
+                f"base_width: none given (width_scaling {self.width_scaling!r} needs the hidden size at which the "
+                "learning rate was chosen)"
+            )
+        else:
+            _at_least("base_width", self.base_width, 1)
 
     def reports(self) -> list[str]:
         """The trackers of ``report_to`` as a list."""
@@ -178,6 +213,7 @@ class PretrainSettings(RunSettings):
         _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
 
 
+WIDTH_SCALINGS = ("none", "standard", "standard-no-alignment", "mup", "mup-no-alignment")
 BALANCES = ("auto", "none", "bias", "loss")
 Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from lamina.training.experts import ExpertBalance
+from lamina.training.groups import parameter_groups
 from lamina.training.guard import DivergenceGuard
 from lamina.training.monitor import GradientNorms, Row, hidden_state_rows
 
@@ -63,10 +64,21 @@ class LayerGradNorms:
 
 
 class LaminaTrainer(LayerGradNorms, Trainer):
-    """Trainer for pretraining: weight decay on matrices only, every step's loss seen by the guard, experts balanced."""
+    """Trainer for pretraining: weight decay on matrices only, every step's loss seen by the guard, experts balanced.
 
-    def __init__(self, *args: Any, guard: DivergenceGuard, experts: ExpertBalance | None = None, **kwargs: Any):
+    ``rate_factors`` (of width scaling): each parameter's factor on the learning rate.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        guard: DivergenceGuard,
+        experts: ExpertBalance | None = None,
+        rate_factors: dict[str, float] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
+        self.rate_factors = rate_factors
         self.guard = guard
         self.experts = experts
         if experts is not None:
@@ -77,6 +89,20 @@ class LaminaTrainer(LayerGradNorms, Trainer):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices decay; gains, biases and learned scales do not, whatever their names."""
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's optimiser; with width scaling over a group for each role's learning rate."""
+        if self.optimizer is None and self.rate_factors is not None:
+            whole: Any = self.model if model is None else model
+            groups = parameter_groups(
+                whole,
+                self.rate_factors,
+                learning_rate=self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+            )
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
+            self.optimizer = kind(groups, **options)
+        return super().create_optimizer(model)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -14,10 +14,11 @@ from lamina.studies.settings import CompareSettings
 from lamina.training.settings import PretrainSettings
 
 SHARED = """
-backbone num-layers hidden-size num-heads init corpus text-field tokenizer sequence-length eval-fraction steps
-batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon max-grad-norm logging-steps
-eval-steps eval-blocks save-steps keep monitor-blocks divergence-margin divergence-patience stuck-margin
-expert-balance expert-balance-rate gradient-checkpointing threads report-to trainer
+backbone num-layers hidden-size num-heads untie-embeddings init corpus text-field tokenizer sequence-length
+eval-fraction steps batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon
+max-grad-norm width-scaling base-width k-embedding k-hidden k-readout logging-steps eval-steps eval-blocks save-steps
+keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
+gradient-checkpointing threads report-to trainer
 """
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],

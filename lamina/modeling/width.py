@@ -1,0 +1,172 @@
+"""Width scaling: how learning rates and initial weights go with the width, so that a rate found narrow holds wide.
+
+Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
+n^-b and learns at the rate n^-c. The multiplier is folded into the other two: under Adam, whose steps don't depend on
+the gradient's size, (a, b, c) and (0, a + b, a + c) train the same function (up to Adam's epsilon and gradient
+clipping), and a checkpoint stays a plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from lamina.errors import UserError, unknown
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.initialization import Weight, weights
+
+Kind = Literal["embedding", "hidden", "readout", "vector"]
+KINDS = ("embedding", "hidden", "readout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parametrization:
+    """Exponents of the width for embedding, hidden weights and readout: each value is e in n^e.
+
+    ``multiplier`` (-a of the paper) is on the weight in the forward pass, ``std`` (-b) on its initial standard
+    deviation; ``full`` and ``none`` (-c) on Adam's learning rate, where updates are taken to align with the activations
+    fully or not at all.
+    """
+
+    multiplier: tuple[float, float, float]
+    std: tuple[float, float, float]
+    full: tuple[float, float, float]
+    none: tuple[float, float, float]
+
+
+# Everett et al. 2024, the table of Adam's exponents.
+PARAMETRIZATIONS = {
+    "standard": Parametrization(
+        multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), full=(0, -1, -1), none=(0, -1 / 2, -1 / 2)
+    ),
+    "ntk": Parametrization(multiplier=(0, -1 / 2, -1 / 2), std=(0, 0, 0), full=(0, -1 / 2, -1 / 2), none=(0, 0, 0)),
+    "mup": Parametrization(
+        multiplier=(1 / 2, 0, -1 / 2), std=(-1 / 2, -1 / 2, -1 / 2), full=(-1 / 2, -1, -1 / 2), none=(-1 / 2, -1 / 2, 0)
+    ),
+    "mean_field": Parametrization(multiplier=(0, -1 / 2, -1), std=(0, 0, 0), full=(0, -1 / 2, 0), none=(0, 0, 1 / 2)),
+}
+# With the multipliers folded in NTK is standard and mean field is muP: they are no schemes of their own.
+SCHEMES: dict[str, tuple[str, Literal["full", "none"]]] = {
+    "standard": ("standard", "full"),
+    "standard-no-alignment": ("standard", "none"),
+    "mup": ("mup", "full"),
+    "mup-no-alignment": ("mup", "none"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthScaling:
+    """A scheme, the width at which the learning rate was chosen, and a constant for each kind of weight.
+
+    Args:
+        scheme: one of SCHEMES.
+        base_width: hidden size at which nothing changes.
+        k_embedding: factor on the embedding's learning rate; k_hidden and k_readout likewise.
+    """
+
+    scheme: str
+    base_width: int
+    k_embedding: float = 1.0
+    k_hidden: float = 1.0
+    k_readout: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a scheme that there is not."""
+        if self.scheme not in SCHEMES:
+            raise unknown("width_scaling", self.scheme, ["none", *SCHEMES])
+
+    def exponents(self, kind: Kind) -> tuple[float, float]:
+        """The exponents of the standard deviation and of the learning rate, with the multiplier folded into both."""
+        if kind == "vector":
+            return 0.0, 0.0
+        name, alignment = SCHEMES[self.scheme]
+        table, index = PARAMETRIZATIONS[name], KINDS.index(kind)
+        multiplier = table.multiplier[index]
+        return multiplier + table.std[index], multiplier + getattr(table, alignment)[index]
+
+    def constant(self, kind: Kind) -> float:
+        """The factor k of a kind; vectors (gains, biases, learned scales) have none."""
+        return 1.0 if kind == "vector" else float(getattr(self, f"k_{kind}"))
+
+    def rate(self, kind: Kind, width: float) -> float:
+        """The factor on the learning rate of a kind whose fan-in is ``width`` times that of the base."""
+        return self.constant(kind) * width ** self.exponents(kind)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledWeight:
+    """A weight, the same one at the base width (on the meta device), and what the scheme makes of the two.
+
+    ``rate`` is the factor on its learning rate; ``std`` is the factor on the standard deviation that its initialiser
+    gives it at the base width.
+    """
+
+    weight: Weight
+    base: Weight
+    kind: Kind
+    rate: float
+    std: float
+
+
+def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[ScaledWeight]:
+    """Every parameter of a Lamina model with its factors, each once.
+
+    A hidden weight's or readout's learning rate goes by m = hidden size / base width, its standard deviation by the
+    ratio of its own fan-ins; one whose fan-in does not grow with the width (what leaves MLA's latent, whose rank is
+    fixed) keeps both. An embedding that the model multiplies by the square root of the width loses that factor again.
+
+    Raises UserError for tied embeddings and for a base width that the backbone or the placement cannot have.
+    """
+    check_untied(model.config)
+    base = base_model(model, scaling)
+    ours: Any = model.config.get_text_config()
+    m = ours.hidden_size / scaling.base_width
+    growth = embedding_scale(model) / embedding_scale(base)
+    for weight, narrow in zip(weights(model), weights(base), strict=True):
+        kind = kind_of(weight)
+        width = 1.0 if kind == "vector" else weight.fan_in / narrow.fan_in
+        std = width ** scaling.exponents(kind)[0]
+        rate = scaling.rate(kind, m if width != 1.0 else 1.0)
+        if kind == "embedding":
+            std, rate = std / growth, rate / growth
+        yield ScaledWeight(weight=weight, base=narrow, kind=kind, rate=rate, std=std)
+
+
+def kind_of(weight: Weight) -> Kind:
+    """Embedding, readout, vector (norm gains, biases, learned scales), or hidden: all that is between, by fan-in."""
+    if weight.role in ("vector", "bias"):
+        return "vector"
+    if weight.role == "embedding":
+        return "embedding"
+    return "readout" if weight.role == "readout" else "hidden"
+
+
+def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel:
+    """The same model at the base width on the meta device: shapes only. Raises UserError where there is none."""
+    outer: Any = model.config
+    try:
+        config = resolve_backbone(outer.get_text_config(), hidden_size=scaling.base_width)
+        with torch.device("meta"):
+            return type(model)(LaminaConfig(backbone_config=config, plan=outer.plan))
+    except ValueError as error:
+        raise UserError(f"base_width: {scaling.base_width} cannot be this model's width ({error})") from error
+
+
+def check_untied(config: Any) -> None:
+    """Raise UserError where one tensor is both embedding and readout, which need rates of their own."""
+    if config.tie_word_embeddings:
+        raise UserError(
+            "width_scaling: the backbone ties its readout to its embedding, and the two need rates of their own "
+            "(allowed: --untie-embeddings, or --width-scaling none)"
+        )
+
+
+def embedding_scale(model: PreTrainedModel) -> float:
+    """What the embedding is multiplied by in the forward pass: by the plan, and by the backbone (Gemma's sqrt(d))."""
+    base: Any = getattr(model, "model", model)
+    return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

@@ -1,0 +1,1 @@
+"""What each layer does, on any Hugging Face checkpoint: one file a probe."""

@@ -1,0 +1,75 @@
+"""What a probe is given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.probes.structure import Structure
+
+
+@dataclass(kw_only=True)
+class Context:
+    """The model, where its layers are, and what it is run on.
+
+    Attributes:
+        model: with its head where it has one, in evaluation mode.
+        base: the same model without its head.
+        structure: its layers.
+        batches: the inputs, one mapping a forward pass: {"input_ids": [batch, tokens]} (and attention_mask where texts
+            differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be gone through again.
+        tokenizer: the checkpoint's, where it has one.
+        notes: what the reader of the page must know; probes append to it.
+        forwards: how many batches the forward passes took before they stopped (set before ``finish``).
+        progress: called with (done, all, what) by probes whose work takes long.
+        state: filled when the model is at a state of a run: {"step": ...}; else empty.
+    """
+
+    model: nn.Module
+    base: nn.Module
+    structure: Structure
+    batches: Sequence[Mapping[str, torch.Tensor]]
+    tokenizer: Any = None
+    notes: list[str] = field(default_factory=list)
+    forwards: int = 0
+    progress: Callable[[int, int, str], None] = lambda done, all, what: None
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it is a model of text."""
+        return "input_ids" in self.batches[0]
+
+    def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Any:
+        """Run the model (without its head where ``head`` is False) on one batch; no cache."""
+        from lamina.probes.running import forward
+
+        return forward(self.model if head else self.base, inputs)
+
+    def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Mean cross-entropy of a batch in nats per token, float32, with its graph where gradients are on.
+
+        A causal model predicts the next token; a masked one its own masked tokens (15 %, the same ones each time).
+        Raises UserError where the model has no such head.
+        """
+        from lamina.probes.running import loss
+
+        return loss(self.model, inputs, self.tokenizer)
+
+    @contextmanager
+    def eager_attention(self) -> Iterator[None]:
+        """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
+        from lamina.probes.running import eager_attention
+
+        with eager_attention(self.model):
+            yield

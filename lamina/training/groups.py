@@ -1,0 +1,59 @@
+"""Parameter groups under width scaling: each role's own learning rate, rate times decay the same in all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from lamina.errors import UserError
+from lamina.modeling.width import SCHEMES, WidthScaling, scaled_weights
+from lamina.training.settings import RunSettings
+
+
+def width_scaling_of(settings: RunSettings) -> WidthScaling | None:
+    """The scheme that the settings ask for, or None."""
+    if settings.width_scaling == "none":
+        return None
+    assert settings.base_width is not None  # the settings' own check
+    return WidthScaling(
+        scheme=settings.width_scaling,
+        base_width=settings.base_width,
+        k_embedding=settings.k_embedding,
+        k_hidden=settings.k_hidden,
+        k_readout=settings.k_readout,
+    )
+
+
+def rate_factors(model: PreTrainedModel, scaling: WidthScaling) -> dict[str, float]:
+    """Each parameter's factor on the learning rate, by its name. Raises UserError as ``scaled_weights`` does."""
+    return {scaled.weight.name: scaled.rate for scaled in scaled_weights(model, scaling)}
+
+
+def parameter_groups(
+    model: nn.Module, factors: dict[str, float], *, learning_rate: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """The optimiser's groups: one for each factor and for with and without decay, the factor nearest to 1 first.
+
+    AdamW takes ``lr * weight_decay`` off a weight in a step, so a group whose rate is divided by m has its decay
+    multiplied by m: a wider model would otherwise decay less. Gains, biases and learned scales do not decay.
+    """
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        factor, decays = factors[name.replace("_orig_mod.", "")], parameter.ndim >= 2
+        made = {"lr": learning_rate * factor, "weight_decay": weight_decay / factor if decays else 0.0}
+        groups.setdefault((factor, decays), {"params": [], **made})["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, key=lambda key: (abs(key[0] - 1.0), key))]
+
+
+def check_optimizer(arguments: TrainingArguments) -> None:
+    """Raise UserError for an optimiser that the exponents are not for: they are Adam's."""
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    if "adam" not in name:
+        raise UserError(
+            f"width_scaling: its exponents ({', '.join(SCHEMES)}) are Adam's, trainer.optim is {name!r} (allowed: one "
+            "of the adamw kind, or --width-scaling none)"
+        )

@@ -1,0 +1,283 @@
+"""Width scaling: the exponents against the paper's table and its linear program, and what they do to a model."""
+
+import copy
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from tiny import token_ids
+from torch import nn
+from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
+
+import lamina
+from lamina.errors import UserError
+from lamina.modeling.initialization import weights
+from lamina.modeling.width import PARAMETRIZATIONS, SCHEMES, WidthScaling, scaled_weights
+from lamina.placements import names
+
+HALF = Fraction(1, 2)
+# Everett et al. 2024, exponents of Adam: a and b of n^-a and n^-b, then the learning rate's in n^e.
+TABLE = {
+    "standard": ((0, 0, 0), (0, HALF, HALF), (0, -1, -1), (0, -HALF, -HALF)),
+    "ntk": ((0, HALF, HALF), (0, 0, 0), (0, -HALF, -HALF), (0, 0, 0)),
+    "mup": ((-HALF, 0, HALF), (HALF, HALF, HALF), (-HALF, -1, -HALF), (-HALF, -HALF, 0)),
+    "mean_field": ((0, HALF, 1), (0, 0, 0), (0, -HALF, 0), (0, 0, HALF)),
+}
+
+
+def smallest_exponents(a, b, alpha, u, omega):
+    """The c that minimises its sum under the paper's constraints, by trying every vertex with exact fractions.
+
+    r_0 = a_0 + c_0 >= 0; r_h = min(a + c - alpha, a + c + r_0 - u, 1/2 + r_0 - omega) >= 0;
+    r_out = min(a + c - alpha, a + c + r_h - u, a + b + r_h - omega) >= 0.
+    """
+    (a0, ah, ar), br = a, b[2]
+    rows = [((1, 0, 0), -a0)]  # coefficients of c, and what their sum must reach
+    hidden = [((0, 1, 0), alpha - ah), ((1, 1, 0), u - ah - a0), ((1, 0, 0), omega - HALF - a0)]
+    rows += [*hidden, ((0, 0, 1), alpha - ar)]
+    # r_h is the least of three, so what adds r_h must hold with each of them.
+    for (x, y, z), least in hidden:
+        rows += [((x, y, z + 1), least + u - ar), ((x, y, z), least + omega - ar - br)]
+    best = None
+    for chosen in itertools.combinations(rows, 3):
+        point = solve([[*map(Fraction, row), Fraction(least)] for row, least in chosen])
+        good = point and all(sum(k * c for k, c in zip(row, point, strict=True)) >= least for row, least in rows)
+        if good and (best is None or sum(point) < sum(best)):
+            best = point
+    return tuple(best)
+
+
+def solve(rows):
+    """Gauss-Jordan on [3, 4] fractions; None where the rows depend on each other."""
+    for column in range(3):
+        pivot = next((r for r in rows[column:] if r[column]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        rows.insert(column, [value / pivot[column] for value in pivot])
+        rows = [
+            r if r is rows[column] else [v - r[column] * p for v, p in zip(r, rows[column], strict=True)] for r in rows
+        ]
+    return [row[3] for row in rows]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_exponents_are_those_of_the_papers_table(name):
+    ours, (a, b, full, none) = PARAMETRIZATIONS[name], TABLE[name]
+    assert ours.multiplier == tuple(-x for x in a)
+    assert ours.std == tuple(-x for x in b)
+    assert (ours.full, ours.none) == (full, none)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("alignment", "values"), [("full", (1, 1, HALF)), ("none", (HALF, HALF, HALF))])
+def test_the_exponents_solve_the_papers_linear_program(name, alignment, values):
+    a, b, *_ = TABLE[name]
+    c = smallest_exponents(a, b, *map(Fraction, values))
+    assert getattr(PARAMETRIZATIONS[name], alignment) == tuple(-x for x in c)
+
+
+def test_folded_into_rate_and_start_ntk_is_standard_and_mean_field_is_mup():
+    def folded(name):
+        table = PARAMETRIZATIONS[name]
+        columns = (table.std, table.full, table.none)
+        return [[m + e for m, e in zip(table.multiplier, column, strict=True)] for column in columns]
+
+    assert folded("ntk") == folded("standard")
+    assert folded("mean_field") == folded("mup")
+    assert set(SCHEMES) == {"standard", "standard-no-alignment", "mup", "mup-no-alignment"}
+
+
+class Explicit(nn.Module):
+    """Embedding, one hidden layer, readout, each with its multiplier in the forward pass."""
+
+    def __init__(self, width, multipliers, stds):
+        super().__init__()
+        self.multipliers = multipliers
+        generator = torch.Generator().manual_seed(1)
+        shapes = [(11, width), (width, width), (width, 11)]
+        self.weights = nn.ParameterList(
+            torch.randn(shape, generator=generator, dtype=torch.float64) * std
+            for shape, std in zip(shapes, stds, strict=True)
+        )
+
+    def forward(self, ids):
+        e, h, r = (m * w for m, w in zip(self.multipliers, self.weights, strict=True))
+        return torch.tanh(e[ids] @ h) @ r
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("alignment", ["full", "none"])
+def test_a_folded_multiplier_trains_the_same_function_under_adam(name, alignment):
+    """No epsilon, so that Adam's step is blind to the gradient's size; decay times rate is the same in both."""
+    n, eta, decay = 64, 0.01, 0.1
+    table = PARAMETRIZATIONS[name]
+    powers = lambda exponents: [n**e for e in exponents]  # noqa: E731
+    a, b, c = powers(table.multiplier), powers(table.std), powers(getattr(table, alignment))
+    folded_b, folded_c = ([x * y for x, y in zip(a, column, strict=True)] for column in (b, c))
+    ids = torch.arange(11)
+    losses = []
+    for multipliers, stds, rates in ((a, b, c), ((1.0, 1.0, 1.0), folded_b, folded_c)):
+        model = Explicit(n, multipliers, stds)
+        groups = [
+            {"params": [w], "lr": eta * rate, "weight_decay": decay / rate}
+            for w, rate in zip(model.weights, rates, strict=True)
+        ]
+        optimiser = torch.optim.AdamW(groups, eps=0.0)
+        seen = []
+        for _ in range(5):
+            loss = nn.functional.cross_entropy(model(ids), (ids * 3) % 11)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            seen.append(loss.item())
+        losses.append(seen)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0][-1] != pytest.approx(losses[0][0], rel=1e-3)
+
+
+def llama(width, **changes):
+    sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
+    return LlamaConfig(vocab_size=61, hidden_size=width, num_hidden_layers=2, head_dim=8, **{**sizes, **changes})
+
+
+def expected_rate(scheme, kind, m):
+    """Read off the paper's table: eta * n^(learning rate's exponent - a)."""
+    name, _, rest = scheme.partition("-")
+    a, _, full, none = TABLE[name]
+    if kind == "vector":
+        return 1.0
+    index = ("embedding", "hidden", "readout").index(kind)
+    return m ** float((none if rest else full)[index] - a[index])
+
+
+@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_weight_has_its_roles_factor(placement, scheme):
+    with torch.device("meta"):
+        model = lamina.build(llama(64), placement, init="normal")
+    found = {s.weight.name: s for s in scaled_weights(model, WidthScaling(scheme=scheme, base_width=16))}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, scaled in found.items():
+        parameter = model.get_parameter(name)
+        kind = "hidden"
+        if parameter.ndim < 2:
+            kind = "vector"
+        elif name == "model.backbone.embed_tokens.weight":
+            kind = "embedding"
+        elif name == "lm_head.weight":
+            kind = "readout"
+        assert scaled.kind == kind
+        assert scaled.rate == pytest.approx(expected_rate(scheme, kind, 4.0))
+        std = {"vector": 1.0, "embedding": 1.0, "hidden": 4**-0.5, "readout": 4**-0.5}[kind]
+        if scheme.startswith("mup") and kind == "readout":
+            std = 1 / 4
+        assert scaled.std == pytest.approx(std)
+
+
+def test_the_papers_example_divides_hidden_and_readout_by_four():
+    with torch.device("meta"):
+        model = lamina.build("llama-5b", "fusenorm", num_layers=1, init="normal")
+    factors = {s.kind: s.rate for s in scaled_weights(model, WidthScaling(scheme="standard", base_width=640))}
+    assert factors == {"embedding": 1.0, "vector": 1.0, "hidden": 1 / 4, "readout": 1 / 4}
+
+
+def test_constants_are_each_kinds_own_and_not_the_vectors():
+    model = lamina.build(llama(32), "keel", init="normal")
+    scaling = WidthScaling(scheme="standard", base_width=16, k_embedding=3.0, k_hidden=5.0, k_readout=7.0)
+    factors = {s.kind: s.rate for s in scaled_weights(model, scaling)}
+    assert factors == {"embedding": 3.0, "vector": 1.0, "hidden": 5 / 2, "readout": 7 / 2}
+
+
+def test_experts_and_routers_are_hidden_and_a_latent_of_fixed_rank_keeps_its_rate():
+    config = DeepseekV3Config(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+    )
+    with torch.device("meta"):
+        model = lamina.build(config, "peri_ln", init="normal")
+    factors = {s.weight.name: s.rate for s in scaled_weights(model, WidthScaling(scheme="standard", base_width=32))}
+    layer = "model.backbone.layers.1."
+    for name in ("feed_forward.module.experts.gate_up_proj", "feed_forward.module.experts.down_proj"):
+        assert factors[layer + name] == 1 / 2
+    assert factors[layer + "feed_forward.module.gate.weight"] == 1 / 2
+    for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
+        assert factors[f"{layer}attention.module.{name}.weight"] == 1 / 2
+    for name in ("q_b_proj", "kv_b_proj"):  # they read a latent as wide as in the base
+        assert factors[f"{layer}attention.module.{name}.weight"] == 1.0
+
+
+@pytest.mark.parametrize("by", ["plan", "backbone"])
+def test_an_embedding_multiplied_by_the_root_of_the_width_loses_the_factor_again(by):
+    if by == "plan":
+        model = lamina.build(llama(64), "pre_ln", embedding_scale="sqrt_hidden_size", init="normal")
+    else:
+        sizes = {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+        config = Gemma3TextConfig(
+            vocab_size=61, hidden_size=64, num_hidden_layers=2, tie_word_embeddings=False, **sizes
+        )
+        model = lamina.build(config, "pre_ln", init="normal")
+    (found,) = (
+        s for s in scaled_weights(model, WidthScaling(scheme="standard", base_width=16)) if s.kind == "embedding"
+    )
+    assert (found.rate, found.std) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("init", ["normal", "scaled", "small", "xavier", "deepnorm"])
+def test_weights_start_as_at_the_base_and_then_fall_by_their_fan_in(init):
+    base, width = 32, 128
+    wide = lamina.build(llama(width), "deepnorm", init=init, width_scaling=WidthScaling(scheme="mup", base_width=base))
+    narrow = lamina.build(llama(base), "deepnorm", init=init)
+    for ours, theirs in zip(weights(wide), weights(narrow), strict=True):
+        if ours.role == "vector":
+            continue
+        exponent = {"embedding": 0.0, "readout": -1.0}.get(ours.role, -0.5)
+        # The narrow weight's own draw strays by 1 / sqrt(2 n): five of those are allowed.
+        slack = 5 / math.sqrt(2 * theirs.parameter.numel())
+        wanted = theirs.parameter.std().item() * 4**exponent
+        assert ours.parameter.std().item() == pytest.approx(wanted, rel=slack), ours.name
+
+
+@pytest.mark.parametrize("placement", names())
+def test_at_the_base_width_every_weight_starts_bit_for_bit_as_without(placement):
+    torch.manual_seed(3)
+    plain = lamina.build(llama(32), placement, profile_ids=token_ids())
+    torch.manual_seed(3)
+    scaled = lamina.build(
+        llama(32), placement, profile_ids=token_ids(), width_scaling=WidthScaling(scheme="mup", base_width=32)
+    )
+    for (name, one), (_, other) in zip(plain.named_parameters(), scaled.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_what_cannot_be_scaled_is_one_line():
+    tied = lamina.build(llama(32, tie_word_embeddings=True), "pre_ln", init="normal")
+    with pytest.raises(UserError, match=r"ties its readout.*--untie-embeddings"):
+        list(scaled_weights(tied, WidthScaling(scheme="standard", base_width=16)))
+    with pytest.raises(UserError, match="base_width: 15 cannot be"):
+        list(
+            scaled_weights(copy.deepcopy(lamina.build(llama(32), "pre_ln")), WidthScaling(scheme="mup", base_width=15))
+        )
+    grouped = lamina.build(llama(32), "group_ln", groups=8)
+    with pytest.raises(UserError, match="base_width: 4 cannot be"):
+        list(scaled_weights(grouped, WidthScaling(scheme="standard", base_width=4)))
+    with pytest.raises(UserError, match="did you mean 'mup'"):
+        WidthScaling(scheme="mupp", base_width=16)

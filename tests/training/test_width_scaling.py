@@ -1,0 +1,148 @@
+"""Parameter groups under width scaling, in real runs."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.tiny_runs import SMALL, flags, records
+from transformers import LlamaConfig
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.modeling.width import SCHEMES, WidthScaling
+from lamina.placements import names
+from lamina.training.groups import parameter_groups, rate_factors
+from lamina.training.settings import WIDTH_SCALINGS, PretrainSettings
+
+RATE, DECAY = 1e-2, 0.1
+
+
+def llama(width):
+    sizes = {"intermediate_size": 2 * width, "num_attention_heads": width // 8, "num_key_value_heads": width // 8}
+    return LlamaConfig(vocab_size=61, hidden_size=width, num_hidden_layers=2, **sizes)
+
+
+@pytest.mark.parametrize("placement", names())
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_parameter_is_in_one_group_and_rate_times_decay_is_the_same_in_all(placement, scheme):
+    with torch.device("meta"):
+        model = lamina.build(llama(64), placement, init="normal")
+    factors = rate_factors(model, WidthScaling(scheme=scheme, base_width=16, k_embedding=2.0, k_readout=0.5))
+    groups = parameter_groups(model, factors, learning_rate=RATE, weight_decay=DECAY)
+    members = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(members) == sorted(id(parameter) for parameter in model.parameters())
+    names_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in groups:
+        for parameter in group["params"]:
+            assert group["lr"] == pytest.approx(RATE * factors[names_of[id(parameter)]])
+            decays = parameter.ndim >= 2
+            assert group["lr"] * group["weight_decay"] == pytest.approx(RATE * DECAY if decays else 0.0)
+
+
+def test_the_settings_schemes_are_the_models():
+    assert ("none", *SCHEMES) == WIDTH_SCALINGS
+
+
+@pytest.mark.parametrize("placement", names())
+def test_at_the_base_width_a_run_is_bit_for_bit_the_one_without(trained, tmp_path, placement):
+    width = 16
+    trained("plain", placement=placement, steps=2)
+    trained("scaled", placement=placement, steps=2, width_scaling="standard", base_width=width)
+    assert records(tmp_path / "plain") == records(tmp_path / "scaled")
+    plain, scaled = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "scaled"))
+    assert plain.keys() == scaled.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, scaled[name]), name
+
+
+def test_one_step_at_four_times_the_base_is_the_naive_adamw_step_of_each_role(trained, trainers, before_step):
+    before, grads = {}, {}
+
+    def keep(trainer, model):
+        before.update({n: p.detach().clone() for n, p in model.named_parameters()})
+        grads.update({n: torch.zeros_like(p) for n, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda g, name=name: grads[name].copy_(g))
+
+    before_step(1, keep)
+    trained(
+        steps=1,
+        warmup=0,
+        max_grad_norm=0,
+        learning_rate=RATE,
+        hidden_size=64,
+        num_heads=4,
+        width_scaling="standard",
+        base_width=16,
+        k_hidden=2.0,
+    )
+    for name, parameter in trainers[0].model.named_parameters():
+        rate = RATE
+        if parameter.ndim >= 2 and "embed_tokens" not in name:
+            rate = RATE / 4 if name.startswith("lm_head") else RATE * 2 / 4
+        start, gradient = before[name].double(), grads[name].double()
+        decay = RATE * DECAY if parameter.ndim >= 2 else 0.0
+        expected = start * (1 - decay) - rate * gradient / (gradient.abs() + 1e-8)
+        # the step itself is 2.5e-3 at the least
+        assert torch.allclose(parameter.detach().double(), expected, atol=1e-5), name
+
+
+def test_the_logged_rate_is_the_one_that_was_given_and_each_group_follows_the_schedule(trained, tmp_path, trainers):
+    steps = 10
+    trained(steps=steps, warmup=0, learning_rate=RATE, width_scaling="mup", base_width=8, logging_steps=1)
+    rates = [r["learning_rate"] for r in records(tmp_path / "run") if "loss" in r]
+    assert rates[0] == RATE
+    last = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (steps - 1) / steps))
+    assert rates[-1] == pytest.approx(RATE * last)
+    final = sorted({group["lr"] for group in trainers[0].optimizer.param_groups})
+    assert final == pytest.approx([0.1 * RATE / 2, 0.1 * RATE])  # the schedule's end, hidden and readout halved
+
+
+def test_a_run_with_width_scaling_goes_on_where_it_was_stopped(trained, tmp_path):
+    given = {"steps": 6, "save_steps": 2, "width_scaling": "standard", "base_width": 8, "logging_steps": 1}
+    whole = trained("whole", **given)
+    trained("cut", **given)
+    folder = tmp_path / "cut"
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-6")
+    again = trained("cut", resume=True, **given)
+    assert again["eval_loss"] == whole["eval_loss"]
+    assert records(folder) == records(tmp_path / "whole")
+
+
+def test_tied_embeddings_are_refused_and_untied_on_request(tmp_path, corpus, capsys):
+    tiny = {**SMALL, "backbone": "llama-310m-proxy", "corpus": corpus, "output": tmp_path / "run"}
+    argv = ["pretrain", *flags(**tiny, width_scaling="standard", base_width=8)]
+    assert main(argv) == 2
+    assert "--untie-embeddings" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main([*argv, "--untie-embeddings"]) == 0
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"width_scaling": "standart"}, "did you mean 'standard'"),
+        ({"width_scaling": "standard"}, "base_width: none given"),
+        ({"base_width": 16}, "base_width: 16 has no meaning without width_scaling"),
+        ({"k_hidden": 2.0}, "k_hidden: 2.0 has no meaning without"),
+        ({"width_scaling": "mup", "base_width": 0}, "base_width: 0 is not a whole number of at least 1"),
+        ({"width_scaling": "mup", "base_width": 8, "k_readout": 0.0}, "k_readout: 0.0 .*above 0"),
+    ],
+)
+def test_settings_without_meaning_are_one_line(given, message):
+    with pytest.raises(UserError, match=message):
+        PretrainSettings(**given)
+
+
+@pytest.mark.parametrize(("optim", "good"), [("sgd", False), ("adafactor", False), ("adamw_torch", True)])
+def test_the_exponents_are_adams(tmp_path, corpus, capsys, optim, good):
+    given = flags(**SMALL, corpus=corpus, output=tmp_path / "run", width_scaling="standard", base_width=8)
+    assert main(["pretrain", *given, "--trainer.optim", optim]) == (0 if good else 2)
+    assert ("exponents" in capsys.readouterr().err) is not good
