@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from lamina.errors import UserError
+from lamina.training.settings import PretrainSettings
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus or to write a large checkpoint
@@ -31,6 +32,7 @@ class Processes:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    parallel: str = "ddp"
     group: Any = None
 
     @property
@@ -149,14 +151,15 @@ def launched() -> tuple[int, int, int, int]:
 
 
 @contextmanager
-def processes(device: str) -> Iterator[Processes]:
+def processes(device: str, parallel: str = "ddp") -> Iterator[Processes]:
     """Join the run's other processes, if torchrun or accelerate launch started several, and leave them at the end.
 
     Args:
         device: "cpu", "cuda" or "mps": one GPU a process.
+        parallel: "ddp" or "fsdp2".
 
     Raises:
-        UserError: for more processes than GPUs, for a device that can't be shared out, for a host that can't be reached.
+        UserError: for more processes than GPUs, a device that can't be shared out, processes that could not meet.
     """
     rank, size, local_rank, local_size = launched()
     if size == 1:
@@ -181,10 +184,29 @@ def processes(device: str) -> Iterator[Processes]:
     group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
     failed = True
     try:
-        yield Processes(rank=rank, size=size, local_rank=local_rank, group=group)
+        yield Processes(rank=rank, size=size, local_rank=local_rank, parallel=parallel, group=group)
         failed = False
     finally:
         if ours and not failed:  # one that fails leaves at once: the others may wait in a collective of their own
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 distributed.destroy_process_group()
+
+
+def parallel_of(settings: PretrainSettings) -> str:
+    """Ddp or fsdp2: what the settings say, or else the configuration of accelerate launch.
+
+    Accelerate's own switch is turned off, since the model is sharded here, before Trainer sees it. Raises UserError for
+    a configuration that asks for something else.
+    """
+    wanted = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+    asked = [name for name, value in wanted.items() if value.lower() in ("1", "true", "yes")]
+    if asked and asked != ["FSDP"]:
+        raise UserError(f"accelerate's configuration asks for {', '.join(asked)} (allowed: none, FSDP version 2)")
+    if asked and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise UserError(f"fsdp_version: {version!r} in accelerate's configuration (allowed: 2)")
+    if asked and settings.parallel == "ddp":
+        raise UserError("parallel: 'ddp', and accelerate's configuration asks for FSDP (allowed: auto, fsdp2)")
+    if settings.parallel != "auto":
+        return settings.parallel
+    return "fsdp2" if asked else "ddp"

@@ -43,7 +43,8 @@ class TrainOrder(Sampler[list[int]]):
         rank: int = 0,
         size: int = 1,
     ):
-        assert blocks > 0 and batch_size % size == 0
+        assert blocks > 0
+        assert batch_size % size == 0
         self.blocks, self.steps, self.done, self.seed, self.jumps = blocks, steps, done, seed, tuple(jumps)
         self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
         self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))

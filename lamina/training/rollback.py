@@ -79,7 +79,7 @@ class Rollbacks:
             factor: of the learning rate.
             skip: steps' worth of data to leave out; None for all up to the step that diverged.
         """
-        before = ahead(self.jumps, step) if step else 0
+        before = ahead(self.jumps, step + 1)
         until = diverged_at + ahead(self.jumps, diverged_at) if skip is None else step + before + skip
         entry = Rollback(
             number=len(self.done) + 1,

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -60,38 +64,45 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A sharded model's whole tensors, on the CPU of the first process (empty elsewhere); all must call it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return state
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors of sharded ones into a folder through torch.distributed.checkpoint, a safetensors file a process."""
-    storage = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(dict(tensors), storage_writer=storage)
+    """Write tensors of sharded ones into a folder through torch.distributed.checkpoint, a safetensors file a process.
+
+    Raises the first process' error in all, OSError where a disk is full.
+    """
+    storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        save(dict(tensors), storage_writer=storage)
+    except CheckpointException as failed:  # no Exception, and it hides what happened
+        raise next(iter(failed.failures.values()))[0] from None
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool) -> None:
-    """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way.
+    """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
 
-    Raises UserError where a tensor is not in the files, or has another shape there.
-    """
+
+def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Raise UserError where a tensor is not in a folder's files, or has another shape there."""
     stored = shapes(folder)
     for name, tensor in tensors.items():
         if name not in stored:
             raise UserError(f"resume: {str(folder)!r} holds no {name}: the checkpoint is another model's")
         if tuple(tensor.shape) != stored[name]:
             raise UserError(
-                f"resume: {name} in {str(folder)!r} is {list(stored[name])}, the model's is {list(tensor.shape)}"
+                f"resume: {name} in {str(folder)!r} is {list(stored[name])}, the model's is {list(tensor.shape)}: the "
+                "checkpoint is another model's"
             )
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
-        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=alone)
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name and whole shape of every tensor in a folder's safetensors files."""
-    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
 
@@ -128,10 +139,10 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping
     by_name: dict[str, list[str]] = {}
     for entry in stored:
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
-    for group, saved in zip(optimizer.param_groups, rest["groups"], strict=False):
-        members = [names[id(parameter)] for parameter in group["params"]]
-        if members != saved["params"]:
-            raise UserError("resume: the checkpoint's optimiser has other weights: it is another model's")
+    named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if named != [saved["params"] for saved in rest["groups"]]:
+        raise UserError("resume: the checkpoint's optimiser has other weights: it is another model's")
+    for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):
             entries = dict(rest["state"][name])
@@ -154,8 +165,3 @@ def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def local_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies in this process: all of it, where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
