@@ -97,6 +97,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
         "ddp_backend": ("nccl" if device == "cuda" else "gloo") if processes > 1 else None,
+        "ddp_find_unused_parameters": False,
         # the training order starts where a checkpoint ended, and its steps' tokens are those of all processes
         "ignore_data_skip": True,
         "average_tokens_across_devices": True,

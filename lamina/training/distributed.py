@@ -107,11 +107,13 @@ class Processes:
         if failed is None:
             return
         if failed == self.rank and mine is not None:
+            mine.told = not self.first  # type: ignore[attr-defined]
             raise mine
         error = errors[failed]
         assert error is not None
         if isinstance(error, UserError) and failed > 0:
-            raise UserError(f"process {failed}: {error}")
+            error = UserError(f"process {failed}: {error}")
+        error.told = not self.first  # type: ignore[attr-defined]  # the first process says it for all
         raise error
 
 

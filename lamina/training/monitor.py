@@ -108,6 +108,9 @@ def hidden_state_rows(model: nn.Module, input_ids: torch.Tensor, step: int) -> l
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
     """Mean and largest magnitude of every norm's gain, and of every learned scale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass alone leaves the root's parameters gathered
     keys, sums, magnitudes, mesh = [], [], [], None
     for layer, sublayer, role, parameter in _gains(_base(model)):
         keys.append((layer, sublayer, role))

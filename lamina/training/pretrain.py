@@ -38,7 +38,7 @@ from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
 from lamina.training.rollback import Rollbacks
 from lamina.training.settings import PretrainSettings, Status
-from lamina.training.sharding import full_state, is_sharded, shard
+from lamina.training.sharding import full_state, is_sharded, own_class, shard
 from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)
@@ -344,7 +344,8 @@ def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
     def write() -> None:
         draft = folder.with_name(".model-draft")
         shutil.rmtree(draft, ignore_errors=True)
-        model.save_pretrained(draft, state_dict=state)
+        with own_class(model):
+            model.save_pretrained(draft, state_dict=state)
         tokenizer.save_pretrained(draft)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(draft, folder)

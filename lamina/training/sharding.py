@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def settle(model: nn.Module) -> None:
+    """Give back what a forward pass without a backward pass leaves gathered: parameters are their shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict without the second name of a tied weight: what is stored, in place."""
+    settle(model)
     tied: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), name)
@@ -64,8 +73,21 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A sharded model's whole tensors, on the CPU of the first process (empty elsewhere); all must call it."""
+    settle(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return state
+
+
+@contextmanager
+def own_class(model: nn.Module) -> Iterator[None]:
+    """FSDP2 makes a class of its own of a model's, whose files and name must not be saved as the model's."""
+    kind = type(model)
+    if isinstance(model, FSDPModule):
+        model.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+    try:
+        yield
+    finally:
+        model.__class__ = kind
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -108,6 +130,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An optimiser's state by its parameters' names: what can be sharded, and the rest (step counts, settings)."""
+    settle(model)
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
     rest: dict[str, Any] = {"state": {}, "groups": []}
@@ -131,6 +154,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 
 def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping[str, Any], *, alone: bool) -> None:
     """Give an optimiser the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
+    settle(model)
     names = _names(model)
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []

@@ -188,6 +188,35 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             self.guard.see_loss(step, value)
         return loss
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The loss over the held-out blocks, each once, however many processes share them.
+
+        Trainer's own evaluation fills up the processes' last batch with blocks that it has seen.
+        """
+        if self.processes.size == 1 or any(args) or any(kwargs.values()):
+            return super().evaluate(*args, **kwargs)
+        model: Any = self.model
+        held_out: Any = self.eval_dataset
+        rank, size = self.processes.rank, self.processes.size
+        batch = self.args.per_device_eval_batch_size * size
+        total = 0.0
+        was_training = model.training
+        model.eval()
+        try:
+            for start in range(0, len(held_out), batch):
+                chunk = range(start, min(start + batch, len(held_out)))
+                mine = chunk[rank::size]
+                # one without a block computes all the same: a sharded model needs every process
+                inputs = self._prepare_inputs(self.data_collator([held_out[i] for i in mine or chunk[:1]]))
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    total += float(self.compute_loss(model, inputs)) * len(mine)
+        finally:
+            model.train(was_training)
+        metrics = {"eval_loss": self.processes.mean(total) * size / len(held_out)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint that is whole or not there, then prune the old ones."""
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
