@@ -96,11 +96,12 @@ class LayerSite:
     path: str
     call: int
     sublayers: tuple[Sublayer, ...]
+    argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
 
     @property
     def input(self) -> Point:
         """x^l, the stream before the layer."""
-        return Point(self.module, self.path, "input", self.call)
+        return Point(self.module, self.path, "input", self.call, None, self.argument)
 
     @property
     def output(self) -> Point:
