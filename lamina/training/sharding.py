@@ -83,7 +83,7 @@ def own_class(model: nn.Module) -> Iterator[None]:
     """FSDP2 makes a class of its own of a model's, whose files and name must not be saved as the model's."""
     kind = type(model)
     if isinstance(model, FSDPModule):
-        model.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+        model.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]  # pyright: ignore
     try:
         yield
     finally:

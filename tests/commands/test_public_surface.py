@@ -20,9 +20,10 @@ max-grad-norm width-scaling base-width k-embedding k-hidden k-readout logging-st
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing threads report-to trainer
 """
+SCALE = "parallel device rollback rollback-factor rollback-skip"
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
-    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
+    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed", *SCALE.split()],
 }
 SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings}
 # lamina probe of the design comes with its command.
