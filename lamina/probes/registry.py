@@ -34,6 +34,8 @@ _NO_PROBE = {
         "inputs",
     ),
     *("settings", "probing", "figures"),
+    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra", "last_layer", "depth_bounds"),
+    *("magnitudes", "stream_totals"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False

@@ -41,6 +41,7 @@ def run(
     Raises:
         UserError: a probe has no meaning for the model (with ``strict``), or can't be given what it needs.
     """
+    context.strict = strict
     ready: list[Probe] = []
     for probe in probes:
         if "tokens" in probe.needs and not context.reads_tokens:

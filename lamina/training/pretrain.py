@@ -8,16 +8,19 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.data import Subset
+from tqdm.auto import tqdm
 from transformers import TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -26,6 +29,7 @@ from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.training import folder as run_folder
+from lamina.training import speed
 from lamina.training.arguments import device_of, training_arguments
 from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, run_state, step_of
 from lamina.training.checks import DATA, backbone_config, check, merge, refuse_changes
@@ -155,13 +159,14 @@ def _run(
     rollbacks = Rollbacks.read(target) if resume else Rollbacks(folder=target)
     while True:
         line = _Line(settings, blocks, tokenizer, crew, rollbacks, resume=resume, bar=bar)
+        settings = line.settings
         ended = line.train()
         if not isinstance(ended, Diverged):
             break
         if len(rollbacks.done) >= settings.rollback:
             ended = ("diverged", ended.reason)
             break
-        crew.by_first(lambda diverged=ended, before=rollbacks: _go_back(settings, before, diverged))
+        crew.by_first(partial(_go_back, settings, rollbacks, ended))
         rollbacks = Rollbacks.read(target)
         resume = True
         del line
@@ -199,6 +204,7 @@ class _Line:
             config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
         )
         factors = None if scaling is None else rate_factors(self.model, scaling)
+        settings = self.settings = _settle(settings, self.model, torch.device(device_of(settings)), crew, bar=bar)
         arguments = training_arguments(settings, crew.size)
         if crew.size > 1 and crew.parallel == "fsdp2":
             shard(self.model, crew, device_of(settings), bf16=bool(arguments.bf16))
@@ -326,6 +332,28 @@ def _go_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverge
         "rollback %d of %d: %s; back to step %d, leaving out the data of steps %d to %d, learning rates times %g",
         *(made.number, settings.rollback, diverged.reason, step, *made.skipped, made.learning_rate_factor),
     )
+
+
+def _settle(
+    settings: PretrainSettings, model: torch.nn.Module, device: torch.device, crew: Processes, *, bar: bool
+) -> PretrainSettings:
+    """The settings with their precision and compilation decided, and kept so: a resumed run does not try again."""
+    target = Path(settings.output)
+
+    def decide() -> PretrainSettings:
+        choice = speed.choose(settings, lambda: model, device)
+        decided = replace(settings, precision=choice.precision, compile=choice.compile)
+        run_folder.write_json(target / "speed.json", choice.to_dict())
+        run_folder.write_yaml(target / "config.yaml", decided.to_dict())
+        logger.info("%s", choice)
+        if bar:
+            tqdm.write(str(choice), file=sys.stderr)
+        return decided
+
+    if speed.is_open(settings):
+        settings = crew.by_first(decide)
+    speed.prepare(model, settings)
+    return settings
 
 
 def _tensorboard(settings: PretrainSettings) -> list[Any]:

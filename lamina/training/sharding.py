@@ -83,11 +83,11 @@ def own_class(model: nn.Module) -> Iterator[None]:
     """FSDP2 makes a class of its own of a model's, whose files and name must not be saved as the model's."""
     kind = type(model)
     if isinstance(model, FSDPModule):
-        model.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]  # pyright: ignore
+        object.__setattr__(model, "__class__", kind.__mro__[kind.__mro__.index(FSDPModule) + 1])
     try:
         yield
     finally:
-        model.__class__ = kind
+        object.__setattr__(model, "__class__", kind)
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.training import checkpoints, saving, sharding
+from lamina.training.compiling import uncompiled
 from lamina.training.distributed import Processes
 from lamina.training.experts import ExpertBalance
 from lamina.training.groups import parameter_groups
@@ -208,7 +210,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
                 mine = chunk[rank::size]
                 # one without a block computes all the same: a sharded model needs every process
                 inputs = self._prepare_inputs(self.data_collator([held_out[i] for i in mine or chunk[:1]]))
-                with torch.no_grad(), self.compute_loss_context_manager():
+                with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
                     total += float(self.compute_loss(model, inputs)) * len(mine)
         finally:
             model.train(was_training)
@@ -257,3 +259,8 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         same = len(losses) == self.processes.size
         self._tr_loss += losses[self.processes.rank] if same else sum(losses) / len(losses)
         self._globalstep_last_logged = self.run_state["logged_step"]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Trainer's, uncompiled: evaluations are few, and their batches' shapes several."""
+        with uncompiled(self._plain(self.model)):  # type: ignore[arg-type]
+            return super().evaluation_loop(*args, **kwargs)

@@ -18,7 +18,7 @@ backbone num-layers hidden-size num-heads untie-embeddings init corpus text-fiel
 eval-fraction steps batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon
 max-grad-norm width-scaling base-width k-embedding k-hidden k-readout logging-steps eval-steps eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
-gradient-checkpointing threads report-to trainer
+gradient-checkpointing precision compile threads report-to trainer
 """
 SCALE = "parallel device rollback rollback-factor rollback-skip"
 OPTIONS = {
