@@ -1,4 +1,4 @@
-"""The two jobs from Python, as the command line does them: train, then write the page."""
+"""The jobs from Python, as the command line does them: train or measure, then write the page."""
 
 from __future__ import annotations
 
@@ -32,6 +32,37 @@ def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, 
         raise
     study_report(Path(made.output))
     return results
+
+
+def probe_folder(
+    *, png: bool = False, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """Measure a checkpoint into a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/report.html is the page, OUTPUT/NAME.parquet the table of the probe NAME.
+    ``lamina.probe`` gives the tables alone and writes nothing.
+
+    Raises:
+        UserError: (a ValueError) for settings with no meaning, a checkpoint or a corpus that can't be read, an output
+            folder in use.
+    """
+    from lamina.probes.settings import ProbeSettings
+    from lamina.reports import probing_report
+    from lamina.reports.pictures import draw
+    from lamina.studies.probing import probe_folder as run
+
+    made = ProbeSettings.from_dict(settings)
+    folder = Path(made.output)
+    try:
+        result = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    except KeyboardInterrupt:  # what is there gets its page
+        if (folder / "result.json").is_file():
+            probing_report(folder)
+        raise
+    probing_report(folder)
+    if png:
+        draw(folder)
+    return result
 
 
 def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:

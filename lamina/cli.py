@@ -12,6 +12,7 @@ from lamina.errors import UserError, nearest
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
     "pretrain": "train one model from scratch",
+    "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
     "report": "write the page of a run's or a study's folder again",

@@ -41,6 +41,7 @@ from lamina.training.order import TrainOrder
 from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
 from lamina.training.rollback import Rollbacks
+from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
 from lamina.training.sharding import full_state, is_sharded, own_class, shard
 from lamina.training.trainer import LaminaTrainer
@@ -86,6 +87,11 @@ def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overw
     if resume and stored.is_file():
         settings = PretrainSettings.from_dict(merge(run_folder.read_yaml(stored), settings.to_dict()))
     check(settings, crew.size)
+    if settings.probe_every and crew.size > 1 and crew.parallel == "fsdp2":
+        raise UserError(
+            f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "
+            "0, and lamina probe afterwards; or --parallel ddp)"
+        )
     return settings, run_folder.read_result(target) if resume else None
 
 
@@ -216,6 +222,7 @@ class _Line:
         if state:
             self.guard.restore(state["guard"])
         monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
+        monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first = crew.first
@@ -223,7 +230,7 @@ class _Line:
             metrics=run_folder.MetricsWriter(target, resumed_step, returns) if first else run_folder.NoWriter(),
             layers=run_folder.LayersWriter(target, resumed_step) if first else run_folder.NoWriter(),
             guard=self.guard,
-            monitor_ids=torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)]),
+            monitor_ids=monitor_ids,
             tokens_per_step=tokens_per_step,
             bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
             track_layers=bool(settings.reports()),
@@ -242,6 +249,10 @@ class _Line:
             size=crew.size,
         )
 
+        probing = None
+        if settings.probe_every and first:
+            probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step)
+
         def on_checkpoint() -> dict[str, Any]:
             self.recorder.before_checkpoint()
             return {"rollbacks": len(rollbacks.done)}
@@ -251,7 +262,7 @@ class _Line:
             args=arguments,
             train_dataset=blocks.train,
             eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-            callbacks=[self.recorder, *(_tensorboard(settings) if first else [])],
+            callbacks=[self.recorder, *(_tensorboard(settings) if first else []), *([probing] if probing else [])],
             guard=self.guard,
             order=order,
             processes=crew,
@@ -265,6 +276,8 @@ class _Line:
         for callback in (ProgressCallback, PrinterCallback):
             self.trainer.remove_callback(callback)
         self.recorder.trainer = self.trainer
+        if probing:
+            probing.trainer = self.trainer
 
     def train(self) -> tuple[Status, str] | Diverged:
         """Train to the end; gives how it ended, the same in every process."""
