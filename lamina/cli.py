@@ -11,6 +11,7 @@ from lamina.errors import UserError, nearest
 
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
+    "preflight": "before a run: will it train, why not, and what to change",
     "pretrain": "train one model from scratch",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
