@@ -24,7 +24,6 @@ FITTED, JUDGED_ON = ("grid", "more"), ("default", "held_out")
 MARGIN = RunSettings.stuck_margin
 BARELY, SPIKE, BACKSLIDE = 0.05, 0.5, 0.1
 OUTCOMES = ("trained", "trained badly", "did not train")
-BURN_IN = 32
 SIGNS = {"context": 1.0, "excess": -1.0, "remaining": 1.0, "jacobian": 1.0}
 SOFTNESS, PENALTY = 0.03, 0.02
 START, END = "<!-- the tables: benchmarks/preflight_calibration.py judge -->", "<!-- end of the tables -->"
@@ -44,8 +43,8 @@ class Record:
     def last(self, fitted: dict[str, Any]) -> Features:
         """What `lamina preflight` would judge: the burn-in's end, or a later measurement while it is undecided."""
         low, high = fitted["bands"]
-        for seen in self.courses:
-            if seen.step >= BURN_IN and not low <= chance(seen, fitted) < high:
+        for seen in self.courses[1:]:  # the first is half-way
+            if not low <= chance(seen, fitted) < high:
                 return seen
         return self.courses[-1]
 
@@ -122,7 +121,7 @@ def fit_collapse(known: list[Record]) -> dict[str, float]:
 
 
 def _end(record: Record) -> Features:
-    return next((seen for seen in record.courses if seen.step >= BURN_IN), record.courses[-1])
+    return record.courses[min(1, len(record.courses) - 1)]
 
 
 def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, Any]:

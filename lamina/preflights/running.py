@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from lamina.data import Blocks, prepare_blocks
 from lamina.modeling.building import recommended
 from lamina.placements.custom import find
-from lamina.preflights.burn_in import BurnIn, BurningIn
+from lamina.preflights.burn_in import BurnIn, BurningIn, warmup_steps
 from lamina.preflights.features import Features, features
 from lamina.preflights.measuring import Snapshot
 from lamina.preflights.proxy import choose
@@ -95,20 +95,18 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
             settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
         )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        steps = min(settings.burn_in, settings.steps)
+        steps = burn_in_steps(settings, runs[0])[0]
         progress = tqdm(total=len(runs) * steps, unit="step", disable=not bar, leave=False, dynamic_ncols=True)
         with progress:
             found = []
             for number, run in enumerate(runs):
                 progress.set_description(run.placement, refresh=False)
-                found.append(_look(settings, run, blocks, steps, device, progress))
+                found.append(_look(settings, run, blocks, device, progress))
                 progress.n = (number + 1) * steps
     return found
 
 
-def _look(
-    settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, steps: int, device: str, progress: Any
-) -> Preflight:
+def _look(settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: Any) -> Preflight:
     seen = burn_in_of(settings, run, blocks, undecided, device=device, tick=lambda: progress.update(1))
     numbers = features(seen)
     proxy = seen.proxy
@@ -142,27 +140,36 @@ def burn_in_of(
 ) -> BurnIn:
     """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
 
-    A further quarter follows as long as ``go_on`` says so of the features, up to three times the steps asked for and to
-    60 % of the run's own.
+    It has the steps asked for, or as many as the warm-up and half of those take. A further quarter follows as long as
+    ``go_on`` says so of the features, up to three times the steps asked for and to 60 % of the run's own.
     """
-    steps = min(settings.burn_in, run.steps)
+    steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
     burning = BurningIn(
         choose(run, blocks.stats.vocab_size, steps, flops),
         blocks,
         sequences=settings.sequences,
-        longest_warmup=steps // 2,
+        longest_warmup=warmup,
         device=device,
         tick=tick,
     )
     burning.advance(steps // 2)
     burning.advance(steps)
-    more = max(1, steps // 4)
-    while not burning.stopped and len(burning.losses) + more <= min(3 * steps, 0.6 * run.steps):
+    more = max(1, settings.burn_in // 4)
+    while not burning.stopped and len(burning.losses) + more <= min(3 * settings.burn_in, 0.6 * run.steps):
         if not go_on(features(burning.seen())):
             break
         burning.advance(len(burning.losses) + more)
     return burning.seen()
+
+
+def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
+    """The steps of the burn-in and of the warm-up in it: the run's own, or twice the steps asked for at most.
+
+    A shortened warm-up is harder than the run's: placements that a long one carries through would be called lost.
+    """
+    warmup = min(warmup_steps(run), 2 * settings.burn_in)
+    return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 
 def undecided(numbers: Features) -> bool:

@@ -17,6 +17,7 @@ TINY = {
     "sequence_length": 16,
     "batch_size": 2,
     "burn_in": 4,
+    "warmup": 0.02,
     "sequences": 2,
     "threads": 1,
 }

@@ -12,7 +12,8 @@ from lamina.data import prepare_blocks
 from lamina.preflights.burn_in import BurningIn, rate_factor, unigram_loss, warmup_steps
 from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
-from lamina.preflights.running import ffn_share
+from lamina.preflights.running import burn_in_steps, ffn_share
+from lamina.preflights.settings import PreflightSettings
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
@@ -93,6 +94,15 @@ def test_the_rate_is_that_of_transformers_schedule(corpus, warmup):
         assert ours == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "expected"),
+    [(100, 0.1, (32, 10)), (120, 0.3, (52, 36)), (20_000, 0.1, (80, 64)), (20, 0.1, (20, 2)), (40, 0.9, (40, 36))],
+)
+def test_it_takes_in_the_warmup(steps, warmup, expected):
+    settings = PreflightSettings(steps=steps, warmup=warmup)
+    assert burn_in_steps(settings, settings.runs()[0]) == expected
 
 
 def test_a_long_warmup_is_shortened_so_that_the_peak_is_seen(corpus, blocks):
