@@ -24,8 +24,8 @@ FITTED, JUDGED_ON = ("grid", "more"), ("default", "held_out")
 MARGIN = RunSettings.stuck_margin
 BARELY, SPIKE, BACKSLIDE = 0.05, 0.5, 0.1
 OUTCOMES = ("trained", "trained badly", "did not train")
-SIGNS = {"context": 1.0, "excess": -1.0, "remaining": 1.0, "jacobian": 1.0}
-SOFTNESS, PENALTY = 0.03, 0.02
+SIGNS = {"context": 1.0, "excess": -1.0, "projected": -1.0, "remaining": 1.0, "jacobian": 1.0}
+SOFTNESS, PENALTY = 0.03, 0.002
 START, END = "<!-- the tables: benchmarks/preflight_calibration.py judge -->", "<!-- end of the tables -->"
 
 

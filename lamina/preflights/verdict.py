@@ -87,9 +87,16 @@ def progress(numbers: Features) -> dict[str, float]:
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),
+        "projected": min(max(projected(numbers), 0.0), 2.0),
         "remaining": math.log10(min(max(numbers.remaining, 1.0), MOST_REMAINING)),
         "jacobian": min(max(numbers.jacobian, -4.0), 0.0),
     }
+
+
+def projected(numbers: Features) -> float:
+    """The excess at the planned run's end if the loss goes on falling at half its pace: the rate decays, too."""
+    fall = max(numbers.excess_middle - numbers.excess, 0.0) / max(numbers.step / 2, 1.0)
+    return numbers.excess - 0.5 * fall * max(numbers.remaining - 1.0, 0.0) * numbers.step
 
 
 def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:

@@ -8,7 +8,7 @@ import pytest
 
 from lamina.placements import resolve
 from lamina.preflights.features import Features
-from lamina.preflights.verdict import Case, calibration, chance, judge, progress
+from lamina.preflights.verdict import Case, calibration, chance, judge, progress, projected
 
 FINE = Features(
     step=32,
@@ -110,11 +110,20 @@ def test_the_rule_on_progress_written_out():
     assert x == {
         "context": -4.0,
         "excess": 0.13,
+        "projected": 0.0,
         "remaining": pytest.approx(math.log10(100 / 32)),
         "jacobian": -0.05,
     }
     score = fitted["progress"]["intercept"] + sum(weights[name] * x[name] for name in x)
     assert chance(SLOW, fitted) == pytest.approx(1 / (1 + math.exp(-score)))
+
+
+def test_a_loss_that_falls_too_slowly_for_the_steps_that_are_left():
+    slow = replace(FINE, excess=1.3, excess_middle=1.5, context=0.02, remaining=2.0)
+    # 0.2 nats in 16 steps: at half that pace 32 more bring 0.2
+    assert projected(slow) == pytest.approx(1.3 - 0.2)
+    assert judge(slow, case("pre_ln", steps=64)).verdict == "will not train"
+    assert projected(replace(slow, excess_middle=1.0)) == pytest.approx(1.3)
 
 
 def test_every_direction_makes_sense():
