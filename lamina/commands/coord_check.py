@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from lamina.api import coord_check
 from lamina.commands.arguments import add_settings, given_settings, make_parser
@@ -31,7 +32,7 @@ def run(argv: list[str]) -> int:
     given, others = given_settings(parser, argv, "resume", "overwrite")
     found = coord_check(**given, resume=others.resume, overwrite=others.overwrite)
     folder = Path(given.get("output", CoordCheckSettings.output))
-    sizes = found[found["metric"] == "size"]
+    sizes: Any = found[found["metric"] == "size"]
     last = int(sizes["step"].max())
     print(f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps")
     for module, rows in sizes.groupby("module", sort=False):

@@ -37,7 +37,8 @@ def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
     folder = Path(folder)
     try:
-        table, slopes = pd.read_parquet(folder / "coordinates.parquet"), pd.read_csv(folder / "slopes.csv")
+        table: Frame = pd.read_parquet(folder / "coordinates.parquet")
+        slopes: Frame = pd.read_csv(folder / "slopes.csv")
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r}: no whole coordinate check ({' '.join(str(error).split())[:200]})") from None
@@ -79,11 +80,11 @@ def _figure(table: Frame) -> go.Figure:
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
     drawn = make_subplots(rows=1, cols=len(steps), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.05)
-    means = sizes.groupby(["step", "module", "width"], sort=False)["value"].mean()
+    means = sizes.groupby(["step", "module", "width"])["value"].mean()
     modules = list(dict.fromkeys(sizes["module"]))
     for column, step in enumerate(steps, start=1):
         for number, module in enumerate(modules):
-            values = means.loc[step, module].sort_index()
+            values = means.loc[step, module]
             drawn.add_scatter(
                 x=list(values.index),
                 y=list(values),

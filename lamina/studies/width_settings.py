@@ -137,7 +137,8 @@ class TransferSettings(RunSettings):
     """
 
     placement: str = "fusenorm"
-    proxy_width: int = 48
+    backbone: str = "llama-71m"
+    proxy_width: int = 64
     learning_rates: str = "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2"
     seeds: str = "0"
     verify_rates: str = ""
@@ -153,16 +154,20 @@ class TransferSettings(RunSettings):
             raise UserError("width_scaling: 'none' transfers nothing (allowed: standard, mup and their -no-alignment)")
         if self.base_width not in (None, self.proxy_width):
             raise UserError(f"base_width: {self.base_width!r} is not proxy_width {self.proxy_width} (allowed: none)")
-        object.__setattr__(self, "base_width", self.proxy_width)
-        super().__post_init__()
         for name in ("proxy_width", "verify_width", "workers"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"{name}: {value!r} is not a whole number of at least 1")
+        object.__setattr__(self, "base_width", self.proxy_width)
+        super().__post_init__()
         if not 0 <= self.best_margin < math.inf:
             raise UserError(f"best_margin: {self.best_margin!r} (allowed: a number of at least 0)")
         if self.num_heads is not None:
             raise UserError(f"num_heads: {self.num_heads!r} (allowed: none; every width keeps the width of a head)")
+        if self.target_width == self.proxy_width:
+            raise UserError(
+                f"proxy_width: {self.proxy_width} is the target's hidden_size, too (allowed: another, a narrower one)"
+            )
         if self.verify_width is not None and not self.verify_rates:
             raise UserError(f"verify_width: {self.verify_width} without verify_rates (allowed: both, or neither)")
         self.trials()
@@ -174,7 +179,7 @@ class TransferSettings(RunSettings):
         if self.verify_rates:
             wide = self.verify_width or self.target_width
             if wide == self.proxy_width:
-                raise UserError(f"verify_width: {wide} is the proxy's (allowed: another)")
+                raise UserError(f"verify_width: {wide} is proxy_width, too (allowed: another)")
             grid += [(wide, rate) for rate in numbers("verify_rates", self.verify_rates, float)]
         own = {entry.name for entry in fields(PretrainSettings)}
         for seed in seeds:

@@ -11,6 +11,7 @@ import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
 from lamina.studies.settings import CompareSettings
+from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
 
 SHARED = """
@@ -23,8 +24,56 @@ gradient-checkpointing threads report-to trainer
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
     "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
+    "transfer": [
+        *SHARED.split(),
+        *[
+            "placement",
+            "proxy-width",
+            "learning-rates",
+            "seeds",
+            "verify-rates",
+            "verify-width",
+            "best-margin",
+            "output",
+            "workers",
+        ],
+    ],
+    "coord-check": [
+        "placement",
+        "backbone",
+        "widths",
+        "num-layers",
+        "untie-embeddings",
+        "init",
+        "width-scaling",
+        "base-width",
+        "k-embedding",
+        "k-hidden",
+        "k-readout",
+        "learning-rate",
+        "steps",
+        "seeds",
+        "batch-size",
+        "sequence-length",
+        "corpus",
+        "text-field",
+        "tokenizer",
+        "weight-decay",
+        "beta1",
+        "beta2",
+        "epsilon",
+        "max-grad-norm",
+        "tolerance",
+        "output",
+        "threads",
+    ],
 }
-SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings}
+SETTINGS = {
+    "compare": CompareSettings,
+    "pretrain": PretrainSettings,
+    "transfer": TransferSettings,
+    "coord-check": CoordCheckSettings,
+}
 # lamina probe of the design comes with its command.
 EXPORTED = {"__version__", "build", "compare", "placements", "pretrain", "wire"}
 
@@ -35,7 +84,8 @@ def test_the_package_exports_these_names():
 
 
 def test_the_command_line_has_these_commands():
-    assert list(COMMANDS) == ["compare", "pretrain", "placements", "backbones", "report", "generate", "convert"]
+    studies = ["compare", "pretrain", "coord-check", "transfer"]
+    assert list(COMMANDS) == [*studies, "placements", "backbones", "report", "generate", "convert"]
 
 
 @pytest.mark.parametrize("command", OPTIONS)
