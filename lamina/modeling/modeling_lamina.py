@@ -10,6 +10,7 @@ Copied beside a checkpoint by transformers, so it imports only torch, transforme
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -226,9 +227,19 @@ class Residual(nn.Module):
     """One sub-layer as the plan's record says: y = C(skip_scale * s + B(module(pre_scale * A(x)))).
 
     Constant scales are floats (a buffer would come back as garbage from the meta device), learned ones Parameters.
+    ``scaled`` names the scales that are applied even where they are 1: those that other layers of the plan have. Layers
+    that differ in a scale's value alone then have one graph, compiled once.
     """
 
-    def __init__(self, module: nn.Module, sublayer: dict, hidden_size: int, like: nn.Module, dropout: float = 0.0):
+    def __init__(
+        self,
+        module: nn.Module,
+        sublayer: dict,
+        hidden_size: int,
+        like: nn.Module,
+        dropout: float = 0.0,
+        scaled: Collection[str] = (),
+    ):
         super().__init__()
         self.sublayer = Record(sublayer)
         self.module = module
@@ -240,8 +251,12 @@ class Residual(nn.Module):
         self.skip_scale = self._scale("skip_scale", hidden_size)
         self.pre_scale = self._scale("pre_scale", hidden_size)
         # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
-        self._has_skip_scale = isinstance(self.skip_scale, nn.Parameter) or self.skip_scale != 1.0
-        self._has_pre_scale = isinstance(self.pre_scale, nn.Parameter) or self.pre_scale != 1.0
+        self._has_skip_scale = "skip_scale" in scaled or self._is_scaled("skip_scale")
+        self._has_pre_scale = "pre_scale" in scaled or self._is_scaled("pre_scale")
+
+    def _is_scaled(self, name: str) -> bool:
+        scale = getattr(self, name)
+        return isinstance(scale, nn.Parameter) or scale != 1.0
 
     def _scale(self, name: str, hidden_size: int) -> float | nn.Parameter:
         learned, value = self.sublayer[f"{name}_learned"], float(self.sublayer[name])
@@ -325,6 +340,10 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     layers, like = getattr(backbone, adapter.layers), getattr(backbone, adapter.norm)
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
+    scaled = {
+        part: [name for name in ("skip_scale", "pre_scale") if any(w[part][name] != 1.0 for w in plan["layers"])]
+        for part in ("attention", "feed_forward")
+    }
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
         if adapter.stacked:
@@ -332,8 +351,8 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         else:
             _norm_projections(attention, plan, like)
         block = Block(
-            Residual(attention, wiring["attention"], width, like, dropout),
-            Residual(feed_forward, wiring["feed_forward"], width, like, dropout),
+            Residual(attention, wiring["attention"], width, like, dropout, scaled["attention"]),
+            Residual(feed_forward, wiring["feed_forward"], width, like, dropout, scaled["feed_forward"]),
         )
         if hasattr(layer, "attention_type"):  # some models pick the mask by it
             block.attention_type = layer.attention_type
@@ -511,8 +530,13 @@ class LaminaModel(LaminaPreTrainedModel):
 
 
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
-    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given."""
+    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given.
 
+    ``linear_loss``, where set, is asked for the loss first: of the last states [batch, tokens, hidden_size], the head
+    and the labels, without the logits, which are then None. It answers None where it does not apply.
+    """
+
+    linear_loss: Callable[..., torch.Tensor | None] | None = None
     _tied_weights_keys = {"lm_head.weight": "model.backbone.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: LaminaConfig):
@@ -550,6 +574,17 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
+        all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and all_logits and self.linear_loss is not None:
+            scale, cap = _logits_scale(self.config.get_text_config())
+            loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=cap, **loss_kwargs)
+            if loss is not None:
+                return CausalLMOutputWithPast(
+                    loss=loss,
+                    past_key_values=outputs.past_key_values,
+                    hidden_states=outputs.hidden_states,
+                    attentions=outputs.attentions,
+                )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = _scaled_logits(self.lm_head(hidden[:, keep]), self.config.get_text_config())
         loss = None
@@ -565,8 +600,13 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         )
 
 
+def _logits_scale(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """What some backbones do to their logits: Cohere's and Granite's scale, Gemma 2's soft-cap."""
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
 def _scaled_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """What some backbones do to their logits (Gemma 2's soft-cap, Cohere's and Granite's scale)."""
     if scale := getattr(config, "logit_scale", None):
         logits = logits * scale
     if scale := getattr(config, "logits_scaling", None):

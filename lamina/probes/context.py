@@ -27,6 +27,8 @@ class Context:
         notes: what the reader of the page must know; probes append to it.
         forwards: how many batches the forward passes took before they stopped (set before ``finish``).
         progress: called with (done, all, what) by probes whose work takes long.
+        strict: whether a probe that can't do all of what it does raises (it was asked for by its name) or goes on
+            without, with a note (it is one of "all").
         state: filled when the model is at a state of a run: {"step": ...}; else empty.
     """
 
@@ -38,6 +40,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     forwards: int = 0
     progress: Callable[[int, int, str], None] = lambda done, all, what: None
+    strict: bool = True
     state: dict[str, Any] = field(default_factory=dict)
 
     @property

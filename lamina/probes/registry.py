@@ -20,8 +20,22 @@ if TYPE_CHECKING:
 
 # The modules of this package that hold no probe.
 _NO_PROBE = {
-    *("registry", "context", "structure", "tracing", "watching", "statistics", "running", "loading", "inputs"),
+    *(
+        "registry",
+        "context",
+        "structure",
+        "tracing",
+        "wiring",
+        "wired",
+        "watching",
+        "statistics",
+        "running",
+        "loading",
+        "inputs",
+    ),
     *("settings", "probing", "figures"),
+    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra", "last_layer", "depth_bounds"),
+    *("magnitudes", "stream_totals"),
 }
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False
@@ -70,7 +84,7 @@ class Probe:
         return None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """The tidy result. Layers count from 0; state l is the stream before layer l, state N the one behind the last."""
+        """The tidy result. Layers count from 0; state l is the stream before layer l, state N that behind the last."""
         raise NotImplementedError
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:

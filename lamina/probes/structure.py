@@ -32,7 +32,8 @@ class Point:
 @dataclass(frozen=True, eq=False)
 class NormSite:
     """A norm of a layer. ``role``: pre_norm (on a module's input), out_norm (on its output, before the add), post_norm
-    (on the sum), inner_norm (inside attention or feed-forward: q, k, v or latent norms), embedding_norm, final_norm."""
+    (on the sum), inner_norm (inside attention or feed-forward: q, k, v or latent norms), embedding_norm, final_norm.
+    """
 
     role: str
     module: nn.Module
@@ -75,7 +76,8 @@ class FeedForward:
 class Sublayer:
     """One addition to the stream. ``kind``: attention | feed_forward | mixer (neither), two of a layer may run side by
     side (GPT-NeoX). ``contribution``: what is added, after an out_norm. ``after``: the stream behind it, after a
-    post_norm; None where no module reads or writes it."""
+    post_norm; None where no module reads or writes it.
+    """
 
     kind: str
     contribution: Point
@@ -94,11 +96,12 @@ class LayerSite:
     path: str
     call: int
     sublayers: tuple[Sublayer, ...]
+    argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
 
     @property
     def input(self) -> Point:
         """x^l, the stream before the layer."""
-        return Point(self.module, self.path, "input", self.call)
+        return Point(self.module, self.path, "input", self.call, None, self.argument)
 
     @property
     def output(self) -> Point:

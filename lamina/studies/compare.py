@@ -58,7 +58,7 @@ def compare(
         plan = check(trial)
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
-    prepare_blocks(
+    _, tokenizer = prepare_blocks(
         settings.corpus,
         settings.tokenizer,
         settings.sequence_length,
@@ -68,7 +68,7 @@ def compare(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        return run_study(settings, trials, folder, bar=bar)
+        return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
 
 
 def refuse_changes(folder: Path, given: dict[str, Any], free: Collection[str] = FREE) -> dict[str, Any]:
@@ -80,13 +80,15 @@ def refuse_changes(folder: Path, given: dict[str, Any], free: Collection[str] = 
     if not isinstance(stored, dict):
         raise UserError(f"{str(path)!r}: the field 'settings' is missing")
     for name, value in given.items():
+        if value == "auto" and name in ("precision", "compile"):
+            continue  # decided when the study began
         if name not in free and name in stored and stored[name] != value:
             others = ", ".join(sorted(set(free) - {"output"}))
             raise UserError(
                 f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
                 f"another of {others}; else another --output)"
             )
-    return {**stored, **given}
+    return {**stored, **{k: v for k, v in given.items() if v != "auto" or k not in ("precision", "compile")}}
 
 
 def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
@@ -101,8 +103,36 @@ def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
         )
 
 
+def alike(
+    settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
+) -> tuple[dict[str, Any], dict[str, PretrainSettings]]:
+    """One precision and one way to compile for all trials, or they would not be compared by placement alone."""
+    from lamina.modeling import building
+    from lamina.training import speed
+    from lamina.training.arguments import training_arguments
+    from lamina.training.checks import SPEED_BEFORE, backbone_config
+
+    if not speed.is_open(settings):
+        return settings.to_dict(), trials
+    first = next(iter(trials.values()))
+    if (path := Path(settings.output) / "study.yaml").is_file():  # resumed, perhaps from before there was a choice
+        stored = run_folder.read_yaml(path).get("settings") or {}
+        found = {name: stored.get(name, before) for name, before in SPEED_BEFORE.items()}
+    else:
+        config = backbone_config(first, vocab_size=vocab_size)
+        choice = speed.choose(
+            first,
+            lambda: building.build(config, first.placement, head="causal_lm", init="normal"),
+            training_arguments(first).device,
+        )
+        found = {"precision": choice.precision, "compile": choice.compile}
+        run_folder.write_json(Path(settings.output) / "speed.json", choice.to_dict())
+    return {**settings.to_dict(), **found}, {name: replace(trial, **found) for name, trial in trials.items()}
+
+
 def run_study(
     settings: Any,
+    decided: dict[str, Any],
     trials: dict[str, PretrainSettings],
     folder: Path,
     *,
@@ -112,8 +142,8 @@ def run_study(
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet in a folder that is ours; returns results.csv's rows.
 
-    ``settings`` is the study's record (``workers``, ``command()``, ``to_dict()``), ``header`` goes to the top of
-    study.yaml, ``keys`` are the trial's settings that are columns of results.csv.
+    ``settings`` is the study's record (``workers``, ``command()``), ``decided`` its values as study.yaml is to hold
+    them, ``header`` what goes above, ``keys`` are the trial's settings that are columns of results.csv.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
@@ -127,7 +157,7 @@ def run_study(
         "created": created,
     }
     run_folder.write_json(folder / "environment.json", run_folder.environment(0))
-    run_folder.write_yaml(folder / "study.yaml", {**study, "settings": settings.to_dict()})
+    run_folder.write_yaml(folder / "study.yaml", {**study, "settings": decided})
     results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}
     todo = {t: s for t, s in trials.items() if t not in results}
     progress = _Progress(todo, done=len(results), show=bar)

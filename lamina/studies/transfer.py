@@ -13,7 +13,7 @@ import torch
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import FREE as COMPARE_FREE
-from lamina.studies.compare import refuse_another_plan, refuse_changes, run_study
+from lamina.studies.compare import alike, refuse_another_plan, refuse_changes, run_study
 from lamina.studies.width_settings import TransferSettings
 from lamina.training import folder as run_folder
 from lamina.training.checks import backbone_config, check
@@ -69,7 +69,7 @@ def transfer(
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
     rates = role_rates(settings)  # a target that cannot be built is known before hours of training
-    prepare_blocks(
+    _, tokenizer = prepare_blocks(
         settings.corpus,
         settings.tokenizer,
         settings.sequence_length,
@@ -80,7 +80,8 @@ def transfer(
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
         try:
-            results = run_study(settings, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
+            decided, trials = alike(settings, trials, len(tokenizer))
+            results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
                 summary = summarize(pd.read_csv(folder / "results.csv"), settings, rates)

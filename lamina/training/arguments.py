@@ -31,6 +31,9 @@ _OURS = {
     "save_steps": "save_steps",
     "save_total_limit": "keep",
     "report_to": "report_to",
+    "bf16": "precision",
+    "fp16": "precision",
+    "torch_compile": "compile",
 }
 _FIXED = ("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy")
 
@@ -72,6 +75,8 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
         "report_to": [r for r in settings.reports() if r != "tensorboard"] or "none",
         "logging_dir": None,
         "optim": "adamw_torch_fused",
+        "bf16": settings.precision == "bf16",
+        "fp16": settings.precision == "fp16",
         "remove_unused_columns": False,
         "prediction_loss_only": True,
         # renamed in transformers 5.23; the name that this one does not have is dropped below

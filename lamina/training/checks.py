@@ -18,11 +18,13 @@ from lamina.modeling.building import build, make_plan, recommended
 from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.training.arguments import training_arguments
+from lamina.training.compiling import missing_compiler
 from lamina.training.experts import choose, find_routers
 from lamina.training.groups import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
 FREE = {"output", "save_steps", "keep", "report_to", "threads"}  # what a resumed run may change
+SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
 
 
 def check(settings: PretrainSettings) -> Plan:
@@ -39,6 +41,8 @@ def check(settings: PretrainSettings) -> Plan:
     scaling = width_scaling_of(settings)
     if scaling is not None:
         check_optimizer(arguments)
+    if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
+        raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     # What only the modules know (groups that don't divide the width, norms that the attention has already) shows in
     # one layer of each kind, on the meta device.
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
@@ -76,10 +80,13 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 
 def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The stored settings of a run to resume. Raises UserError where a given one differs in what the run computes."""
+    stored = {**SPEED_BEFORE, **stored}
     for name, value in given.items():
+        if value == "auto" and name in SPEED_BEFORE:
+            continue  # decided when the run began
         if name not in FREE and stored.get(name) != value:
             raise UserError(
                 f"{name}: {value!r} differs from the run's {stored.get(name)!r} (allowed with --resume: the same, or "
                 f"another of {', '.join(sorted(FREE))})"
             )
-    return {**stored, **given}
+    return {**stored, **{k: v for k, v in given.items() if not (v == "auto" and k in SPEED_BEFORE)}}

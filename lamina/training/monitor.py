@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lamina.modeling.initialization import weights
-from lamina.modeling.modeling_lamina import Block, LaminaModel, LaminaNorm, Residual
+from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm, Residual
+from lamina.training.compiling import uncompiled
 
 Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
@@ -32,6 +32,7 @@ class GradientNorms:
             self.parameters.append(weight.parameter)
             self.groups.append(keys.setdefault(key, len(keys)))
         self.keys = list(keys)
+        self._sent: tuple[list[int], torch.Tensor] | None = None
 
     def squares(self) -> torch.Tensor:
         """The squared norm of each group in float64, without waiting for the device; call before clipping."""
@@ -48,10 +49,16 @@ class GradientNorms:
             return torch.zeros(len(self.keys), dtype=torch.float64)
         norms = torch.stack(torch._foreach_norm(gradients)).double()  # pyright: ignore[reportPrivateImportUsage]
         sums = torch.zeros(len(self.keys), dtype=torch.float64, device=norms.device)
-        sums.index_add_(0, torch.tensor(groups, device=norms.device), norms * norms)
+        sums.index_add_(0, self._index(groups, norms.device), norms * norms)
         if mesh is not None:
             torch.distributed.all_reduce(sums, group=mesh.get_group())
         return sums
+
+    def _index(self, groups: list[int], device: torch.device) -> torch.Tensor:
+        """``groups`` on the device; kept, as sending them there waits for it."""
+        if self._sent is None or self._sent[0] != groups:
+            self._sent = (groups, torch.tensor(groups, device=device))
+        return self._sent[1]
 
     def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
         """The tidy rows of one step's ``squares()``."""
@@ -86,7 +93,7 @@ def hidden_state_rows(model: nn.Module, input_ids: torch.Tensor, step: int) -> l
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _uncompiled(base.layers):
+        with torch.no_grad(), uncompiled(base):
             base(input_ids=input_ids, use_cache=False)
     finally:
         model.train(was_training)
@@ -153,16 +160,3 @@ def _first_recorder(found: dict[tuple[int, str], torch.Tensor]):
         found[-1, "block"] = state_statistics(args[0])
 
     return hook
-
-
-@contextmanager
-def _uncompiled(layers: nn.ModuleList) -> Iterator[None]:
-    """A compiled block would not call the hooks inside it."""
-    calls = {block: block._compiled_call_impl for block in layers if isinstance(block, Block)}
-    for block in calls:
-        block._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for block, call in calls.items():
-            block._compiled_call_impl = call

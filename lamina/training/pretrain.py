@@ -7,13 +7,16 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.utils.data import Subset
+from tqdm.auto import tqdm
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -22,6 +25,7 @@ from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.training import folder as run_folder
+from lamina.training import speed
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpoints import newest_checkpoint, step_of
 from lamina.training.checks import backbone_config, check, merge
@@ -117,6 +121,8 @@ def _run(
     profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
     scaling = width_scaling_of(settings)
     model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling)
+    settings = _settle(settings, model, arguments.device, target, bar=bar)
+    arguments = training_arguments(settings)
     checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
@@ -149,6 +155,22 @@ def _run(
         if status in ("finished", "stuck"):
             _save(model, tokenizer, target / "model")
     return outcome(settings, status, reason, trainer, recorder, blocks, model, plan, time.monotonic() - began)
+
+
+def _settle(
+    settings: PretrainSettings, model: torch.nn.Module, device: torch.device, target: Path, *, bar: bool
+) -> PretrainSettings:
+    """The settings with their precision and compilation decided, and kept so: a resumed run does not try again."""
+    if speed.is_open(settings):
+        choice = speed.choose(settings, lambda: model, device)
+        settings = replace(settings, precision=choice.precision, compile=choice.compile)
+        run_folder.write_json(target / "speed.json", choice.to_dict())
+        run_folder.write_yaml(target / "config.yaml", settings.to_dict())
+        logger.info("%s", choice)
+        if bar:
+            tqdm.write(str(choice), file=sys.stderr)
+    speed.prepare(model, settings)
+    return settings
 
 
 def _tensorboard(settings: PretrainSettings) -> list[Any]:

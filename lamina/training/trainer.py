@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
+from lamina.training.compiling import uncompiled
 from lamina.training.experts import ExpertBalance
 from lamina.training.groups import parameter_groups
 from lamina.training.guard import DivergenceGuard
@@ -122,10 +125,18 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        whole = len(inputs["input_ids"]) == self.args.per_device_train_batch_size
+        # An epoch's last batch can be smaller: not worth graphs of its own.
+        with nullcontext() if whole else uncompiled(self._plain(model)):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if loss.device.type == "cpu" and not torch.isfinite(loss):
             step = self.state.global_step + 1
             self.layer_rows = hidden_state_rows(self._plain(model), inputs["input_ids"], step)
             self.guard.see_layers(self.layer_rows)
             self.guard.see_loss(step, float(loss))
         return loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Trainer's, uncompiled: evaluations are few, and their batches' shapes several."""
+        with uncompiled(self._plain(self.model)):  # type: ignore[arg-type]
+            return super().evaluation_loop(*args, **kwargs)

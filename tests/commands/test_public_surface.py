@@ -19,54 +19,21 @@ backbone num-layers hidden-size num-heads untie-embeddings init corpus text-fiel
 eval-fraction steps batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon
 max-grad-norm width-scaling base-width k-embedding k-hidden k-readout logging-steps eval-steps eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
-gradient-checkpointing threads report-to trainer
+gradient-checkpointing precision compile threads report-to trainer
+"""
+TRANSFER = """
+placement proxy-width learning-rates seeds verify-rates verify-width best-margin output workers
+"""
+COORD_CHECK = """
+placement backbone widths num-layers untie-embeddings init width-scaling base-width k-embedding k-hidden k-readout
+learning-rate steps seeds batch-size sequence-length corpus text-field tokenizer weight-decay beta1 beta2 epsilon
+max-grad-norm tolerance output threads
 """
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
     "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
-    "transfer": [
-        *SHARED.split(),
-        *[
-            "placement",
-            "proxy-width",
-            "learning-rates",
-            "seeds",
-            "verify-rates",
-            "verify-width",
-            "best-margin",
-            "output",
-            "workers",
-        ],
-    ],
-    "coord-check": [
-        "placement",
-        "backbone",
-        "widths",
-        "num-layers",
-        "untie-embeddings",
-        "init",
-        "width-scaling",
-        "base-width",
-        "k-embedding",
-        "k-hidden",
-        "k-readout",
-        "learning-rate",
-        "steps",
-        "seeds",
-        "batch-size",
-        "sequence-length",
-        "corpus",
-        "text-field",
-        "tokenizer",
-        "weight-decay",
-        "beta1",
-        "beta2",
-        "epsilon",
-        "max-grad-norm",
-        "tolerance",
-        "output",
-        "threads",
-    ],
+    "transfer": [*SHARED.split(), *TRANSFER.split()],
+    "coord-check": COORD_CHECK.split(),
 }
 SETTINGS = {
     "compare": CompareSettings,

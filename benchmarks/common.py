@@ -1,0 +1,202 @@
+"""What the benchmarks share: model sizes, the machine, matrix products as a yardstick, and contenders as processes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {
+    "nano": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 32, "num_heads": 2, "vocab_size": 257},
+    "8m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_heads": 4, "vocab_size": 4096},
+    "71m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_heads": 8},
+    "130m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_heads": 12},
+    "740m": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 23, "num_heads": 12},
+    "1.3b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_heads": 16},
+}
+# Where the packages of the peers lie that this project does not need: `make bench-peers` puts them there.
+PEERS = Path(os.environ.get("LAMINA_BENCH_PEERS") or Path.home() / ".cache" / "lamina" / "bench-peers")
+
+
+def sizes_of(size: str) -> dict[str, int]:
+    """The sizes of a model by its name."""
+    return {"vocab_size": 32_000, **SIZES[size]}
+
+
+def llama_config(size: str, sequence_length: int) -> Any:
+    """The LlamaConfig of a size: untied embeddings, as many heads for keys and values as for queries."""
+    from transformers import LlamaConfig
+
+    sizes = sizes_of(size)
+    heads = sizes.pop("num_heads")
+    return LlamaConfig(
+        **sizes,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max(sequence_length, 256),
+        tie_word_embeddings=False,
+    )
+
+
+def flops_per_token(size: str, sequence_length: int) -> float:
+    """Model FLOPs of forward and backward: 6 a weight outside the embedding, 12 N d T for attention (not halved)."""
+    s = sizes_of(size)
+    d, layers = s["hidden_size"], s["num_hidden_layers"]
+    weights = layers * (4 * d * d + 3 * d * s["intermediate_size"]) + d * s["vocab_size"]
+    return 6.0 * weights + 12.0 * layers * d * sequence_length
+
+
+def high_water_mark() -> float:
+    """MiB that this process has held at most. ru_maxrss would count what its parent held before the exec, too."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class Products:
+    """Square matrix products, timed between the contenders' turns: what the machine gives at that time.
+
+    ``rates``: GFLOP/s by precision, the median of the turns. A size of the GPU's (or CPU's) liking; smaller where a
+    product would take more than half a second.
+    """
+
+    def __init__(self, device: str):
+        import torch
+
+        self.device = torch.device(device)
+        self.turns: dict[str, list[float]] = {"fp32": [], "bf16": []}
+        self.factors = {}
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            size, most = 256, 8192 if self.device.type == "cuda" else 2048
+            while True:
+                # Not zeros or ones: a GPU draws less power on those, and runs faster.
+                factor = torch.randn(size, size, device=self.device).to(dtype)
+                self._seconds(factor, 1)
+                if size == most or self._seconds(factor, 1) > 0.06:  # the next would take more than half a second
+                    break
+                size *= 2
+            self.factors[name] = factor
+
+    def turn(self) -> None:
+        """Time both precisions once: the best of three."""
+        for name, factor in self.factors.items():
+            repeats = 10 if self.device.type == "cuda" else 1
+            seconds = min(self._seconds(factor, repeats) for _ in range(3)) / repeats
+            self.turns[name].append(2.0 * len(factor) ** 3 / seconds / 1e9)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {name: statistics.median(turns) for name, turns in self.turns.items()}
+
+    def _seconds(self, factor: Any, repeats: int) -> float:
+        wait_for(self.device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            factor @ factor
+        wait_for(self.device)
+        return time.perf_counter() - start
+
+
+def wait_for(device: Any) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+class Contender:
+    """A process that trains one model and waits between turns, so that contenders can alternate.
+
+    ``benchmarks/worker.py`` is the other end: a line of JSON when the model is built and warm, then one for each turn.
+
+    Raises:
+        Absent: what it needs isn't installed, or it can't run here; the message says why.
+    """
+
+    def __init__(self, name: str, precision: str, compile: str, shape: dict[str, Any], threads: int | None):
+        self.name, self.precision, self.compile = name, precision, compile
+        self.seconds: list[float] = []
+        command = [sys.executable, str(ROOT / "benchmarks" / "worker.py")]
+        command += [json.dumps({"name": name, "precision": precision, "compile": compile, "threads": threads, **shape})]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.ready = self._answer()
+
+    @property
+    def label(self) -> str:
+        """The contender with its precision and whether it is compiled."""
+        return f"{self.name}, {self.precision}, {'compiled' if self.compile == 'on' else 'eager'}"
+
+    def turn(self, steps: int) -> None:
+        """Let it train that many steps; the seconds of one of them are kept."""
+        self._say({"steps": steps})
+        self.seconds.append(self._answer()["seconds"] / steps)
+
+    def stop(self) -> dict[str, Any]:
+        """End it; returns what it says of its memory."""
+        self._say({"steps": 0})
+        last = self._answer()
+        self.process.communicate()
+        return last
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@"):  # anything else is a library's own remark
+                answer = json.loads(line[1:])
+                if "absent" in answer:
+                    self.process.communicate()
+                    raise Absent(answer["absent"])
+                return answer
+        raise Absent(f"its process ended with code {self.process.wait()}")
+
+
+class Absent(Exception):
+    """A contender that can't take part."""
+
+
+def settings_of_machine() -> dict[str, Any]:
+    """Where and when: machine, date, revision, versions."""
+    import torch
+    import transformers
+
+    from lamina.training.folder import environment
+
+    where = environment(0)
+    machine = {**where["machine"], "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    else:
+        machine["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "revision": where["git_revision"],
+        "machine": machine,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """One JSON record, folders made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,207 @@
+"""The language model's loss without its logits: head and cross-entropy a few hundred tokens at a time.
+
+With the last states H [tokens, hidden_size], the head's weight W [vocab_size, hidden_size] and labels t the loss is
+
+    L = 1/n sum_i ( log sum_v exp z_iv  -  z_i,t_i ),     z_i = s W h_i,  or  c tanh(s W h_i / c)
+
+over the n labels that are not ignored. Its gradient needs the logits' softmax P alone, dL/dz = (P - onehot(t)) / n, so
+each chunk of tokens gives its part of the loss and of both gradients in the forward pass and is then forgotten: of the
+logits, [chunk, vocab_size] stands in memory instead of several times [tokens, vocab_size].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100
+# Logits in a chunk: enough for the products to run at full speed, 64 MiB of float32 on a CPU.
+ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
+SMALLEST_CHUNK = 256  # below it the products with the head's weight wait for memory
+
+
+class ChunkKernel(Protocol):
+    """From a chunk's logits and labels: the sum of the losses, and the gradient of that sum (float32 both)."""
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class LinearLoss:
+    """The ``linear_loss`` of a LaminaForCausalLM. Answers None where the logits are few enough to be kept whole.
+
+    Args:
+        compiled: compile what is done to a chunk's logits (worth it on a GPU, where it waits for memory).
+        liger: use Liger's kernels on a GPU where they are installed.
+        elements: logits in a chunk (default: by device).
+    """
+
+    def __init__(self, *, compiled: bool = False, liger: bool = True, elements: int | None = None):
+        self.elements = elements
+        self.liger = liger and importlib.util.find_spec("liger_kernel") is not None
+        self.kernel: ChunkKernel = torch.compile(chunk_loss, dynamic=True) if compiled else chunk_loss
+
+    def chunk(self, vocab_size: int, device: torch.device) -> int:
+        """Tokens in a chunk: a power of 2."""
+        elements = self.elements or ELEMENTS.get(device.type, ELEMENTS["cpu"])
+        most = max(elements // vocab_size, 1 if self.elements else SMALLEST_CHUNK)
+        return 1 << (most.bit_length() - 1)
+
+    def __call__(
+        self,
+        states: torch.Tensor,
+        head: nn.Module,
+        labels: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **more: Any,
+    ) -> torch.Tensor | None:
+        """The mean loss in float32, as transformers' ForCausalLMLoss has it, or None where this does not apply.
+
+        Args:
+            states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
+            head: the readout; anything but a plain nn.Linear without bias (an adapter, a quantised or sharded weight)
+                is left to the model.
+            labels: [batch, tokens], -100 where there is none.
+            scale: of the logits.
+            softcap: the logits' bound c in c tanh(z / c).
+            num_items_in_batch: what the sum of the losses is divided by (default: the labels that are not ignored).
+            shift_labels: labels shifted already.
+            more: anything else the loss would be told: then it is left to the model.
+        """
+        if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
+            return None
+        chunk = self.chunk(head.out_features, states.device)
+        tokens = states.shape[:-1].numel()
+        if tokens <= chunk:
+            return None
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        targets = shift_labels.reshape(-1).to(states.device)
+        hidden, weight = states.flatten(0, -2), head.weight
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        exact = dtype in (torch.float32, torch.float64)
+        if scale != 1.0:
+            hidden = hidden * scale
+        if exact and device == "cpu" and softcap is None and hasattr(functional, "linear_cross_entropy"):
+            total = _torch_sum(hidden.to(dtype), weight, targets, chunk)
+        elif not exact and device == "cuda" and self.liger:
+            total = _liger_sum(hidden.to(dtype), weight.to(dtype), targets, softcap)
+        else:
+            total = LinearCrossEntropy.apply(hidden, weight, targets, softcap, chunk, dtype, self.kernel)
+        if num_items_in_batch is None:
+            return total / (targets != IGNORED).sum()
+        divisor = num_items_in_batch
+        return total / (divisor.to(total.device) if isinstance(divisor, torch.Tensor) else divisor)
+
+
+def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """ChunkKernel in plain PyTorch; float64 logits stay float64."""
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    kept = (labels != IGNORED).unsqueeze(-1)
+    target = labels.unsqueeze(-1).clamp(min=0)
+    # Not logsumexp: Inductor would not fuse what follows with it.
+    largest = z.amax(-1, keepdim=True)
+    log_sum = largest + (z - largest).exp().sum(-1, keepdim=True).log()
+    loss = torch.where(kept, log_sum - z.gather(-1, target), 0.0).sum()
+    gradient = (z - log_sum).exp()
+    gradient = gradient.scatter_add(-1, target, gradient.new_full((1, 1), -1.0).expand_as(target))
+    if softcap is not None:
+        gradient = gradient * (1 - (z / softcap) ** 2)
+    return loss, torch.where(kept, gradient, 0.0)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropies of W h, with both gradients made in the forward pass; goes backward once."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        softcap: float | None,
+        chunk: int,
+        dtype: torch.dtype,
+        kernel: ChunkKernel,
+    ) -> torch.Tensor:
+        """``hidden`` [tokens, hidden_size], ``weight`` [vocab_size, hidden_size]; the products are done in ``dtype``.
+
+        The gradients are kept as those of the sum, before the division by the number of labels: in float16 that would
+        take them below the smallest number. The weight's gathers in float32.
+        """
+        with torch.autocast(hidden.device.type, enabled=False):
+            x, w = hidden.detach().to(dtype), weight.detach().to(dtype)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            total = torch.zeros((), dtype=wide, device=x.device)
+            by_hidden = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+            by_weight = torch.zeros_like(w, dtype=wide) if ctx.needs_input_grad[1] else None
+            for start in range(0, len(x), chunk):
+                rows = x[start : start + chunk]
+                loss, gradient = kernel(rows @ w.t(), targets[start : start + chunk], softcap)
+                total += loss
+                gradient = gradient.to(dtype)
+                if by_hidden is not None:
+                    torch.mm(gradient, w, out=by_hidden[start : start + len(rows)])
+                if by_weight is not None:
+                    _accumulate(by_weight, gradient, rows)
+        ctx.gradients = (by_hidden, by_weight)
+        ctx.dtypes = (hidden.dtype, weight.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """The kept gradients times the loss' own; they are changed in place, hence once."""
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss goes backward once (retain_graph is not supported)")
+        (by_hidden, by_weight), ctx.gradients = ctx.gradients, None
+        if by_hidden is not None:
+            by_hidden = (by_hidden.to(gradients[0].dtype) * gradients[0]).to(ctx.dtypes[0])
+        if by_weight is not None:
+            by_weight = by_weight.mul_(gradients[0]).to(ctx.dtypes[1])
+        return by_hidden, by_weight, None, None, None, None, None
+
+
+def _accumulate(total: torch.Tensor, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add gradient^T rows to ``total``, in the precision of ``total``."""
+    if gradient.dtype == total.dtype:
+        total.addmm_(gradient.t(), rows)
+    elif total.device.type == "cuda":  # the product's sums are float32 anyway: they need not be rounded first
+        total += torch.mm(gradient.t(), rows, out_dtype=total.dtype)
+    else:
+        total += gradient.t() @ rows
+
+
+def _torch_sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int) -> torch.Tensor:
+    """PyTorch's own (2.13): the fastest in float32 on a CPU. In bfloat16 its loss comes back rounded to bfloat16."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return functional.linear_cross_entropy(  # type: ignore[attr-defined]
+            hidden, weight, targets, reduction="sum", ignore_index=IGNORED, options=options
+        )
+
+
+def _liger_sum(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None
+) -> torch.Tensor:
+    from liger_kernel.transformers.functional import (  # pyright: ignore[reportMissingImports]
+        liger_fused_linear_cross_entropy,
+    )
+
+    return liger_fused_linear_cross_entropy(
+        hidden, weight, targets, ignore_index=IGNORED, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+    )

@@ -1,0 +1,200 @@
+"""The papers' inequalities, both sides measured: Peri-LN's Proposition 3.1 and FuseNorm's Theorem 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
+from lamina.probes.last_layer import LastLayer, last_layer_sides
+from lamina.probes.registry import Probe, probe
+from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+_STATEMENTS = {
+    "peri_ln_c1": "Peri-LN Prop C.1: no norm behind the last down-projection",
+    "peri_ln_c2": "Peri-LN Prop C.2: a norm on its output",
+    "peri_ln_c3": "Peri-LN Prop C.3: a norm on the sum",
+    "peri_ln_c2_c3": "Peri-LN Prop C.2 and C.3: norms on its output and on the sum",
+    "fusenorm_eq_9": "FuseNorm Eq 9: ||J - I|| against c / sigma",
+    "fusenorm_eq_19": "FuseNorm Eq 19 as the paper approximates it",
+    "fusenorm_eq_19_chain": "FuseNorm Eq 16-18, a true bound",
+    "fusenorm_eq_20": "FuseNorm Eq 20: Var(Z) against Var(skip) + Var(F)",
+    "fusenorm_eq_21": "FuseNorm Eq 13 and 21: Var(F) against c / L",
+}
+
+
+@probe
+class Bounds(Probe):
+    """Left and right side of the papers' statements on this model, a row a side, and their ratio: metric left, right,
+    ratio; role = the statement. Means over ``sequences`` texts of ``tokens`` tokens, with their standard error.
+
+    Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
+    and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see
+    ``last_layer_sides``): peri_ln_c1 (no norm behind the down-projection: grows with ||h||), peri_ln_c2 (a norm on the
+    output: 2 max|gamma| sqrt(D) / ||a|| damps it), peri_ln_c3 (a norm on the sum: ... / ||x + a||), or c2_c3 with both.
+        left: ||dL/dW_2||_F; right: the sum over tokens of ||dL/do|| ||h||, times the factor of each norm.
+        The same with _token: the token with the largest ratio; 1 for each token where there is no norm (C.1 is an
+        equality), never above 1.
+    Roles at each layer (FuseNorm):
+        fusenorm_eq_9: where no norm stands on the sums. left: ||J - I||_2; right: c / sigma_l, the standard deviation
+            of x^l, with the c that makes the ratios' geometric mean 1. In layer -1 the exponents: left is the slope of
+            log ||J - I|| over log sigma_l (role fusenorm_eq_9; right -1), or over log(l + 1) (fusenorm_eq_9_depth;
+            right -1/2, for a variance that grows linearly).
+        fusenorm_eq_21, by sub-layer: left: Var(F); right: c / L, L the blocks and c the option ``constant``. The paper
+            states an order, so that c must not grow from one depth to another: ratio is L Var(F) / c. In layer -1 the
+            mean over layers.
+        fusenorm_eq_20, by sub-layer with a norm on its sum Z: left: Var(Z); right: Var(skip) + Var(F), the same where
+            skip and branch are uncorrelated.
+        fusenorm_eq_19 and fusenorm_eq_19_chain: for blocks wired as FuseNorm's, ``jacobian_sides``. The first is the
+            paper's approximation (identity activation, mean sigma): its ratio can exceed 1.
+    """
+
+    name = "bounds"
+    title = "Bounds"
+    summary = "left and right side of Peri-LN's Proposition 3.1 and of FuseNorm's Theorem 1, measured"
+    source = (
+        "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
+    )
+
+    def __init__(self, sequences: int = 4, tokens: int = 64, constant: float = 1.0, tolerance: float = 1e-2):
+        for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"bounds: option {name!r} is {value!r} (allowed: a whole number of at least {least})")
+        if isinstance(constant, bool) or not isinstance(constant, int | float) or not 0 < constant < math.inf:
+            raise UserError(f"bounds: option 'constant' is {constant!r} (allowed: a number above 0)")
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
+            raise UserError(f"bounds: option 'tolerance' is {tolerance!r} (allowed: a number between 0 and 1)")
+        self.sequences, self.tokens = sequences, tokens
+        self.constant, self.tolerance = float(constant), float(tolerance)
+        self._rows: list[tuple[int, str, str, int, str, float, float]] = []
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        """Measure both sides on the first tokens of the first texts."""
+        import pandas as pd
+
+        self._rows = []
+        inputs = short_inputs(context, self.sequences, self.tokens)
+        try:
+            self._last_layer(context, inputs)
+        except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
+            context.notes.append(f"bounds: Proposition 3.1 is left out: {error}")
+        with context.eager_attention(), frozen(context.model):
+            self._blocks(context, record_blocks(context, inputs))
+        return pd.DataFrame(self._rows, columns=COLUMNS)
+
+    def _last_layer(self, context: Context, inputs: dict[str, torch.Tensor]) -> None:
+        last = LastLayer.of(context)
+        role, layer = f"peri_ln_{last.statement}", last.site.index
+        left, right, worst = [], [], (0.0, 0.0, -math.inf)
+        for number in range(len(next(iter(inputs.values())))):
+            one = {name: value[number : number + 1] for name, value in inputs.items()}
+            sides = last_layer_sides(context, last, one)
+            left.append(sides.left)
+            right.append(sides.right)
+            known = sides.right_by_token > 0  # a token that the loss doesn't depend on has two zeros
+            for a, b in zip(sides.left_by_token[known].tolist(), sides.right_by_token[known].tolist(), strict=True):
+                worst = max(worst, (a, b, a / b), key=lambda each: each[2])
+        doubles = [torch.tensor(values, dtype=torch.float64) for values in (left, right)]
+        self._add(Sides(layer, "feed_forward", role, *doubles))
+        for metric, value in zip(("left", "right", "ratio"), worst, strict=True):
+            self._rows.append((layer, "feed_forward", f"{role}_token", 0, metric, value, math.nan))
+
+    def _blocks(self, context: Context, blocks: Sequence[Block]) -> None:
+        options = {"tolerance": self.tolerance}
+        variances: dict[str, list[Sides]] = {}
+        plain: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for block in blocks:
+            for sides in variance_sides(block, len(blocks), self.constant):
+                self._add(sides)
+                if sides.role == "fusenorm_eq_21":
+                    variances.setdefault(sides.sublayer, []).append(sides)
+            if fused(block):
+                for sides in jacobian_sides(block, options):
+                    self._add(sides)
+            if unnormed(block):
+                plain.append((block.site.index, *identity_distance(block, options)))
+            context.progress(block.site.index + 1, len(blocks), "bounds")
+        for kind, found in variances.items():
+            left = torch.stack([sides.left for sides in found]).mean(0)
+            self._add(Sides(-1, kind, "fusenorm_eq_21", left, found[0].right))
+        if plain:
+            self._near_identity(plain)
+
+    def _near_identity(self, plain: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        logs = torch.stack([(distance * sigma).log() for _, distance, sigma in plain])
+        constant = float(logs.mean().exp())
+        for layer, distance, sigma in plain:
+            self._add(Sides(layer, "block", "fusenorm_eq_9", distance, constant / sigma))
+        if len(plain) < 3:
+            return
+        distances = np.log([float(distance.mean()) for _, distance, _ in plain])
+        sigmas = np.log([float(sigma.mean()) for _, _, sigma in plain])
+        depths = np.log([layer + 1 for layer, _, _ in plain])
+        for role, x, expected in (("fusenorm_eq_9", sigmas, -1.0), ("fusenorm_eq_9_depth", depths, -0.5)):
+            if np.ptp(x) > 0 and np.isfinite(distances).all():
+                slope, error = _slope(x, distances)
+                for metric, value, spread in (("left", slope, error), ("right", expected, math.nan)):
+                    self._rows.append((-1, "model", role, 0, metric, value, spread))
+                self._rows.append((-1, "model", role, 0, "ratio", slope / expected, error / abs(expected)))
+
+    def _add(self, sides: Sides) -> None:
+        """Three rows: the means over sequences of both sides and of their ratio."""
+        for metric, values in (("left", sides.left), ("right", sides.right), ("ratio", sides.left / sides.right)):
+            error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
+            self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, float(values.mean()), error))
+
+    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+        """Both sides by layer, for each statement about layers."""
+        from lamina.probes.figures import lines
+
+        found, table = [], cast("Any", frame)
+        layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()
+        layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
+        for role, part in layers.groupby("role", sort=False):
+            title = _STATEMENTS[str(role)]
+            figure = lines(part, "layer", "value", colour="side", title=title, y_title="side", log_y=True)
+            found.append((figure, f"{title}: left and right side by layer."))
+        return found
+
+    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+        """One line a statement: the sides, or how the ratio lies over the layers."""
+        said, table = [], cast("Any", frame)
+        values = table.set_index(["role", "metric", "layer", "sublayer"]).value
+        for role, part in table[table.metric == "ratio"].groupby("role", sort=False):
+            ratios = part[part.layer >= 0].value
+            if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
+                place = (part.layer.iloc[0], "feed_forward")
+                left, right = values[role, "left", *place], values[role, "right", *place]
+                said.append(
+                    f"{_STATEMENTS[str(role)]}: the gradient of the last down-projection is {left:.3g}, the bound "
+                    f"{right:.3g} (ratio {left / right:.3g}; of single tokens at most "
+                    f"{values[f'{role}_token', 'ratio', *place]:.3g})."
+                )
+            elif role in _STATEMENTS and len(ratios):
+                said.append(
+                    f"{_STATEMENTS[str(role)]}: left over right is {ratios.median():.3g} (median over the layers), "
+                    f"from {ratios.min():.3g} to {ratios.max():.3g}."
+                )
+        for role, what in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
+            if (role, "left", -1, "model") in values.index:
+                slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
+                said.append(f"||J - I|| goes as {what}^{slope:.2f}; the paper has {expected:g}.")
+        return said
+
+
+def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Least squares: the slope and its standard error."""
+    x, y = x - x.mean(), y - y.mean()
+    slope = float((x * y).sum() / (x * x).sum())
+    rest = float(((y - slope * x) ** 2).sum())
+    return slope, math.sqrt(rest / max(len(x) - 2, 1) / float((x * x).sum()))

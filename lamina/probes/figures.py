@@ -1,0 +1,89 @@
+"""The two kinds of figure that almost every probe needs. Plotly is loaded when the first one is drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+MOST_LINES = 24
+
+
+def lines(
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    *,
+    colour: str | None = None,
+    title: str = "",
+    x_title: str = "layer",
+    y_title: str = "",
+    log_y: bool = False,
+    band: str | None = None,
+) -> Any:
+    """A line for each value of the column ``colour`` (one without it); ``band`` is a column of standard errors."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    groups = [(None, frame)] if colour is None else list(frame.groupby(colour, sort=False))
+    if len(groups) > MOST_LINES:
+        groups = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, MOST_LINES)]
+    name: Any
+    part: Any
+    for name, part in groups:
+        part = part.sort_values(x)
+        error = None
+        if band is not None and part[band].notna().any():
+            error = {"type": "data", "array": part[band], "thickness": 1, "width": 2}
+        figure.add_trace(
+            go.Scatter(
+                x=part[x],
+                y=part[y],
+                error_y=error,
+                mode="lines+markers" if len(part) <= 64 else "lines",
+                marker={"size": 4},
+                name="" if name is None else str(name),
+                showlegend=name is not None,
+            )
+        )
+    figure.update_layout(title=title, xaxis_title=x_title, yaxis_title=y_title)
+    if log_y:
+        figure.update_yaxes(type="log", exponentformat="power")
+    return figure
+
+
+def heat_map(
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    value: str,
+    *,
+    title: str = "",
+    x_title: str = "",
+    y_title: str = "",
+    scale: str = "Viridis",
+    per_row: bool = False,
+    value_title: str = "",
+) -> Any:
+    """A map of ``value`` over two columns; with ``per_row`` each row is stretched from its smallest to its largest."""
+    import plotly.graph_objects as go
+
+    table = frame.pivot_table(index=y, columns=x, values=value, aggfunc="mean")
+    shown = table.to_numpy(dtype=float)
+    if per_row:
+        low, high = np.nanmin(shown, axis=1, keepdims=True), np.nanmax(shown, axis=1, keepdims=True)
+        shown = (shown - low) / np.where(high > low, high - low, 1.0)
+    figure = go.Figure(
+        go.Heatmap(
+            x=list(table.columns),
+            y=list(table.index),
+            z=shown,
+            customdata=table.to_numpy(dtype=float),
+            hovertemplate=f"{x_title or x} %{{x}}, {y_title or y} %{{y}}: %{{customdata:.4g}}<extra></extra>",
+            colorscale=scale,
+            colorbar={"title": value_title},
+        )
+    )
+    figure.update_layout(title=title, xaxis_title=x_title, yaxis_title=y_title)
+    return figure

@@ -1,0 +1,131 @@
+"""What each layer's norms multiply by: their learned gains, and the learned scales beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lamina.probes.context import Context
+from lamina.probes.registry import Probe, probe
+from lamina.probes.structure import LayerSite
+
+METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
+
+
+@probe
+class Gains(Probe):
+    """The gain vectors of every norm, and the learned scales of the layers, as they are in the weights.
+
+    Column ``role``: the norm's place (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm), or the
+    name of a scale's parameter: one value or one per channel that is neither a norm's nor a bias (Lamina's skip_scale
+    and pre_scale, LayerScale's lambda). index counts what has the same role in a sub-layer (q, k and v norms).
+    ``path``: the module. The embedding's and the final norm have layer -1, sublayer "model".
+
+    Metrics, over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min, gain_max.
+    It is the effective gain: Gemma stores its difference from 1. Norms without a gain have no rows. No text is read, so
+    there is no standard error.
+    """
+
+    name = "gains"
+    title = "Norm gains"
+    summary = "mean, spread and range of every norm's gain and of the learned scales, by depth"
+    source = "Peri-LN Fig 9b (the output norm's gain by depth)"
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        rows: list[dict[str, Any]] = []
+        places: dict[tuple, int] = {}
+        for layer, sublayer, role, path, gain in _gains(context):
+            index = places.get((layer, sublayer, role), 0)
+            places[layer, sublayer, role] = index + 1
+            place = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
+            for metric, value in zip(METRICS, _statistics(gain), strict=True):
+                rows.append({**place, "metric": metric, "value": value, "standard_error": math.nan, "path": path})
+        if not rows:
+            context.notes.append("gains: the model's norms have no learned gain")
+        columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error", "path"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import lines
+
+        made = []
+        for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
+            shown = frame[(frame["metric"] == metric) & (frame["layer"] >= 0)].copy()
+            if len(shown):
+                shown["norm"] = shown["sublayer"] + ", " + shown["role"]
+                many = shown["index"] > 0
+                shown.loc[many, "norm"] += " " + (shown.loc[many, "index"] + 1).astype(str)
+                figure = lines(shown, "layer", "value", colour="norm", title=title, y_title=metric.replace("_", " "))
+                made.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
+        return made
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        said = []
+        means = frame[frame["metric"] == "gain_mean"]
+        for (sublayer, role, index), part in means[means["layer"] >= 0].groupby(
+            ["sublayer", "role", "index"], sort=False
+        ):
+            part = part.set_index("layer")["value"].sort_index()
+            number = f" {index + 1}" if index else ""
+            said.append(
+                f"The mean gain of the {sublayer}'s {role}{number} goes from {part.iloc[0]:.3g} in layer "
+                f"{part.index[0]} to {part.iloc[-1]:.3g} in layer {part.index[-1]} (smallest {part.min():.3g} in "
+                f"{part.idxmin()}, largest {part.max():.3g} in {part.idxmax()})."
+            )
+        for row in means[means["layer"] < 0].itertuples():
+            said.append(f"The {row.role}'s mean gain is {row.value:.3g}.")
+        return said
+
+
+def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]]:
+    """(layer, sublayer, role, path, values) of every norm with a gain and every learned scale."""
+    structure = context.structure
+    norms = list(structure.norms())
+    modules = {id(norm.module) for _, _, norm in norms}
+    for layer, sublayer, norm in norms:
+        gain = norm.gain
+        if gain is not None:
+            yield layer, sublayer, norm.role, norm.path, gain
+    for site in structure.layers:
+        for path, name, values in _scales(site, modules, structure.hidden_size):
+            yield site.index, _sublayer_of(site, path), name, path, values
+
+
+def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The layer's own parameters of one value or one a channel: not a norm's, and not beside a matrix (a bias)."""
+    for path, module in site.module.named_modules(prefix=site.path):
+        own = dict(module.named_parameters(recurse=False))
+        if id(module) in norms or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+            continue
+        if any(p.squeeze().ndim >= 2 for p in own.values()):
+            continue
+        for name, parameter in own.items():
+            if parameter.numel() in (1, width) and "bias" not in name:
+                yield path, name, parameter.detach()
+
+
+def _sublayer_of(site: LayerSite, path: str) -> str:
+    """The sub-layer whose modules share the most of the path; "block" where they share no more than the layer's."""
+    parts = path.split(".")
+
+    def shared(other: str) -> int:
+        pairs = zip(parts, other.split("."), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(parts), other.count(".") + 1))
+
+    best, kind = len(site.path.split(".")), "block"
+    for sublayer in site.sublayers:
+        for other, _ in sublayer.modules:
+            if shared(other) > best:
+                best, kind = shared(other), sublayer.kind
+    return kind
+
+
+def _statistics(gain: torch.Tensor) -> list[float]:
+    values = gain.detach().double().flatten()
+    mean, spread = values.mean(), values.std(correction=0)
+    return [float(v) for v in (mean, spread, values.square().mean().sqrt(), values.min(), values.max())]

@@ -1,0 +1,203 @@
+"""What a model is run on: blocks of text cut from a corpus or given by the user, or images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lamina.data.corpus import EMBEDDED
+from lamina.data.encoding import Encoder
+from lamina.errors import UserError
+
+NOISE = "noise"
+_EVAL_FRACTION = 0.05
+_CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Whether a model's main input is pixels."""
+    return getattr(model, "main_input_name", "input_ids") == "pixel_values"
+
+
+def batches_of(
+    given: Any,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    corpus: str = EMBEDDED,
+    text_field: str = "text",
+    sequence_length: int | None = None,
+    sequences: int = 64,
+    batch_size: int = 4,
+    seed: int = 0,
+) -> list[dict[str, torch.Tensor]]:
+    """The inputs of the forward passes: ``given``, or what is read from ``corpus``, at most ``sequences`` of them.
+
+    ``given``: texts (packed into blocks of ``sequence_length`` tokens), token blocks [sequences, tokens] as a tensor,
+    an array, lists or a data set of input_ids, or images [images, channels, height, width].
+
+    Raises:
+        UserError: for what can't be read, is shorter than a block, or does not fit the model.
+    """
+    if reads_images(model):
+        items = _images(given, corpus, model, sequences, seed)
+        return [{"pixel_values": part} for part in items.split(batch_size)]
+    length = _length(sequence_length, model)
+    if given is None:
+        given = _corpus_texts(corpus, text_field, length * sequences * _CHARS_A_TOKEN)
+        blocks = _pack(given, tokenizer, length, f"corpus {corpus!r}")
+    elif isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], str)):
+        blocks = _pack([given] if isinstance(given, str) else list(given), tokenizer, length, "texts_or_blocks")
+    else:
+        blocks = _blocks(given, sequences)
+    vocabulary = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    size = getattr(vocabulary, "vocab_size", None)
+    if size is not None and int(blocks.max()) >= size:
+        raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}")
+    chosen = [i * len(blocks) // min(sequences, len(blocks)) for i in range(min(sequences, len(blocks)))]
+    return [{"input_ids": part} for part in blocks[chosen].split(batch_size)]
+
+
+def _length(wanted: int | None, model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        if getattr(text, "pad_token_id", None) is not None and _offset_positions(model):
+            limit -= text.pad_token_id + 1
+        if wanted is not None and wanted > limit:
+            raise UserError(f"sequence_length: {wanted} is more than the model's {limit} positions (allowed: fewer)")
+        return wanted or min(256, limit)
+    return wanted or 256
+
+
+def _offset_positions(model: nn.Module) -> bool:
+    """Whether positions count from behind the padding's id, as RoBERTa's do."""
+    return any(
+        isinstance(m, nn.Embedding) and "position" in name and m.padding_idx is not None
+        for name, m in model.named_modules()
+    )
+
+
+def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
+    """Held-out pieces of a corpus, spread over it; all of it where that is short."""
+    from lamina.data.split import count_chars, piece_chars, split_corpus
+
+    total = count_chars(corpus, text_field)
+    fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
+    segments = split_corpus(corpus, text_field, piece_chars(total), fraction)
+    held, rest, found = [], [], 0
+    for segment in segments:
+        (held if segment.held_out else rest).append(segment.text)
+        found += len(segment.text) if segment.held_out else 0
+        if found > 40 * chars:
+            break
+    return held if found >= chars or not rest else held + rest
+
+
+def _pack(texts: Sequence[str], tokenizer: Any, length: int, what: str) -> torch.Tensor:
+    """Blocks [blocks, length] of the texts' tokens, with the special tokens that the tokenizer puts around a text."""
+    if tokenizer is None:
+        raise UserError(f"tokenizer: the checkpoint has none, so {what} can't be read (allowed: --tokenizer)")
+    prefix, suffix = _specials(tokenizer)
+    body = length - len(prefix) - len(suffix)
+    if body < 1:
+        raise UserError(f"sequence_length: {length} leaves no room beside {len(prefix) + len(suffix)} special tokens")
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None and not suffix else None
+    encoder, stream = Encoder(tokenizer), list[int]()  # what looks like a special token in a text is text
+    for start in range(0, len(texts), 256):
+        for ids in encoder.encode(list(texts[start : start + 256])):
+            stream += [*ids.tolist(), end] if end is not None and len(texts) > 1 else ids.tolist()
+    count = len(stream) // body
+    if not count:
+        raise UserError(
+            f"{what}: {len(stream)} tokens are fewer than a block of {body} (allowed: a longer text, or "
+            f"--sequence-length of at most {len(stream) + len(prefix) + len(suffix)})"
+        )
+    cut = torch.tensor(stream[: count * body]).view(count, body)
+    around = [torch.tensor(ids, dtype=torch.long).expand(count, -1) for ids in (prefix, suffix)]
+    return torch.cat([around[0], cut, around[1]], dim=1)
+
+
+def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for start in range(len(whole) - len(plain) + 1):
+        if plain and whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+def _blocks(given: Any, sequences: int) -> torch.Tensor:
+    if hasattr(given, "eval") and hasattr(given, "stats"):  # lamina.data's Blocks
+        given = given.eval
+    try:
+        if isinstance(given, torch.Tensor | np.ndarray):
+            made = torch.as_tensor(np.asarray(given).astype(np.int64) if isinstance(given, np.ndarray) else given)
+            if made.is_floating_point():
+                raise TypeError("token ids are integers")
+        elif isinstance(given, Mapping):
+            made = torch.as_tensor(given["input_ids"])
+        else:
+            rows = [given[i] for i in _spread(len(given), sequences)]
+            rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]
+            made = torch.stack([torch.as_tensor(row) for row in rows])
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(
+            f"texts_or_blocks: {' '.join(str(error).split())} (allowed: texts, token blocks [sequences, tokens] of one "
+            "length, a data set of input_ids, or images [images, channels, height, width])"
+        ) from None
+    if made.ndim != 2 or not made.numel():
+        raise UserError(f"texts_or_blocks: a shape of {list(made.shape)} (allowed: [sequences, tokens])")
+    if int(made.min()) < 0:
+        raise UserError(f"texts_or_blocks: the token id {int(made.min())} (allowed: 0 and above)")
+    return made.long()
+
+
+def _spread(available: int, wanted: int) -> list[int]:
+    wanted = min(available, wanted)
+    return [i * available // wanted for i in range(wanted)]
+
+
+def _images(given: Any, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
+    config: Any = getattr(model, "config", None)
+    size = getattr(config.get_text_config(), "image_size", None) or getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(config.get_text_config(), "num_channels", None) or getattr(config, "num_channels", 3)
+    shape = (channels, height, width)
+    if given is None and corpus in (NOISE, EMBEDDED):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(count, *shape, generator=generator)
+    made = _read_images(Path(corpus), shape, count) if given is None else torch.as_tensor(given)
+    if not made.is_floating_point() or made.ndim != 4 or tuple(made.shape[1:]) != shape:
+        raise UserError(f"images: {made.dtype} of shape {list(made.shape)} (allowed: floats, {['images', *shape]})")
+    return made[_spread(len(made), count)].float()
+
+
+def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.Tensor:
+    """Images from a .npy file of pixel values, or a folder of picture files, scaled to [-1, 1]."""
+    allowed = f"noise, a .npy file of [images, {', '.join(map(str, shape))}], or a folder of .png or .jpg files"
+    if path.suffix == ".npy" and path.is_file():
+        try:
+            return torch.from_numpy(np.load(path, allow_pickle=False)).float()
+        except (ValueError, OSError) as error:
+            raise UserError(f"corpus: {str(path)!r}: {error} (allowed: {allowed})") from None
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg")) if path.is_dir() else []
+    if not files:
+        raise UserError(f"corpus: no images at {str(path)!r} (allowed: {allowed})")
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UserError("corpus: reading pictures needs Pillow (allowed: pip install pillow, or a .npy file)") from None
+    made = []
+    for file in islice(files, count):
+        with Image.open(file) as picture:
+            picture = picture.convert("RGB" if shape[0] == 3 else "L").resize((shape[2], shape[1]))
+            made.append(np.asarray(picture, dtype=np.float32).reshape(shape[1], shape[2], shape[0]))
+    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2) / 127.5 - 1

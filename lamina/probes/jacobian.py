@@ -1,0 +1,277 @@
+"""How much each layer stretches what passes through it, and what the residual path alone would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.registry import Probe, probe
+from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
+from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
+from lamina.probes.spectral_norm import Jacobian, SpectralNorm, largest_singular_value, spectral_norm, start_vector
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+_PATHS = {
+    "jacobian": "whole blocks",
+    "residual_path": "residual path, measured",
+    "keel": "residual path, from gains and scales (Keel Eq 14-19)",
+    "fusenorm": "residual path, from sigma (FuseNorm Eq 10, 11, 16)",
+}
+
+
+def block_norms(
+    context: Context,
+    *,
+    sequences: int = 1,
+    tokens: int = 32,
+    identity: float = 0.0,
+    tolerance: float = 1e-2,
+    iterations: int = 100,
+) -> torch.Tensor:
+    """||dx^(l+1)/dx^l - identity * I||_2 of every block, [layers, sequences], float64; over all tokens of a sequence.
+
+    ``tokens``: how many of each sequence; the other arguments are those of ``spectral_norm``.
+    """
+    inputs = short_inputs(context, sequences, tokens)
+    found = []
+    with context.eager_attention(), frozen(context.model):
+        for block in record_blocks(context, inputs):
+            options = {"batch_dims": 1, "identity": identity, "tolerance": tolerance, "iterations": iterations}
+            found.append(spectral_norm(block, block.stream, **options).value)
+    return torch.stack(found)
+
+
+def log10_total_norm(
+    blocks: Sequence[Block], *, tolerance: float, iterations: int
+) -> tuple[torch.Tensor, SpectralNorm]:
+    """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how it was found.
+
+    Keeps every block's graph of one short input, as a training step would. A thousand blocks can shrink a vector below
+    the smallest float, so each is divided by what it did to a random one, and the logarithms are added.
+    """
+    jacobians = [Jacobian(block, block.stream) for block in blocks]
+    start = start_vector(blocks[0].stream)
+    scales, v = [], start
+    for jacobian in jacobians:
+        u = jacobian.forward(v)
+        scale = _length(u) / _length(v)
+        scales.append(torch.where(scale > 0, scale, torch.ones_like(scale)))
+        v = u / scales[-1]
+
+    def forward(v: torch.Tensor) -> torch.Tensor:
+        for jacobian, scale in zip(jacobians, scales, strict=True):
+            v = jacobian.forward(v) / scale
+        return v
+
+    def transpose(u: torch.Tensor) -> torch.Tensor:
+        for jacobian, scale in zip(reversed(jacobians), reversed(scales), strict=True):
+            u = jacobian.transpose(u) / scale
+        return u
+
+    found = largest_singular_value(forward, transpose, start, batch_dims=1, tolerance=tolerance, iterations=iterations)
+    shift = torch.stack([scale.flatten().double().cpu().log10() for scale in scales]).sum(0)
+    return shift + found.value.log10(), found
+
+
+def _length(x: torch.Tensor) -> torch.Tensor:
+    length = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True, dtype=torch.float64)
+    return length.to(x.dtype)
+
+
+@probe
+class JacobianProbe(Probe):
+    """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
+
+    Over all tokens of a short sequence jointly: the Jacobian of [tokens * channels] by as many, attention included, so
+    the norm is that of the worst direction and grows a little with the tokens. Found by Lanczos bidiagonalisation with
+    products from automatic differentiation; norms are means over the sequences, with their standard error.
+
+    Rows of a layer, sublayer "block":
+        role jacobian: norm, ||J_l||_2; log10_product, log10 of the product of the norms of layers 0 ... l, an upper
+            bound of the gain from x^0 to x^(l+1); iterations and residual, how the norm was found.
+        role identity: norm, ||J_l - I||_2 (FuseNorm Eq 9), with its iterations and residual.
+        role residual_path: the same with attention's and feed-forward's contributions detached, so that only the skips
+            and the norms on them carry gradient: norm, the geometric mean over tokens (this path mixes none) of each
+            token's spectral norm; log10_product.
+        role keel: formula, what Keel Eq 14-19 gives for the residual path from gains and scales alone (alpha /
+            sqrt(alpha^2 + 1) a sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
+            norms on the sum; where there are none the path is the skips' scale.
+        role fusenorm: formula, gain / sigma a norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
+            each token's sigma at the norm's input; its log10_product.
+    Rows of a sub-layer, role post_norm: sigma, the mean over tokens of what the norm on the sum divides by.
+    Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
+        bounds; and each role's log10_product over all layers.
+
+    A gradient that passes backward is stretched by the same norms, since J and J^T share their singular values.
+    """
+
+    name = "jacobian"
+    title = "Jacobians"
+    summary = (
+        "spectral norm of every block's Jacobian, its product, its distance to the identity, and the residual path"
+    )
+    source = "Keel (arXiv 2601.19895) Eq 14-19; FuseNorm (SpanNorm, arXiv 2601.22580) Eq 9-11, 16-19"
+
+    def __init__(
+        self,
+        sequences: int = 2,
+        tokens: int = 64,
+        tolerance: float = 1e-2,
+        iterations: int = 100,
+        total: bool = True,
+    ):
+        for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 2), ("iterations", iterations, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UserError(f"jacobian: option {name!r} is {value!r} (allowed: a whole number of at least {least})")
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
+            raise UserError(f"jacobian: option 'tolerance' is {tolerance!r} (allowed: a number between 0 and 1)")
+        if not isinstance(total, bool):
+            raise UserError(f"jacobian: option 'total' is {total!r} (allowed: true, false)")
+        self.sequences, self.tokens, self.total = sequences, tokens, total
+        self.options: dict[str, Any] = {"tolerance": float(tolerance), "iterations": iterations}
+        self._rows: list[tuple[int, str, str, int, str, float, float]] = []
+        self._unfinished = 0
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""
+        import pandas as pd
+
+        self._rows, self._unfinished = [], 0
+        inputs = short_inputs(context, self.sequences, self.tokens)
+        with context.eager_attention(), frozen(context.model):
+            blocks = record_blocks(context, inputs)
+            wirings = [wirings_of(block.site) for block in blocks]
+            start = blocks[0].stream.float().square().mean().sqrt().item()
+            expected = expected_sigmas(wirings, start)
+            logs: dict[str, torch.Tensor] = {}
+            for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
+                norms = self._block(block)
+                norms["keel"] = torch.full((1,), block_factor(wiring, sigmas), dtype=torch.float64)
+                norms["fusenorm"] = self._measured_sigmas(block, wiring)
+                for role, norm in norms.items():
+                    metric = "formula" if role in ("keel", "fusenorm") else "norm"
+                    self._add(block.site.index, "block", role, metric, norm)
+                    logs[role] = logs.get(role, 0.0) + norm.log10()
+                    if role != "identity":
+                        self._add(block.site.index, "block", role, "log10_product", logs[role])
+                context.progress(block.site.index + 1, len(blocks), "Jacobians")
+            for role in _PATHS:
+                self._add(-1, "model", role, "log10_product", logs[role])
+            if self.total:
+                total, found = log10_total_norm(blocks, **self.options)
+                self._add(-1, "model", "jacobian", "log10_total", total)
+                self._search(-1, "model", "jacobian", found)
+        shape = tuple(blocks[0].stream.shape[:-1])
+        context.notes.append(f"Jacobians: over {shape[0]} sequences of {shape[1]} tokens each, all tokens jointly.")
+        if self._unfinished:
+            context.notes.append(
+                f"Jacobians: {self._unfinished} norms had not settled to {self.options['tolerance']:g} after "
+                f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
+            )
+        return pd.DataFrame(self._rows, columns=COLUMNS)
+
+    def _block(self, block: Block) -> dict[str, torch.Tensor]:
+        """The norms of a block by role, [sequences]."""
+        layer, x = block.site.index, block.stream
+        whole = spectral_norm(block, x, batch_dims=1, **self.options)
+        distance = spectral_norm(block, x, batch_dims=1, identity=1.0, **self.options)
+        self._search(layer, "block", "jacobian", whole)
+        self._search(layer, "block", "identity", distance)
+        path = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
+        by_token = path.value.log10().flatten(1).mean(1)
+        return {"jacobian": whole.value, "identity": distance.value, "residual_path": 10**by_token}
+
+    def _measured_sigmas(self, block: Block, wirings: Sequence[Wiring]) -> torch.Tensor:
+        """The residual path's factor, [sequences], from the sigmas at its norms' inputs."""
+        norms = {
+            index: norm
+            for index, sublayer in enumerate(block.site.sublayers)
+            for norm in sublayer.norms
+            if norm.role == "post_norm"
+        }
+        with torch.no_grad():
+            _, inputs = block.watch({index: norm.input for index, norm in norms.items()}, block.stream)
+        sigmas: list[Any] = [1.0] * len(wirings)
+        for index, norm in norms.items():
+            sigmas[index] = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
+            kind = block.site.sublayers[index].kind
+            self._add(block.site.index, kind, "post_norm", "sigma", sigmas[index].flatten(1).mean(1))
+        factor = torch.as_tensor(block_factor(wirings, sigmas), dtype=torch.float64).expand(block.stream.shape[:-1])
+        return 10 ** factor.log10().flatten(1).mean(1)
+
+    def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor) -> None:
+        """A row of the mean over sequences."""
+        error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
+        self._rows.append((layer, sublayer, role, 0, metric, float(values.mean()), error))
+
+    def _search(self, layer: int, sublayer: str, role: str, found: SpectralNorm) -> None:
+        self._unfinished += not found.converged
+        self._rows.append((layer, sublayer, role, 0, "iterations", float(found.iterations), math.nan))
+        self._rows.append((layer, sublayer, role, 0, "residual", float(found.residual.max()), math.nan))
+
+    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+        """The norm by layer, the distance to the identity, and the cumulative products."""
+        from lamina.probes.figures import lines
+
+        table: Any = frame
+        blocks = table[table.sublayer == "block"]
+        norms = blocks[blocks.metric.isin(["norm", "formula"])].copy()
+        norms["which"] = norms.role.map({**_PATHS, "identity": "distance to the identity"})
+        products = blocks[blocks.metric == "log10_product"].copy()
+        products["which"] = products.role.map(_PATHS)
+        one = lines(
+            norms, "layer", "value", colour="which", title="Spectral norms", x_title="layer", y_title="norm", log_y=True
+        )
+        two = lines(
+            products,
+            *("layer", "value"),
+            colour="which",
+            title="Products from the first layer on",
+            x_title="layer",
+            y_title="log10 of the product",
+        )
+        return [
+            (one, "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path."),
+            (
+                two,
+                "Products of these norms over the layers so far: how far a gradient can grow or fade on its way back.",
+            ),
+        ]
+
+    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+        """Where the norms are largest, what the product bounds, whether layers approach the identity, and the path."""
+        table: Any = frame
+        norms = table[(table.sublayer == "block") & (table.metric == "norm")].set_index("layer")
+        norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
+        model = {(row.role, row.metric): row.value for row in table[table.layer == -1].itertuples()}
+        num_layers = len(norm)
+        product = model["jacobian", "log10_product"]
+        said = [
+            f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
+            f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is 10^{product:.2f}."
+        ]
+        if ("jacobian", "log10_total") in model:
+            total = model["jacobian", "log10_total"]
+            said.append(
+                f"The Jacobian from x^0 to x^{num_layers} itself has the norm 10^{total:.2f}: the product overstates "
+                f"it by a factor of 10^{product - total:.2f}."
+            )
+        first, last = distance.iloc[: max(1, num_layers // 4)], distance.iloc[-max(1, num_layers // 4) :]
+        said.append(
+            f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
+            f"{last.median():.3g} in the last (medians): a layer near 0 passes its input on unchanged."
+        )
+        path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
+        said.append(
+            f"Along the residual path alone the product is 10^{path:.2f}; the formula with the measured sigma gives "
+            f"10^{fuse:.2f}, the one from gains and scales alone (Keel Eq 14-19) 10^{keel:.2f}."
+        )
+        return said

@@ -1,0 +1,288 @@
+"""What low precision would make of the stream: the error of FP16, BF16, FP8 and INT8 round trips by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.magnitudes import as_tokens
+from lamina.probes.registry import Probe, probe
+from lamina.probes.statistics import Running
+from lamina.probes.structure import Point
+
+_FLOATS = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+# The smallest |x| that FP8 rounds out of range: half a step above the largest value, which rounds to the even one.
+_FP8_EDGE = {"fp8_e4m3": (464.0, False), "fp8_e5m2": (61440.0, True)}
+FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
+
+
+def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
+    """The tensor [..., tokens, channels] in a format and back, float32; what overflows comes back as inf.
+
+    fp16, bf16: cast, round to nearest even. fp8_e4m3 (OCP e4m3fn, largest 448, no inf), fp8_e5m2 (largest 57344): with
+    ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast as it is, and what
+    lies above the largest overflows. int8_tensor, int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over
+    the tensor or over a token's channels. The tensor is the last two dimensions.
+    """
+    x = x.float()
+    if kind.startswith("int8"):
+        peak = x.abs().amax(-1 if kind == "int8_token" else (-2, -1), keepdim=True)
+        step = torch.where(peak > 0, peak / 127, torch.ones_like(peak))
+        return (x / step).round().clamp(-127, 127) * step
+    dtype = _FLOATS[kind]
+    if kind not in _FP8_EDGE:
+        return x.to(dtype).float()
+    limit = torch.finfo(dtype).max
+    if scaled:
+        peak = x.abs().amax((-2, -1), keepdim=True)
+        scale = torch.where(peak > 0, limit / peak, torch.ones_like(peak))
+        return (x * scale).clamp(-limit, limit).to(dtype).float() / scale
+    edge, rounds_up = _FP8_EDGE[kind]
+    over = x.abs() >= edge if rounds_up else x.abs() > edge  # the cast itself saturates, or not, as the device likes
+    return torch.where(over, x.sign() * math.inf, x.clamp(-limit, limit).to(dtype).float())
+
+
+@probe
+class LowPrecision(Probe):
+    """The error of storing a tensor in fewer bits: q(x) - x for x of the stream and of the feed-forward.
+
+    Column ``format``: fp16, bf16, fp8_e4m3, fp8_e5m2, int8_tensor, int8_token (see ``round_trip``). Column ``role``:
+    state (layer = state l, the stream x^l), contribution (what a sub-layer adds), activation (what goes into the
+    feed-forward's down-projection; not of experts). A tensor is one sequence [tokens, channels]: what is scaled per
+    tensor does not depend on the batch. Metrics:
+
+    - relative_error: ||q(x) - x|| / ||x|| of a sequence (L2 over all its elements), averaged over sequences.
+      token_error: the same of each token on its own, averaged over tokens: one massive token does not hide the others.
+    - max_error: the largest |q(x) - x| of the sample. These three are inf where an element overflows.
+    - share_lost: the share of elements that are not 0 and come back as 0. overflow_share: the share that comes back as
+      inf (fp16, and fp8 unscaled).
+    - layer -1, role "state": loss, of the model as it is (format "none") and with all its states x^0 ... x^N rounded,
+      in nats per token over the first batch; loss_increase: the difference. Only of language models.
+
+    Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) takes the steps away
+    from all other elements, while BF16 keeps its relative precision. relative_error hides it, since that activation is
+    most of ||x||: token_error and share_lost show it.
+    """
+
+    name = "low_precision"
+    title = "Low precision"
+    summary = "relative error of FP16, BF16, FP8 and INT8 round trips of the stream and of the feed-forward, by layer"
+    source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
+
+    def __init__(self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True):
+        """``fp8_scaling``: scale each tensor to FP8's largest value, or cast as it is. ``loss``: measure the loss, too.
+
+        Raises UserError for another value.
+        """
+        if fp8_scaling not in ("tensor", "none"):
+            raise UserError(f"low_precision: option 'fp8_scaling' is {fp8_scaling!r} (allowed: tensor, none)")
+        if not isinstance(loss, bool):
+            raise UserError(f"low_precision: option 'loss' is {loss!r} (allowed: true, false)")
+        self.scaled, self.loss = fp8_scaling == "tensor", loss
+
+    def begin(self, context: Context) -> None:
+        self._context, self._batch = context, 0
+        self._places: dict[tuple, Point] = {}
+        for state, point in context.structure.states().items():
+            self._places[state, "block", "state", 0] = point
+        for site in context.structure.layers:
+            for sublayer in site.sublayers:
+                index = sum(1 for key in self._places if key[:3] == (site.index, sublayer.kind, "contribution"))
+                self._places[site.index, sublayer.kind, "contribution", index] = sublayer.contribution
+                if sublayer.feed_forward is not None:
+                    self._places[site.index, sublayer.kind, "activation", index] = sublayer.feed_forward.post
+        self._errors = {(key, kind): Running() for key in self._places for kind in FORMATS}
+        self._worst = dict.fromkeys(self._errors, 0.0)
+        self._counts = {key: torch.zeros(2, dtype=torch.int64) for key in self._errors}  # overflowed, rounded to 0
+        self._elements = dict.fromkeys(self._places, 0)
+
+    def points(self) -> Mapping[Any, Point]:
+        return self._places
+
+    def see(self, key: Any, value: torch.Tensor) -> None:
+        tokens = as_tokens(value, self._context.batches[self._batch])
+        x = tokens.x.float()
+        kept = x.numel() if tokens.valid is None else int(tokens.valid.sum()) * x.shape[-1]
+        self._elements[key] += kept
+        size = _norms(x, tokens.valid)
+        for kind in FORMATS:
+            back = round_trip(x, kind, scaled=self.scaled)
+            self._counts[key, kind] += torch.tensor(
+                [int((back.isinf() & x.isfinite()).sum()), int(((back == 0) & (x != 0)).sum())]
+            )
+            error = back.sub_(x).abs_()
+            self._worst[key, kind] = _largest(self._worst[key, kind], float(error.max()))
+            relative = torch.where(size == 0, 0.0, _norms(error, tokens.valid) / size)  # 0 comes back as 0
+            self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
+
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+        self._batch += 1
+
+    def standard_error(self) -> float | None:
+        finite = [e for e in self._errors.values() if not e.count or bool(e.mean.isfinite().all())]
+        return max((e.relative_error() for e in finite), default=None)
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        rows: list[tuple] = []
+        for (key, kind), errors in self._errors.items():
+            overflowed, lost = (int(n) / max(self._elements[key], 1) for n in self._counts[key, kind])
+            means, spread = errors.mean.tolist(), errors.standard_error.tolist()
+            for name, value, error in zip(("relative_error", "token_error"), means, spread, strict=True):
+                if overflowed:  # inf in some sequences: their mean is inf
+                    value, error = math.inf, math.nan
+                rows.append((*key, kind, name, value, error))
+            rows.append((*key, kind, "max_error", self._worst[key, kind], math.nan))
+            rows.append((*key, kind, "share_lost", lost, math.nan))
+            if _may_overflow(kind, self.scaled):
+                rows.append((*key, kind, "overflow_share", overflowed, math.nan))
+        if self.loss:
+            rows += _losses(context, self.scaled)
+        columns = ["layer", "sublayer", "role", "index", "format", "metric", "value", "standard_error"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import lines
+
+        made = []
+        for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
+            shown = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
+            shown = shown[shown["value"] > 0].replace(math.inf, math.nan)
+            if len(shown):
+                figure = lines(
+                    shown,
+                    *("layer", "value"),
+                    colour="format",
+                    title=f"Relative error of the {title} in low precision",
+                    x_title="state" if role == "state" else "layer",
+                    y_title="||q(x) - x|| / ||x||",
+                    log_y=True,
+                )
+                made.append((figure, f"Round trips of the {title} by format; a gap is an overflow to inf."))
+        return made
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
+        errors = states[states["metric"] == "token_error"]
+        said = [
+            "The largest error of a state's tokens, relative to their norm: "
+            + ", ".join(
+                f"{kind} {part['value'].max():.2g} (state {part.loc[part['value'].idxmax(), 'layer']})"
+                for kind, part in errors.groupby("format", sort=False)
+                if part["value"].notna().any()
+            )
+            + "."
+        ]
+        over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
+        for kind, part in over.groupby("format", sort=False):
+            said.append(f"{kind} overflows to inf in states {_ranges(part['layer'])}.")
+        table = errors.pivot_table(index="layer", columns="format", values="value")
+        broken = table.index[table["int8_tensor"] > 5 * table["int8_token"]]
+        if len(broken):
+            worst = table.loc[broken, "int8_tensor"].idxmax()
+            lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
+            share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
+            said.append(
+                f"In states {_ranges(broken)} a few massive values break INT8 per tensor: in state {worst} it rounds "
+                f"{share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a token's norm, "
+                f"{table.loc[worst, 'int8_token']:.2g} with a step for each token)."
+            )
+        losses = frame[frame["metric"] == "loss_increase"]
+        if len(losses):
+            each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
+            said.append(f"With every state rounded, the loss rises by (nats per token): {each}.")
+        return said
+
+
+def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """L2 norms of a sequence and of each of its tokens, [sequences, 1 + tokens]; NaN for padding."""
+    each = torch.linalg.vector_norm(x, 2, -1).double()
+    whole = each.square().sum(1, keepdim=True).sqrt()
+    return torch.cat([whole, each if valid is None else each.where(valid, math.nan)], dim=1)
+
+
+def _losses(context: Context, scaled: bool) -> Iterator[tuple]:
+    inputs = {name: tensor.to(context.device) for name, tensor in context.batches[0].items()}
+    place = (-1, "model", "state", 0)
+    try:
+        with torch.no_grad():
+            plain = float(context.loss(inputs))
+    except UserError as error:
+        context.notes.append(f"low_precision: no loss: {error}")
+        return
+    yield (*place, "none", "loss", plain, math.nan)
+    for kind in FORMATS:
+        with torch.no_grad(), changed_states(context, lambda x, kind=kind: _like(x, kind, scaled)):
+            value = float(context.loss(inputs))
+        yield (*place, kind, "loss", value, math.nan)
+        yield (*place, kind, "loss_increase", value - plain, math.nan)
+
+
+@contextmanager
+def changed_states(context: Context, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Every state x^0 ... x^N is replaced by ``change(x)`` where a layer reads it, and behind the last layer."""
+    sites = context.structure.layers
+    last, calls = sites[-1], 0
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any], argument: int | str) -> tuple:
+        if isinstance(argument, str):
+            return args, {**kwargs, argument: change(kwargs[argument])}
+        return (*args[:argument], change(args[argument]), *args[argument + 1 :]), kwargs
+
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % (last.call + 1):  # a shared layer's earlier calls: the next one reads their output
+            return None
+        if isinstance(output, torch.Tensor):
+            return change(output)
+        return (change(output[0]), *output[1:])
+
+    handles = [last.module.register_forward_hook(after)]
+    for module, argument in {site.module: site.input.argument for site in sites}.items():
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda m, args, kwargs, argument=argument: before(m, args, kwargs, argument), with_kwargs=True
+            )
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _like(x: torch.Tensor, kind: str, scaled: bool) -> torch.Tensor:
+    return round_trip(x, kind, scaled=scaled).to(x.dtype)
+
+
+def _may_overflow(kind: str, scaled: bool) -> bool:
+    return kind == "fp16" or (kind in _FP8_EDGE and not scaled)
+
+
+def _largest(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def _ranges(layers: Any) -> str:
+    """1, 2, 3, 7 as "1-3, 7"."""
+    numbers = sorted({int(n) for n in layers})
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

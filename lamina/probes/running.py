@@ -1,0 +1,189 @@
+"""The engine: one pass over the text for all streaming probes, stopped when their standard errors are small."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.registry import Probe
+from lamina.probes.structure import Point
+from lamina.probes.watching import watch
+
+MIN_SEQUENCES = 16  # a standard error of fewer says little
+MASKED_SHARE = 0.15
+_causal: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def run(
+    context: Context,
+    probes: Sequence[Probe],
+    *,
+    tolerance: float = 0.0,
+    strict: bool = True,
+    done: Callable[[Probe, pd.DataFrame, float], None] = lambda probe, frame, seconds: None,
+) -> dict[str, pd.DataFrame]:
+    """Run the probes; returns each one's frame by its name. ``done`` is called as soon as a probe's is there.
+
+    The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
+    ``strict`` a probe that has no meaning for the model is left out with a note.
+
+    Raises:
+        UserError: a probe has no meaning for the model (with ``strict``), or can't be given what it needs.
+    """
+    context.strict = strict
+    ready: list[Probe] = []
+    for probe in probes:
+        if "tokens" in probe.needs and not context.reads_tokens:
+            _refuse(context, probe, UserError(f"{probe.name}: needs a model of text (allowed: other probes)"), strict)
+            continue
+        try:
+            probe.begin(context)
+        except UserError as error:
+            _refuse(context, probe, error, strict)
+            continue
+        ready.append(probe)
+    _forward_passes(context, ready, tolerance)
+    frames: dict[str, pd.DataFrame] = {}
+    for number, probe in enumerate(ready):
+        context.progress(number, len(ready), probe.name)
+        began = time.monotonic()
+        try:
+            frame = probe.finish(context)
+        except UserError as error:
+            _refuse(context, probe, error, strict)
+            continue
+        frames[probe.name] = frame
+        done(probe, frame, time.monotonic() - began)
+    context.progress(len(ready), len(ready), "done")
+    return frames
+
+
+def _refuse(context: Context, probe: Probe, error: UserError, strict: bool) -> None:
+    if strict:
+        raise error
+    context.notes.append(f"{probe.name} left out: {error}")
+
+
+def _forward_passes(context: Context, probes: Sequence[Probe], tolerance: float) -> None:
+    points: dict[tuple[int, Any], Point] = {}
+    streaming = []
+    for number, probe in enumerate(probes):
+        watched = probe.points()
+        points |= {(number, key): point for key, point in watched.items()}
+        if watched or type(probe).end_batch is not Probe.end_batch:
+            streaming.append(probe)
+    if not streaming:
+        return
+    head = any("logits" in probe.needs for probe in streaming)
+    root = context.model if head else context.base
+
+    def see(key: tuple[int, Any], value: torch.Tensor) -> None:
+        probes[key[0]].see(key[1], value)
+
+    sequences = 0
+    with torch.no_grad(), watch(points, see, root=root):
+        for number, inputs in enumerate(context.batches):
+            context.progress(number, len(context.batches), "forward passes")
+            inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}
+            output = forward(root, inputs)
+            for probe in streaming:
+                probe.end_batch(inputs, output)
+            del output
+            sequences += len(next(iter(inputs.values())))
+            context.forwards = number + 1
+            if tolerance > 0 and sequences >= MIN_SEQUENCES:
+                errors = [e for e in (probe.standard_error() for probe in streaming) if e is not None]
+                if errors and max(errors) <= tolerance:
+                    break
+    context.progress(len(context.batches), len(context.batches), "forward passes")
+
+
+def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Run a model on a batch without a cache."""
+    more = {"use_cache": False} if _takes_cache(type(model)) else {}
+    return model(**inputs, **more)
+
+
+def _takes_cache(cls: type[nn.Module]) -> bool:
+    parameters = inspect.signature(cls.forward).parameters
+    # Some take it as one of their **kwargs and hand it on to a model that would keep a cache otherwise.
+    return "use_cache" in parameters or ("past_key_values" in parameters)
+
+
+def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
+    """Whether a token's output depends on none behind it: found by changing the last one. Remembered by model."""
+    if model not in _causal:
+        with torch.no_grad():
+            ids = ids[:1, : min(8, ids.shape[1])]
+            other = ids.clone()
+            other[0, -1] = (other[0, -1] + 1) % (int(ids.max()) + 1) if int(ids.max()) else 1
+            first = [forward(model, {"input_ids": x})[0][0, 0].float() for x in (ids, other)]
+            _causal[model] = bool(torch.equal(first[0], first[1]))
+    return _causal[model]
+
+
+def loss(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: Any = None) -> torch.Tensor:
+    """Mean cross-entropy in nats per predicted token, float32; see ``Context.loss``."""
+    return token_losses(model, inputs, tokenizer).mean()
+
+
+def token_losses(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: Any = None) -> torch.Tensor:
+    """The cross-entropy of each predicted token, [batch, predicted]: next tokens, or masked ones (as many in each row).
+
+    Raises UserError where the model predicts no tokens, or its mask token is not known.
+    """
+    ids = inputs.get("input_ids")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    if ids is None or head is None:
+        raise UserError(
+            f"loss: {type(model).__name__} has no head that predicts tokens (allowed: a causal or masked model)"
+        )
+    if is_causal(model, ids):
+        logits = forward(model, inputs).logits[:, :-1].float()
+        return _cross_entropy(logits, ids[:, 1:])
+    mask = getattr(tokenizer, "mask_token_id", None)
+    if mask is None:
+        raise UserError("loss: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)")
+    chosen = masked_positions(ids.shape[1]).to(ids.device)
+    hidden = ids.clone()
+    hidden[:, chosen] = mask
+    logits = forward(model, {**inputs, "input_ids": hidden}).logits[:, chosen].float()
+    return _cross_entropy(logits, ids[:, chosen])
+
+
+def masked_positions(tokens: int) -> torch.Tensor:
+    """The positions that are masked in a sequence: 15 % of them, the same ones each time, never the first or last."""
+    count = max(1, round(tokens * MASKED_SHARE))
+    order = torch.randperm(max(tokens - 2, 1), generator=torch.Generator().manual_seed(0)) + (1 if tokens > 2 else 0)
+    return order[:count].sort().values
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+@contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """See ``Context.eager_attention``."""
+    config: Any = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    switches = before not in (None, "eager") and hasattr(model, "set_attn_implementation")
+    if switches:
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        if switches:
+            model.set_attn_implementation(before)  # type: ignore[operator]

@@ -1,0 +1,250 @@
+"""How many directions a model uses: of its embedding, of the feed-forward's weights and of its activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.ranks import Covariance, spectral_utilisation
+from lamina.probes.registry import Probe, probe
+from lamina.probes.structure import Point
+from lamina.probes.watching import watch
+from lamina.probes.weight_spectra import Row, condition_rows, embedding_rows, inner_width
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+RANKS = ("hard_rank", "soft_rank", "edr", "eee")
+_TITLES = {
+    "hard_rank": "Hard rank",
+    "soft_rank": "Soft rank",
+    "edr": "Effective dimension ratio (our definition)",
+    "eee": "Spectral concentration (our definition)",
+}
+_CAPTIONS = {
+    "hard_rank": "Participation ratio of the eigenvalues of the activations' covariance, over their number.",
+    "soft_rank": "exp(entropy) of the same eigenvalues, over their number.",
+    "edr": "200 h s / (h + s) of hard and soft rank.",
+    "eee": "Early enrichment of the cumulated spectrum: 0 is flat, 1 a single direction.",
+}
+_ENOUGH = 4  # tokens a channel, before which other probes' precision may not end the passes
+Key = tuple[int, str]  # layer, pre or post
+
+
+@probe
+class Spectra(Probe):
+    """Spectra of the embedding, of the feed-forward's projections and of its activations.
+
+    Rows of the model (layer -1):
+        role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the covariance of the embedding's
+            rows, centred over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
+        roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and tokens, how many they are over.
+    Rows of a layer, sublayer feed_forward:
+        role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
+            10); of gate and up stacked in one matrix each half on its own, ``[0]`` and ``[1]``, in the matrix' order.
+        roles pre (what goes into the nonlinearity) and post (what goes into the down-projection): hard_rank, soft_rank
+            (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff, in [1 / D_ff, 1]), edr
+            (200 h s / (h + s)) and eee (top-heaviness): the last two are our definitions.
+
+    Traps: the covariance is centred (massive activations would make its first direction the whole of it), its rank is
+    at most tokens - 1 and the normalised ranks are biased low while tokens / D_ff is small, so with no more tokens than
+    D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
+    and role; where they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
+    Experts have no ranks here: each sees few tokens.
+    """
+
+    name = "spectra"
+    title = "Spectra"
+    summary = "eigenvalues of the embedding, condition numbers of the feed-forward's weights, ranks of its activations"
+    source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
+
+    def __init__(self, few_tokens: str = "refuse", memory: float = 1.0):
+        if few_tokens not in ("refuse", "warn"):
+            raise UserError(f"spectra: option 'few_tokens' is {few_tokens!r} (allowed: refuse, warn)")
+        if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
+            raise UserError(f"spectra: option 'memory' is {memory!r} (allowed: GiB, a number above 0)")
+        self.few_tokens, self.memory = few_tokens, float(memory)
+        self._groups: list[dict[Key, Point]] = []
+        self._found: dict[Key, Covariance] = {}
+        self._ranks: dict[Key, dict[str, float]] = {}
+        self._widths: dict[int, int] = {}
+        self._tokens = 0
+
+    def begin(self, context: Context) -> None:
+        """Decide what is gathered in which pass. Raises UserError where there is too little text for the ranks."""
+        self._groups, self._found, self._ranks, self._widths, self._tokens = [], {}, {}, {}, 0
+        points: dict[Key, Point] = {}
+        for site in context.structure.layers:
+            for sublayer in site.sublayers:
+                if sublayer.feed_forward is not None:
+                    parts = {"pre": sublayer.feed_forward.pre, "post": sublayer.feed_forward.post}
+                    points.update({(site.index, role): point for role, point in parts.items() if point is not None})
+                    self._widths[site.index] = inner_width(sublayer.feed_forward)
+        missing = context.structure.num_layers - len(self._widths)
+        if self._widths and missing:
+            context.notes.append(
+                f"spectra: {missing} of {context.structure.num_layers} layers have no dense feed-forward (experts, or "
+                "none): they have no ranks and no condition numbers"
+            )
+        if self._enough(context):
+            self._group(points)
+            if len(self._groups) > 1:
+                context.notes.append(
+                    f"spectra: the covariances take {len(self._groups)} passes over the text to stay within "
+                    f"{self.memory:g} GiB (option memory)"
+                )
+
+    def _enough(self, context: Context) -> bool:
+        """Whether there are more tokens than the widest feed-forward has channels."""
+        if not self._widths:
+            context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
+            return False
+        first = next(iter(context.batches[0].values()))
+        sequences = sum(len(next(iter(batch.values()))) for batch in context.batches)
+        # Images are cut into an unknown number of patches: their tokens are counted as they come.
+        tokens = sequences * first.shape[1] if context.reads_tokens else math.inf
+        return self._tokens_suffice(context, tokens)
+
+    def _tokens_suffice(self, context: Context, tokens: float) -> bool:
+        width = max(self._widths.values())
+        if tokens > width:
+            return True
+        text = (
+            f"{tokens:g} tokens for the {width} channels of the feed-forward: the rank of their covariance is at most "
+            f"{tokens - 1:g}, and the normalised ranks are biased low"
+        )
+        if self.few_tokens == "warn":
+            if f"spectra: {text}" not in context.notes:
+                context.notes.append(f"spectra: {text}")
+            return True
+        message = f"spectra: {text} (allowed: more than {width} tokens: raise --sequences, or few_tokens=warn)"
+        if context.strict:
+            raise UserError(message)
+        context.notes.append(f"{message}; the ranks are left out")
+        return False
+
+    def _group(self, points: Mapping[Key, Point]) -> None:
+        budget, used = self.memory * 2**30, math.inf
+        for key, point in points.items():
+            size = 8 * self._widths[key[0]] ** 2
+            if used + size > budget:
+                self._groups.append({})
+                used = 0.0
+            self._groups[-1][key] = point
+            used += size
+
+    def points(self) -> Mapping[Key, Point]:
+        """What of the feed-forwards fits the memory at once; the rest is watched in passes of its own."""
+        return self._groups[0] if self._groups else {}
+
+    def see(self, key: Key, value: torch.Tensor) -> None:
+        """Add a layer's activations [batch, tokens, D_ff] to its covariance."""
+        covariance = self._found.setdefault(key, Covariance())
+        covariance.add(value)
+        self._tokens = max(self._tokens, covariance.count)
+
+    def standard_error(self) -> float | None:
+        """Infinite while the ranks are biased for want of text; they have no error of their own."""
+        return math.inf if self._groups and self._tokens < _ENOUGH * max(self._widths.values()) else None
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        """Diagonalise what was gathered, go through the text again for the rest, and take the weights' spectra."""
+        import pandas as pd
+
+        rows: list[Row] = []
+        rows += embedding_rows(context)
+        for site in context.structure.layers:
+            rows += condition_rows(site)
+            context.progress(site.index + 1, context.structure.num_layers, "condition numbers")
+        if self._groups and self._tokens_suffice(context, self._tokens):
+            rows += self._rank_rows(context)
+        self._found = {}
+        return pd.DataFrame(rows, columns=COLUMNS)
+
+    def _rank_rows(self, context: Context) -> list[Row]:
+        self._reduce()
+        for number, group in enumerate(self._groups[1:], start=1):
+            context.progress(number, len(self._groups), "passes for the covariances")
+            with torch.no_grad(), watch(group, self.see, root=context.base):
+                for inputs in list(context.batches)[: context.forwards or None]:
+                    context.forward({name: value.to(context.device) for name, value in inputs.items()}, head=False)
+            self._reduce()
+        rows = [
+            (layer, "feed_forward", role, 0, metric, value, math.nan)
+            for (layer, role), ranks in sorted(self._ranks.items())
+            for metric, value in ranks.items()
+        ]
+        for role in ("pre", "post"):
+            of_role = [ranks for (_, each), ranks in self._ranks.items() if each == role]
+            for metric in RANKS if of_role else ():
+                mean = sum(ranks[metric] for ranks in of_role) / len(of_role)
+                rows.append((-1, "model", role, 0, metric, mean, math.nan))
+            if of_role:
+                rows.append((-1, "model", role, 0, "tokens", float(self._tokens), math.nan))
+        return rows
+
+    def _reduce(self) -> None:
+        """Each gathered covariance becomes four numbers, so that the next pass has its memory."""
+        for key in list(self._found):
+            values = self._found.pop(key).eigenvalues()
+            if not bool(values.isfinite().all()):
+                raise UserError(f"spectra: activations of layer {key[0]} are not finite ({key[1]})")
+            self._ranks[key] = spectral_utilisation(values)
+
+    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+        """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
+        from lamina.probes.figures import lines
+
+        found, table = [], cast("Any", frame)
+        spectrum = table[table.metric == "eigenvalue_over_median"]
+        if len(spectrum):
+            axes = {"x_title": "rank", "y_title": "eigenvalue / median", "log_y": True}
+            figure = lines(spectrum, "index", "value", title="Spectrum of the embedding", **axes)
+            found.append(
+                (figure, "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.")
+            )
+        conditions = table[table.metric == "condition_number"]
+        if len(conditions):
+            axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
+            figure = lines(conditions, "layer", "value", colour="role", title="Condition numbers", **axes)
+            found.append((figure, "Condition number of each projection of the feed-forward."))
+        ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
+        for metric in RANKS if len(ranks) else ():
+            figure = lines(
+                ranks[ranks.metric == metric], "layer", "value", colour="role", title=_TITLES[metric], y_title=metric
+            )
+            found.append((figure, _CAPTIONS[metric]))
+        return found
+
+    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+        """The spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
+        said, table = [], cast("Any", frame)
+        spectrum = table[table.metric == "eigenvalue_over_median"].value
+        if len(spectrum):
+            said.append(
+                f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, the smallest "
+                f"{spectrum.iloc[-1]:.3g} times."
+            )
+        conditions = table[table.metric == "condition_number"]
+        for role, part in conditions.groupby("role", sort=False):
+            worst = part.loc[part.value.idxmax()]
+            said.append(
+                f"{role} has condition numbers of {part.value.median():.3g} (median over the layers), at most "
+                f"{worst.value:.3g} in layer {worst.layer}."
+            )
+        means = table[(table.layer == -1) & table.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
+        for role, where in (("pre", "before"), ("post", "after")):
+            if (role, "hard_rank") in means.index:
+                said.append(
+                    f"The feed-forward's activations {where} the nonlinearity have a hard rank of "
+                    f"{means[role, 'hard_rank']:.3f} and a soft rank of {means[role, 'soft_rank']:.3f} of their width, "
+                    f"EDR {means[role, 'edr']:.1f} by our definition (means over the layers, "
+                    f"{means[role, 'tokens']:.0f} tokens)."
+                )
+        return said

@@ -1,0 +1,75 @@
+"""Small models of many architectures, with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+TEXT = {**SIZES, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", TEXT),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", TEXT),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 2},
+    ),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {**TEXT, "residual_multiplier": 0.25}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 40}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT),
+    "phi": ("PhiConfig", "PhiForCausalLM", TEXT),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", TEXT),
+    "cohere": ("CohereConfig", "CohereForCausalLM", TEXT),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 64},
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 16, "n_layer": 3, "n_head": 2, "vocab_size": 40}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", TEXT),
+    "bert": ("BertConfig", "BertForMaskedLM", TEXT),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "pad_token_id": 1, "bos_token_id": 0}),
+    "electra": ("ElectraConfig", "ElectraForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {"dim": 16, "hidden_dim": 24, "n_layers": 3, "n_heads": 2, "vocab_size": 40},
+    ),
+    "deberta_v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", TEXT),
+    "albert": ("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 8}),
+    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", TEXT),
+    "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
+    "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),
+    "siglip": ("SiglipVisionConfig", "SiglipVisionModel", IMAGE),
+}
+
+
+def small_model(name: str) -> Any:
+    """A model of ``MODELS`` in evaluation mode, with gains and biases that are not ones and zeros."""
+    config_name, model_name, values = MODELS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, model_name)(getattr(transformers, config_name)(**values)).eval()
+    return stir(made)
+
+
+def stir(model: Any) -> Any:
+    """Random gains, biases and scales: what starts at one or zero hides mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def small_inputs(model: Any, sequences: int = 2, tokens: int = 9) -> dict[str, torch.Tensor]:
+    """Random inputs for a small model."""
+    generator = torch.Generator().manual_seed(1)
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(sequences, 3, 16, 16, generator=generator)}
+    return {"input_ids": torch.randint(3, 40, (sequences, tokens), generator=generator)}

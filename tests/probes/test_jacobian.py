@@ -1,0 +1,240 @@
+"""The Jacobian probe against whole matrices from torch.autograd.functional, and the papers' formulas written out."""
+
+import math
+
+import pytest
+import torch
+from tiny_contexts import (
+    context_of,
+    jacobian_matrix,
+    lamina_model,
+    llama,
+    measured,
+    state_to_state,
+    transformers_model,
+    value,
+)
+
+import lamina
+from lamina.errors import UserError
+from lamina.probes.jacobian import JacobianProbe, block_norms
+from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, wirings_of
+
+PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
+ENCODERS = ["BertForMaskedLM", "GPT2LMHeadModel", "AlbertForMaskedLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM"]
+
+
+def exact(**options):
+    return JacobianProbe(**{"sequences": 1, "tokens": 5, "tolerance": 1e-5, "iterations": 200, **options})
+
+
+def check_against_whole_matrices(context):
+    frame, num_layers = measured(exact(), context), context.structure.num_layers
+    ids = context.batches[0]["input_ids"][:1]
+    identity, log_product = torch.eye(5 * 16, dtype=torch.float64), 0.0
+    with context.eager_attention():
+        for layer in range(num_layers):
+            start, function = state_to_state(context, ids, layer, layer + 1)
+            matrix = jacobian_matrix(function, start)
+            norm = float(torch.linalg.matrix_norm(matrix, ord=2))
+            log_product += math.log10(norm)
+            assert value(frame, "norm", "jacobian", layer) == pytest.approx(norm, rel=1e-4)
+            assert value(frame, "norm", "identity", layer) == pytest.approx(
+                float(torch.linalg.matrix_norm(matrix - identity, ord=2)), rel=1e-4
+            )
+            assert value(frame, "log10_product", "jacobian", layer) == pytest.approx(log_product, abs=1e-4)
+        start, function = state_to_state(context, ids, 0, num_layers)
+        total = float(torch.linalg.matrix_norm(jacobian_matrix(function, start), ord=2))
+    assert value(frame, "log10_total", "jacobian") == pytest.approx(math.log10(total), abs=1e-4)
+    assert value(frame, "log10_product", "jacobian") == pytest.approx(log_product, abs=1e-4)
+    assert total < 10**log_product
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_block_and_total_norms_are_those_of_the_whole_matrices(placement):
+    check_against_whole_matrices(context_of(lamina_model(placement), sequences=1))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_norms_of_transformers_own_models(name):
+    changes = {"embedding_size": 8} if name.startswith("Albert") else {}
+    check_against_whole_matrices(context_of(transformers_model(name, **changes), sequences=1))
+
+
+def rms_norm_jacobian(norm, z):
+    """[channels, channels]: diag(g) (I - z z^T / (d s^2)) / s with s^2 = mean(z^2) + eps, written out."""
+    z, size = z.double(), len(z)
+    scale = (z.square().mean() + norm.eps).sqrt()
+    inner = torch.eye(size, dtype=torch.float64) - torch.outer(z, z) / (size * scale**2)
+    return norm.weight.detach().double()[:, None] * inner / scale
+
+
+def residual_path_by_hand(model, ids, layer):
+    """The geometric mean over tokens of the path's norm, from each norm's explicit Jacobian and the plan's record."""
+    block, inputs = model.model.backbone.layers[layer], {}
+    hooks = [
+        part.post_norm.register_forward_hook(lambda module, args, output, part=part: inputs.update({part: args[0][0]}))
+        for part in (block.attention, block.feed_forward)
+        if part.post_norm is not None
+    ]
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    logs = []
+    for token in range(ids.shape[1]):
+        through = identity = torch.eye(16, dtype=torch.float64)
+        for part in (block.attention, block.feed_forward):
+            carried = {"stream": through, "block_input": identity, "both": through + identity}[part.skip]
+            through = float(part.skip_scale) * carried
+            if part in inputs:
+                through = rms_norm_jacobian(part.post_norm, inputs[part][token]) @ through
+        logs.append(torch.linalg.matrix_norm(through, ord=2).log())
+    return float(torch.stack(logs).mean().exp())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_residual_path_is_the_product_of_skips_and_norm_jacobians(placement):
+    model = lamina_model(placement)
+    context = context_of(model, sequences=1)
+    frame = measured(exact(total=False), context)
+    log_product = 0.0
+    for layer in range(2):
+        by_hand = residual_path_by_hand(model, context.batches[0]["input_ids"], layer)
+        log_product += math.log10(by_hand)
+        assert value(frame, "norm", "residual_path", layer) == pytest.approx(by_hand, rel=1e-3)
+        assert value(frame, "log10_product", "residual_path", layer) == pytest.approx(log_product, abs=1e-3)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_at_gain_1_the_measured_sigmas_give_the_measured_path(placement):
+    model = lamina_model(placement, num_layers=3)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "norm" in name:
+            torch.nn.init.ones_(parameter)
+    frame = measured(exact(total=False, tolerance=1e-3), context_of(model, sequences=1))
+    for layer in range(3):
+        # FuseNorm Eq 16 leaves out the direction that a norm takes away, which two in a row do twice: a few percent.
+        assert value(frame, "formula", "fusenorm", layer) == pytest.approx(
+            value(frame, "norm", "residual_path", layer), rel=0.1
+        )
+
+
+def path_of_a_random_walk(alpha, num_sublayers, width):
+    """The scheme in plain autograd, branches detached: y = LN(alpha x + f), f random of rms 1; the product of norms."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rms(x):
+        return x / x.square().mean().sqrt()
+
+    x, log = rms(torch.randn(width, generator=generator, dtype=torch.float64)), 0.0
+    for _ in range(num_sublayers):
+        f = rms(torch.randn(width, generator=generator, dtype=torch.float64))
+        matrix = torch.autograd.functional.jacobian(lambda x, f=f: rms(alpha * x + f), x)
+        log += float(torch.linalg.matrix_norm(matrix, ord=2).log10())
+        x = rms(alpha * x + f)
+    return log
+
+
+@pytest.mark.parametrize(("alpha", "pre_gain"), [(16.0, 1.0), (1.0, None)])
+def test_keels_equations_give_the_product_that_autograd_finds(alpha, pre_gain):
+    sublayer = Wiring(skip_scale=alpha, pre_gain=pre_gain, post_gain=1.0, path_scale=alpha)
+    layers = [[sublayer, sublayer]] * 8
+    sigmas = expected_sigmas(layers, start=1.0)
+    log = sum(math.log10(block_factor(layer, sigma)) for layer, sigma in zip(layers, sigmas, strict=True))
+    paper = (1 + 1 / 16**2) ** (-16 / 2) if pre_gain else 0.5 ** (16 / 2)
+    assert log == pytest.approx(math.log10(paper), abs=1e-12)
+    # Skip and branch are uncorrelated only on average over the width.
+    found = path_of_a_random_walk(alpha, 16, width=128)
+    assert found == pytest.approx(log, abs=0.02 if pre_gain else 0.3)
+
+
+def test_keels_gains_in_the_numerator_and_the_denominator():
+    outer, inner, alpha = 0.7, 1.9, 3.0
+    sublayer = Wiring(skip_scale=alpha, pre_gain=inner, post_gain=outer, path_scale=outer * alpha)
+    (sigmas,) = expected_sigmas([[sublayer, sublayer]], start=outer)
+    one = outer * alpha / math.sqrt(outer**2 * alpha**2 + inner**2)
+    assert block_factor([sublayer, sublayer], sigmas) == pytest.approx(one**2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "published"), [("keel", {"alpha": 128.0}, 0.99611), ("post_ln", {}, 5.4e-20)]
+)
+def test_the_published_numbers_at_128_sublayers(placement, options, published):
+    """From a stream of rms 1, without Keel's exception for the first layer; rounded as they are published."""
+    context = context_of(lamina.build(llama(2), placement, **options), sequences=1)
+    layers = [wirings_of(context.structure.layers[1])] * 64
+    sigmas = expected_sigmas(layers, start=1.0)
+    product = math.prod(block_factor(layer, sigma) for layer, sigma in zip(layers, sigmas, strict=True))
+    exact = (1 + 1 / 128**2) ** -64 if placement == "keel" else 2.0**-64
+    assert product == pytest.approx(exact, rel=1e-9)
+    assert product == pytest.approx(published, rel=1e-2 if placement == "post_ln" else 1e-5)
+
+
+def test_two_norms_a_block_against_one():
+    sublayer = Wiring(post_gain=1.0)
+    fused = [sublayer, Wiring(skip="block_input", post_gain=1.0)]
+    assert block_factor([sublayer, sublayer], [1.1, 1.1]) ** 50 == pytest.approx(1.1 ** (-2 * 50))
+    assert block_factor(fused, [1.1, 1.1]) ** 50 == pytest.approx(1.1**-50)
+    both = [sublayer, Wiring(skip="both", post_gain=1.0)]
+    assert block_factor(both, [2.0, 4.0]) == pytest.approx((1 + 1 / 2) / 4)
+
+
+def test_a_total_norm_below_the_smallest_float32():
+    model = lamina_model("post_ln", num_layers=2, scale=0.02)
+    for part in (layer.feed_forward for layer in model.model.backbone.layers):
+        torch.nn.init.constant_(part.post_norm.weight, 1e-30)
+    frame = measured(exact(), context_of(model, sequences=1))
+    total = value(frame, "log10_total", "jacobian")
+    assert -60 < total < -50
+    assert total == pytest.approx(value(frame, "log10_product", "jacobian"), abs=1.0)
+
+
+def test_block_norms_are_the_probes_norms():
+    context = context_of(lamina_model("pre_ln"))
+    frame = measured(JacobianProbe(sequences=2, tokens=4, tolerance=1e-4), context)
+    norms = block_norms(context, sequences=2, tokens=4, tolerance=1e-4)
+    assert norms.shape == (2, 2)
+    for layer in range(2):
+        assert value(frame, "norm", "jacobian", layer) == pytest.approx(float(norms[layer].mean()))
+
+
+def test_what_was_not_found_exactly_is_said_and_the_model_is_left_as_it_was():
+    model = lamina_model("pre_ln")
+    context = context_of(model)
+    before = model.config._attn_implementation
+    frame = measured(JacobianProbe(iterations=1), context)
+    assert any("lower bounds" in note for note in context.notes)
+    assert (frame[frame.metric == "residual"].value > 0.01).any()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_images():
+    model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
+    from lamina.probes.probing import make_context
+    from lamina.probes.settings import ProbeSettings
+
+    context = make_context(model, ProbeSettings(), torch.randn(2, 1, 8, 8))
+    frame = measured(JacobianProbe(sequences=2), context)
+    assert value(frame, "norm", "jacobian", 0) > 0
+    assert not frame[frame.metric == "norm"].standard_error.isna().any()
+
+
+def test_a_sentence_and_two_figures():
+    probe = JacobianProbe()
+    frame = measured(probe, context_of(lamina_model("post_ln")))
+    assert list(frame.columns) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+    said = " ".join(probe.sentences(frame))
+    assert f"10^{value(frame, 'log10_total', 'jacobian'):.2f}" in said
+    assert len(probe.figures(frame)) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [("sequences", 0), ("tokens", 1), ("tokens", 2.5), ("iterations", 0), ("tolerance", 0), ("total", 3)],
+)
+def test_bad_options_are_named(option, wrong):
+    with pytest.raises(UserError, match=f"jacobian: option '{option}'"):
+        JacobianProbe(**{option: wrong})

@@ -1,0 +1,172 @@
+"""low_precision: rounding written out by hand, value by value."""
+
+import math
+
+import pytest
+import torch
+from probes.tiny import bert, blocks, llama, outputs, states, value
+
+from lamina.errors import UserError
+from lamina.probes.low_precision import FORMATS, LowPrecision, round_trip
+from lamina.probes.probing import make_context, probe
+from lamina.probes.running import run
+from lamina.probes.settings import ProbeSettings
+
+
+def rounded(x, mantissa, smallest_exponent):
+    """Round to nearest even with so many mantissa bits, subnormals included, in float64."""
+    exponent = torch.floor(torch.log2(x.abs().clamp(min=2.0**-200))).clamp(min=smallest_exponent)
+    step = 2.0 ** (exponent - mantissa)
+    return torch.round(x / step) * step
+
+
+def naive(x, kind, scaled=True):
+    """The round trip of one sequence [tokens, channels] in float64, with the limits written out."""
+    if kind == "fp16":
+        made = rounded(x, 10, -14)
+        return torch.where(made.abs() > 65504, made.sign() * math.inf, made)
+    if kind == "bf16":
+        return rounded(x, 7, -126)
+    if kind.startswith("fp8"):
+        limit, mantissa, smallest = {"fp8_e4m3": (448.0, 3, -6), "fp8_e5m2": (57344.0, 2, -14)}[kind]
+        scale = limit / float(x.abs().max()) if scaled else 1.0
+        made = rounded((x * scale).clamp(-limit, limit) if scaled else x, mantissa, smallest)
+        return torch.where(made.abs() > limit, made.sign() * math.inf, made) / scale
+    peak = x.abs().max() if kind == "int8_tensor" else x.abs().max(-1, keepdim=True).values
+    return torch.round(x / (peak / 127)) * (peak / 127)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_round_trip_is_rounding_to_the_nearest_of_the_format(kind, scaled):
+    x = torch.randn(2, 7, 33) * torch.logspace(-9, 2, 33)
+    wanted = torch.stack([naive(one.double(), kind, scaled) for one in x])
+    # a float32 product or quotient may fall on the other side of a tie: at most one such step in a thousand
+    close = torch.isclose(round_trip(x, kind, scaled=scaled).double(), wanted, rtol=1e-6, atol=1e-30)
+    assert (~close).float().mean() <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "overflows"),
+    [("fp16", 65519.0, 65520.0), ("fp8_e4m3", 464.0, 464.1), ("fp8_e5m2", 61439.0, 61440.0)],
+)
+def test_what_rounds_above_the_largest_value_overflows(kind, fits, overflows):
+    back = round_trip(torch.tensor([[fits, -fits, overflows, -overflows]]), kind, scaled=False)[0]
+    largest = {"fp16": 65504.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}[kind]
+    assert back.tolist() == [largest, -largest, math.inf, -math.inf]
+
+
+def test_errors_by_layer_equal_the_definition():
+    model, ids = llama(), blocks(4)
+    frame = probe(model, ["low_precision(loss=false)"], ids, tolerance=0.0, batch_size=2)["low_precision"]
+    tensors = {("state", layer): x for layer, x in enumerate(states(model, ids))}
+    layer = model.model.layers[1]
+    (_, added), (activation, _) = outputs(model, ids, [layer.mlp, layer.mlp.down_proj])
+    tensors["contribution", 1], tensors["activation", 1] = added, activation
+    for (role, layer), x in tensors.items():
+        for kind in FORMATS:
+            place = {"role": role, "layer": layer, "format": kind}
+            if role == "contribution":
+                place["sublayer"] = "feed_forward"
+            back = torch.stack([naive(one, kind) for one in x])
+            relative = ((back - x).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).mean()
+            # ties again: an element in a thousand may differ by a step
+            assert value(frame, "relative_error", **place) == pytest.approx(float(relative), rel=5e-3)
+            each = ((back - x).norm(dim=-1) / x.norm(dim=-1)).mean()
+            assert value(frame, "token_error", **place) == pytest.approx(float(each), rel=5e-3)
+            assert value(frame, "share_lost", **place) == pytest.approx(float((back == 0).double().mean()), abs=1e-9)
+            assert value(frame, "max_error", **place) == pytest.approx(float((back - x).abs().max()), rel=2e-2)
+    assert (frame.loc[frame["metric"] == "overflow_share", "value"] == 0).all()
+
+
+def test_a_massive_activation_breaks_int8_per_tensor_and_not_bf16():
+    model, ids = llama(), blocks(4)
+    context = make_context(model, ProbeSettings(batch_size=2, tolerance=0.0), ids)
+
+    def hook(module, args, output):
+        changed = output.clone()
+        changed[:, 0, 5] = 1e5
+        return changed
+
+    handle = model.model.layers[1].register_forward_hook(hook)
+    instance = LowPrecision(loss=False)
+    frame = run(context, [instance])["low_precision"]
+    handle.remove()
+    place = {"layer": 2, "role": "state"}
+    # every other element is below half a step, and is lost; the massive value itself is stored well
+    x = states(model, ids)[2]
+    x[:, 0, 5] = 1e5
+    lost = torch.stack([naive(one, "int8_tensor") for one in x])
+    assert int((lost != 0).sum()) == len(ids)
+    assert value(frame, "overflow_share", format="fp16", **place) == pytest.approx(1 / (16 * 32))
+    assert value(frame, "relative_error", format="fp16", **place) == math.inf
+    assert value(frame, "share_lost", format="int8_tensor", **place) == pytest.approx(1 - 1 / (16 * 32))
+    assert value(frame, "share_lost", format="bf16", **place) == 0
+    assert value(frame, "relative_error", format="int8_tensor", **place) < 1e-2
+    assert value(frame, "token_error", format="int8_tensor", **place) > 0.9
+    assert value(frame, "token_error", format="bf16", **place) < 5e-3
+    said = " ".join(instance.sentences(frame))
+    assert "fp16 overflows to inf in states 2" in said
+    assert "break INT8 per tensor" in said
+
+
+def test_the_loss_with_every_state_rounded():
+    model, ids = llama(), blocks(4)
+    frame = probe(model, ["low_precision"], ids, tolerance=0.0, batch_size=4)["low_precision"]
+
+    def loss_with(kind):
+        hidden = model.model.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        rotary = model.model.rotary_emb(hidden, positions)
+        for layer in model.model.layers:
+            hidden = layer(round_trip(hidden, kind), position_embeddings=rotary)
+        logits = model.lm_head(model.model.norm(round_trip(hidden, kind)))
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    with torch.no_grad():
+        plain = model(input_ids=ids, labels=ids).loss
+        for kind in ("bf16", "int8_tensor"):
+            wanted = float(loss_with(kind) - plain)
+            found = value(frame, "loss_increase", format=kind)
+            assert found == pytest.approx(wanted, abs=2e-6)
+            assert abs(found) > 1e-5
+    assert value(frame, "loss", format="none") == pytest.approx(float(plain), rel=1e-6)
+    with torch.no_grad():
+        assert float(model(input_ids=ids, labels=ids).loss) == float(plain)  # the hooks are gone
+
+
+def test_a_model_without_a_language_head_has_no_loss():
+    frame = probe(llama().model, ["low_precision"], blocks(4), tolerance=0.0)["low_precision"]
+    assert "loss" not in set(frame["metric"])
+    assert len(frame)
+
+
+def test_an_encoder_is_measured_too():
+    frame = probe(bert(), ["low_precision"], blocks(4), tolerance=0.0)["low_precision"]
+    assert {"state", "contribution", "activation"} == set(frame["role"])
+    assert frame.loc[frame["metric"] == "relative_error", "value"].between(0, 0.2).all()
+
+
+def test_nothing_comes_back_as_nothing():
+    model, ids = llama(), blocks(4)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.zero_()
+    frame = probe(model, ["low_precision(loss=false)"], ids, tolerance=0.0)["low_precision"]
+    place = {"layer": 1, "sublayer": "feed_forward", "role": "contribution", "format": "int8_tensor"}
+    for metric in ("relative_error", "token_error", "max_error", "share_lost"):
+        assert value(frame, metric, **place) == 0.0
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(UserError, match="option 'fp8_scaling' is 'row'"):
+        LowPrecision(fp8_scaling="row")
+    with pytest.raises(UserError, match="option 'loss' is 'maybe'"):
+        LowPrecision(loss="maybe")
+
+
+def test_figures_and_sentences_are_made_of_any_result():
+    instance = LowPrecision()
+    frame = probe(llama(), [instance], blocks(4), tolerance=0.0)["low_precision"]
+    assert [caption for figure, caption in instance.figures(frame) if figure.data]
+    assert any("loss rises" in one for one in instance.sentences(frame))

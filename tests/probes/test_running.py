@@ -1,0 +1,141 @@
+"""The engine: streaming, early stop, losses, and running averages."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from small_models import small_inputs, small_model
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.probing import probe as run_probe
+from lamina.probes.registry import Probe
+from lamina.probes.running import is_causal, loss, masked_positions, token_losses
+from lamina.probes.statistics import Running
+
+
+class Watcher(Probe):
+    """The mean of a state, and how many forward passes there were."""
+
+    name, title, summary, source = "watcher", "Watcher", "counts", "test"
+
+    def __init__(self, error: float | None = None):
+        self.error, self.passes, self.seen = error, 0, []
+
+    def points(self):
+        return {0: self.first}
+
+    def begin(self, context):
+        self.first = context.structure.layers[0].input
+
+    def see(self, key, value):
+        self.seen.append(value.shape)
+
+    def end_batch(self, inputs, output):
+        self.passes += 1
+
+    def standard_error(self):
+        return self.error
+
+    def finish(self, context):
+        return pd.DataFrame({"passes": [context.forwards]})
+
+
+def _ids(count: int = 48) -> torch.Tensor:
+    return torch.randint(3, 40, (count, 7), generator=torch.Generator().manual_seed(0))
+
+
+def test_all_batches_without_a_tolerance():
+    probe = Watcher(error=0.0)
+    frames = run_probe(small_model("llama"), [probe], _ids(), tolerance=0.0)
+    assert frames["watcher"]["passes"][0] == probe.passes == 12
+    assert probe.seen == [(4, 7, 16)] * 12
+
+
+def test_stops_early_where_all_errors_are_small():
+    frames = run_probe(small_model("llama"), [Watcher(error=0.01)], _ids(), tolerance=0.02)
+    assert frames["watcher"]["passes"][0] == 4  # 16 sequences at the least
+    frames = run_probe(small_model("llama"), [Watcher(error=0.03)], _ids(), tolerance=0.02)
+    assert frames["watcher"]["passes"][0] == 12
+    frames = run_probe(small_model("llama"), [Watcher(error=None)], _ids(), tolerance=0.02)
+    assert frames["watcher"]["passes"][0] == 12  # nothing to judge by
+
+
+def test_the_mode_and_the_hooks_are_left_as_they_were():
+    model = small_model("bert").train()
+    run_probe(model, [Watcher()], _ids(4))
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_probe_that_needs_text_on_images():
+    class Reads(Watcher):
+        needs = frozenset({"tokens"})
+
+    with pytest.raises(UserError, match="needs a model of text"):
+        run_probe(small_model("vit"), [Reads()], torch.rand(2, 3, 16, 16))
+
+
+def test_loss_of_a_causal_model_is_transformers_own():
+    model = small_model("llama")
+    ids = _ids(3)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(model, {"input_ids": ids}), model(ids, labels=ids).loss)
+    assert is_causal(model, ids)
+
+
+def test_loss_of_a_masked_model_is_that_of_its_masked_tokens():
+    model, ids = small_model("bert"), _ids(3)
+
+    class Tokenizer:
+        mask_token_id = 3
+
+    assert not is_causal(model, ids)
+    positions = masked_positions(7)
+    labels = torch.full_like(ids, -100)
+    labels[:, positions] = ids[:, positions]
+    hidden = ids.clone()
+    hidden[:, positions] = 3
+    with torch.no_grad():
+        expected = model(hidden, labels=labels).loss
+        torch.testing.assert_close(loss(model, {"input_ids": ids}, Tokenizer()), expected)
+        assert token_losses(model, {"input_ids": ids}, Tokenizer()).shape == (3, len(positions))
+    with pytest.raises(UserError, match="mask token"):
+        loss(model, {"input_ids": ids})
+
+
+def test_no_loss_without_a_head():
+    with pytest.raises(UserError, match="no head that predicts tokens"):
+        loss(small_model("vit"), small_inputs(small_model("vit")))
+    with pytest.raises(UserError, match="no head that predicts tokens"):
+        loss(small_model("llama").model, {"input_ids": _ids(1)})
+
+
+def test_a_model_that_needs_more_than_its_tokens():
+    class Needs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, input_ids, other):
+            return input_ids
+
+    with pytest.raises(UserError, match=r"could not be run on input_ids alone.*other"):
+        run_probe(Needs(), [Watcher()], _ids(2))
+
+
+def test_a_running_mean_and_its_standard_error():
+    values = torch.randn(50, 3, dtype=torch.float64) * torch.tensor([1.0, 10.0, 1e-3]) + 1e6
+    running = Running()
+    for part in values.split(7):
+        running.add(part)
+    torch.testing.assert_close(running.mean, values.mean(0), rtol=1e-14, atol=0)
+    expected = values.std(0, correction=1) / math.sqrt(50)
+    torch.testing.assert_close(running.standard_error, expected, rtol=1e-6, atol=0)  # 1e6 leaves 10 digits
+    assert running.relative_error() == pytest.approx(float((expected / values.mean(0)).max()))
+    one = Running()
+    one.add(values[:1])
+    assert one.relative_error() == math.inf

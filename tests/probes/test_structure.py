@@ -1,0 +1,204 @@
+"""The layers, sub-layers and norms that are found, on many architectures and on every placement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import MODELS, SIZES, TEXT, small_inputs, small_model, stir
+from torch import nn
+from transformers import BertConfig, LlamaConfig, SwinConfig, SwinForImageClassification, ViTConfig
+
+import lamina
+from lamina.errors import UserError
+from lamina.probes.running import forward
+from lamina.probes.structure import Structure
+from lamina.probes.tracing import effective_gain
+from lamina.probes.watching import watch
+from lamina.probes.wiring import find_structure
+
+# What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
+ROLES = {
+    **dict.fromkeys(("llama", "phi3", "granite", "gpt2", "opt", "bloom", "vit", "dinov2", "siglip"), "pre pre"),
+    **dict.fromkeys(("qwen3_moe", "modernbert", "gpt_neox"), "pre pre"),
+    **dict.fromkeys(("phi", "falcon", "cohere"), "pre shared"),
+    **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "deberta_v2", "albert"), "post post"),
+    "gemma2": "pre,out pre,out",
+    "olmo2": "out out",
+}
+EMBEDDING_NORM = {"bert", "roberta", "electra", "distilbert", "deberta_v2", "modernbert", "bloom"}
+
+
+def _values(model: nn.Module, structure: Structure, inputs: dict[str, torch.Tensor]) -> dict:
+    points = {("state", i): p for i, p in structure.states().items()}
+    for site in structure.layers:
+        for k, sublayer in enumerate(site.sublayers):
+            points["contribution", site.index, k] = sublayer.contribution
+            if sublayer.after is not None:
+                points["after", site.index, k] = sublayer.after
+    found = {}
+    with torch.no_grad(), watch(points, lambda key, x: found.__setitem__(key, x.clone()), root=model):
+        forward(model, inputs)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_and_sublayers_of_an_architecture(name: str):
+    model = small_model(name)
+    structure = find_structure(model, small_inputs(model, 1, 5))
+    assert structure.num_layers == 3
+    assert structure.hidden_size == 16
+    assert not structure.notes
+    for site in structure.layers:
+        assert [s.kind for s in site.sublayers] == ["attention", "feed_forward"]
+        roles = [[n.role for n in s.norms if n.role != "inner_norm"] for s in site.sublayers]
+        wanted = [[f"{r}_norm" for r in part.split(",") if r != "shared"] for part in ROLES[name].split()]
+        if name == "modernbert" and site.index == 0:
+            wanted[0] = []  # its first layer's attention reads the embedding's norm
+        if ROLES[name].endswith("shared"):
+            assert roles[0] == ["pre_norm"]
+            assert roles[1] in ([], ["pre_norm"])
+        else:
+            assert roles == wanted
+    assert (structure.embedding_norm is not None) == (name in EMBEDDING_NORM)
+    assert (structure.final_norm is not None) == (ROLES[name] != "post post")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_contributions_add_up_to_the_layer(name: str):
+    """x^(l+1) = x^l + what was added, with the norm behind each sum where there is one."""
+    model = small_model(name)
+    inputs = small_inputs(model)
+    structure = find_structure(model, small_inputs(model, 1, 5))
+    found = _values(model, structure, inputs)
+    for site in structure.layers:
+        x = found["state", site.index]
+        parallel = len({id(s.after) for s in site.sublayers if s.after is not None}) < len(site.sublayers)
+        for k, sublayer in enumerate(site.sublayers):
+            x = x + found["contribution", site.index, k].view_as(x)
+            for norm in sublayer.norms:
+                if norm.role == "post_norm":
+                    with torch.no_grad():
+                        x = norm.module(x)
+            if ("after", site.index, k) in found and not parallel:
+                torch.testing.assert_close(found["after", site.index, k].view_as(x), x, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["state", site.index + 1], x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bert", "gpt2", "vit", "albert"])
+def test_feed_forward_parts(name: str):
+    """pre goes through the nonlinearity, post into the down-projection: W_down(post) is what the module computes."""
+    model = small_model(name)
+    structure = find_structure(model, small_inputs(model, 1, 5))
+    parts = structure.layers[1].sublayers[1].feed_forward
+    assert parts is not None
+    assert parts.pre is not None
+    points = {"pre": parts.pre, "post": parts.post}
+    found = {}
+    with torch.no_grad(), watch(points, lambda key, x: found.__setitem__(key, x.clone()), root=model):
+        forward(model, small_inputs(model))
+    inner = found["post"].shape[-1]
+    assert found["pre"].shape == found["post"].shape
+    assert inner != 16
+    assert len(parts.up) == (2 if name in ("llama", "gemma2") else 1)
+
+
+@pytest.mark.parametrize("name", lamina.placements.names())
+@pytest.mark.parametrize("backbone", ["llama", "vit"])
+def test_norms_of_a_placement_are_those_of_its_plan(name: str, backbone: str):
+    if backbone == "vit":
+        config = ViTConfig(**SIZES, image_size=16, patch_size=8)
+    else:
+        config = LlamaConfig(**TEXT)
+    config.num_hidden_layers = 4
+    torch.manual_seed(0)
+    model = stir(lamina.build(config, name).eval())
+    structure = find_structure(model, small_inputs(model, 1, 5))
+    assert structure.num_layers == 4
+    for layer, site in zip(model.config.plan["layers"], structure.layers, strict=True):
+        for kind, sublayer in zip(("attention", "feed_forward"), site.sublayers, strict=True):
+            wanted = [role for role in ("pre_norm", "out_norm", "post_norm") if layer[kind][role] is not None]
+            assert sublayer.kind == kind
+            assert sorted(n.role for n in sublayer.norms if n.role != "inner_norm") == sorted(wanted)
+    assert (structure.final_norm is not None) == (model.config.plan["final_norm"] is not None)
+
+
+def test_states_are_those_of_transformers_but_for_the_last():
+    model = small_model("llama")
+    inputs = small_inputs(model)
+    found = _values(model, find_structure(model, small_inputs(model, 1, 5)), inputs)
+    with torch.no_grad():
+        states = model(**inputs, output_hidden_states=True).hidden_states
+        for i in range(3):
+            assert torch.equal(found["state", i], states[i])
+        assert torch.equal(model.model.norm(found["state", 3]), states[3])
+
+
+def test_shared_layers_are_told_apart_by_their_call():
+    model = small_model("albert")
+    structure = find_structure(model, small_inputs(model, 1, 5))
+    assert len({id(site.module) for site in structure.layers}) == 1
+    assert [site.call for site in structure.layers] == [0, 1, 2]
+    found = _values(model, structure, small_inputs(model))
+    assert not torch.equal(found["state", 1], found["state", 2])
+    again = _values(model, structure, small_inputs(model))  # the count starts again with each forward pass
+    assert torch.equal(found["state", 1], again["state", 1])
+
+
+def test_gain_of_a_norm_that_stores_its_difference_from_one():
+    model = small_model("gemma2")
+    structure = find_structure(model, small_inputs(model, 1, 5))
+    norm = structure.layers[0].sublayers[0].norms[0]
+    torch.testing.assert_close(norm.gain, 1 + norm.module.weight.detach())
+    llama = small_model("llama")
+    torch.testing.assert_close(effective_gain(llama.model.norm), llama.model.norm.weight.detach())
+    bert = small_model("bert")
+    layer_norm = bert.bert.embeddings.LayerNorm
+    torch.testing.assert_close(effective_gain(layer_norm), layer_norm.weight.detach())
+    assert effective_gain(nn.LayerNorm(4, elementwise_affine=False)) is None
+
+
+def test_no_layers_says_what_was_looked_for():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(8, 4), nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, input_ids):
+            return self.out[0](self.embedding(input_ids))
+
+    with pytest.raises(UserError, match=r"layers: none found in Flat.*--layers PATH.*its lists of modules: out"):
+        find_structure(Flat(), {"input_ids": torch.arange(5)[None]})
+
+
+def test_layers_can_be_named():
+    model = small_model("bert")
+    inputs = small_inputs(model, 1, 5)
+    assert find_structure(model, inputs, layers="bert.encoder.layer").num_layers == 3
+    with pytest.raises(UserError, match=r"no module 'bert.encoder.block'.*bert.encoder.layer"):
+        find_structure(model, inputs, layers="bert.encoder.block")
+
+
+def test_a_hierarchy_of_stages_is_noted():
+    torch.manual_seed(0)
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2)
+    model = SwinForImageClassification(config).eval()
+    pixels = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    assert "lie outside" in find_structure(model, pixels).notes[0]
+    second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
+    assert second.hidden_size == 16
+    assert second.num_layers == 2
+
+
+def test_training_mode_and_hooks_are_left_as_they_were():
+    model = small_model("bert").train()
+    find_structure(model, small_inputs(model, 1, 5))
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_one_layer():
+    torch.manual_seed(0)
+    from transformers import BertForMaskedLM
+
+    model = BertForMaskedLM(BertConfig(**{**TEXT, "num_hidden_layers": 1})).eval()
+    assert find_structure(model, small_inputs(model, 1, 5)).num_layers == 1
