@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks, prepare_blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.data.mixed_blocks import MixedBlocks
 from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.training import folder as run_folder
@@ -127,6 +128,7 @@ def _run(
     resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
     monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
+    train = _in_order(blocks.train, settings, arguments.world_size)
     recorder = RunRecorder(
         metrics=run_folder.MetricsWriter(target, resumed_step),
         layers=run_folder.LayersWriter(target, resumed_step),
@@ -136,11 +138,13 @@ def _run(
         bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
         track_layers=bool(settings.reports()),
         bar=bar,
+        realised=train.realised if isinstance(train, MixedBlocks) else None,
+        blocks_per_step=settings.batch_size * settings.gradient_accumulation * arguments.world_size,
     )
     trainer = LaminaTrainer(
         model=model,
         args=arguments,
-        train_dataset=blocks.train,
+        train_dataset=train,
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
         callbacks=[recorder, *_tensorboard(settings)],
         guard=guard,
@@ -171,6 +175,19 @@ def _settle(
             tqdm.write(str(choice), file=sys.stderr)
     speed.prepare(model, settings)
     return settings
+
+
+def _in_order(train: Any, settings: PretrainSettings, processes: int) -> Any:
+    """The training blocks; a mix in this run's own order, with a word on what is seen more than once."""
+    if not isinstance(train, MixedBlocks):
+        return train
+    drawn = train.drawn(
+        settings.seed, settings.steps * settings.batch_size * settings.gradient_accumulation * processes
+    )
+    for name, part in drawn.realised(len(drawn)).items():
+        if part["epochs"] > 1:
+            logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
+    return drawn
 
 
 def _tensorboard(settings: PretrainSettings) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -106,6 +107,11 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
             self.optimizer = kind(groups, **options)
         return super().create_optimizer(model)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Trainer's own; a mix comes in the order that keeps its shares."""
+        data: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(data) if getattr(data, "ordered", False) else super()._get_train_sampler(train_dataset)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
