@@ -1,4 +1,4 @@
-"""The jobs from Python, as the command line does them: train, then write the page."""
+"""The jobs from Python, as the command line does them: train or measure, then write the page."""
 
 from __future__ import annotations
 
@@ -33,6 +33,37 @@ def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, 
     return results
 
 
+def probe_folder(
+    *, png: bool = False, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """Measure a checkpoint into a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/report.html is the page, OUTPUT/NAME.parquet the table of the probe NAME.
+    ``lamina.probe`` gives the tables alone and writes nothing.
+
+    Raises:
+        UserError: (a ValueError) for settings with no meaning, a checkpoint or a corpus that can't be read, an output
+            folder in use.
+    """
+    from lamina.probes.settings import ProbeSettings
+    from lamina.reports import probing_report
+    from lamina.reports.pictures import draw
+    from lamina.studies.probing import probe_folder as run
+
+    made = ProbeSettings.from_dict(settings)
+    folder = Path(made.output)
+    try:
+        result = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    except KeyboardInterrupt:  # what is there gets its page
+        if (folder / "result.json").is_file():
+            probing_report(folder)
+        raise
+    probing_report(folder)
+    if png:
+        draw(folder)
+    return result
+
+
 def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
     """Train one model from scratch, as `lamina pretrain` does; ``settings`` are its flags with underscores.
 
@@ -49,6 +80,39 @@ def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
     result = run(made, resume=resume, overwrite=overwrite, bar=bar)
     run_report(Path(made.output))
     return result
+
+
+def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+    """Say of planned runs whether they will train, as `lamina preflight` does; ``settings`` are its flags.
+
+    Returns a row a planned run: its verdict ("fine", "risky" or "will not train"), the reason, what to change, and the
+    numbers that these rest on (docs/preflight.md). With ``output`` the folder gets preflight.csv, layers.parquet and
+    report.html.
+
+    Raises:
+        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+    """
+    from lamina.preflights.running import layer_table, run_preflight, table
+    from lamina.preflights.settings import PreflightSettings
+    from lamina.training import folder as run_folder
+
+    made = PreflightSettings.from_dict(settings)
+    if made.output is None:
+        return table(run_preflight(made, bar=bar))
+    target = Path(made.output)
+    run_folder.refuse(target, resume=False, overwrite=overwrite)
+    found = run_preflight(made, bar=bar)
+    rows, layers = table(found), layer_table(found)
+    with run_folder.lock(target):
+        run_folder.claim(target, resume=False, overwrite=overwrite)
+        run_folder.write_json(target / "environment.json", run_folder.environment(made.seed))
+        run_folder.write_text(target / "preflight.csv", rows.to_csv(index=False))
+        layers.to_parquet(target / "layers.parquet", index=False)
+        from lamina.reports.preflight import label_of, preflight_report
+
+        losses = {label_of(f.run.placement, f.run.learning_rate, rows): f.burn_in.losses for f in found}
+        preflight_report(target, rows, layers, losses, made.command())
+    return rows
 
 
 def coord_check(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:

@@ -11,9 +11,11 @@ from lamina.errors import UserError, nearest
 
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
+    "preflight": "before a run: will it train, why not, and what to change",
     "pretrain": "train one model from scratch",
     "coord-check": "check that no module's output grows with the width, before and after a few steps",
     "transfer": "find the learning rates that are stable and best on a narrow proxy, and the wide target's from them",
+    "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
     "report": "write the page of a run's or a study's folder again",

@@ -72,15 +72,20 @@ def _formatter() -> Any:
     return Formatter
 
 
-def add_settings(parser: Parser, settings: type) -> None:
-    """A flag for every field of a settings dataclass: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML."""
+def add_settings(parser: Parser, settings: type, *, positional: tuple[str, ...] = ()) -> None:
+    """A flag for every field of a settings dataclass: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML.
+
+    The fields named in ``positional`` are given without a flag.
+    """
     hints, helps = get_type_hints(settings), _helps(settings)
     parser.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
     own = settings.__annotations__
     for entry in sorted(fields(settings), key=lambda entry: entry.name not in own):  # its own before the inherited
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
         flag, kind = f"--{entry.name.replace('_', '-')}", hints[entry.name]
-        if kind is bool:
+        if entry.name in positional:
+            parser.add_argument(entry.name, nargs="?", type=str, default=default, help=helps[entry.name])
+        elif kind is bool:
             parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=helps[entry.name])
         elif entry.name == "trainer":
             parser.add_argument(flag, type=dict[str, Any], default=default, help=helps[entry.name])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
-import pkgutil
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import parse_spec, split_specs
+from lamina.probes.listing import read
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,25 +20,6 @@ if TYPE_CHECKING:
     from lamina.probes.context import Context
     from lamina.probes.structure import Point
 
-# The modules of this package that hold no probe.
-_NO_PROBE = {
-    *(
-        "registry",
-        "context",
-        "structure",
-        "tracing",
-        "wiring",
-        "wired",
-        "watching",
-        "statistics",
-        "running",
-        "loading",
-        "inputs",
-    ),
-    *("settings", "probing", "figures"),
-    *("spectral_norm", "replay", "residual_path", "ranks", "weight_spectra", "last_layer", "depth_bounds"),
-    *("magnitudes", "stream_totals"),
-}
 _PROBES: dict[str, type[Probe]] = {}
 _loaded = False
 
@@ -55,6 +38,7 @@ class Probe:
         source: the paper and the equation or figure that define it.
         needs: what it needs of the forward passes, of "logits" (the whole model is run, with its head) and "tokens"
             (the model reads token ids).
+        over_steps: of a run's scheduled probes: the metrics that its page draws over the steps (none named: all).
     """
 
     name: ClassVar[str]
@@ -62,6 +46,7 @@ class Probe:
     summary: ClassVar[str]
     source: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    over_steps: ClassVar[tuple[str, ...]] = ()
 
     def begin(self, context: Context) -> None:
         """Called once, before the forward passes. Raises UserError where the probe has no meaning for the model."""
@@ -136,7 +121,9 @@ def make(spec: str | Probe) -> Probe:
     """A probe from ``name`` or ``name(option=value)``. Raises UserError that names the option."""
     if isinstance(spec, Probe):
         return spec
-    name, options = parse_spec(spec)
+    if own := re.fullmatch(r"\s*([^()]+\.py)\s*(\(.*\))?\s*", spec, re.S):
+        spec = load_file(Path(own[1])) + (own[2] or "")
+    name, options = parse_spec(str(spec))
     made = get(str(name))
     allowed = options_of(made)
     for option in options:
@@ -163,13 +150,30 @@ def make_all(wanted: str | Iterable[str | Probe]) -> list[Probe]:
     return made
 
 
+def load_file(path: Path) -> str:
+    """Load a probe of one's own from a Python file; returns its name. Raises UserError that names the file."""
+    if not path.is_file():
+        raise UserError(f"probe {str(path)!r}: no such file")
+    _load()  # the package's own first: the file must not take one's name
+    before = dict(_PROBES)
+    source = importlib.util.spec_from_file_location(f"lamina_probe_{path.stem}", path)
+    assert source is not None
+    assert source.loader is not None
+    try:
+        source.loader.exec_module(importlib.util.module_from_spec(source))
+    except Exception as error:
+        raise UserError(f"probe {str(path)!r}: the file raised {type(error).__name__}: {error}") from error
+    new = [name for name, made in _PROBES.items() if before.get(name) is not made]
+    if len(new) != 1:
+        raise UserError(f"probe {str(path)!r}: registers {len(new)} probes with @probe (needed: one)")
+    return new[0]
+
+
 def _load() -> None:
     global _loaded
     if _loaded:
         return
-    import lamina.probes as package
-
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name not in _NO_PROBE:
-            importlib.import_module(f"{package.__name__}.{module.name}")
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if any(read(path)):  # only the files that hold a probe
+            importlib.import_module(f"{__package__}.{path.stem}")
     _loaded = True

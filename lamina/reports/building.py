@@ -15,9 +15,10 @@ from lamina import placements
 from lamina.errors import UserError
 from lamina.placements import Plan, diagram
 from lamina.placements.custom import parse_spec
-from lamina.reports import depth, figures, tables
+from lamina.reports import depth, evolution, figures, tables
 from lamina.reports.coordinates import coordinates_report
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.probing import is_probing, probing_report
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
 from lamina.reports.sentences import notices, sentences
@@ -28,7 +29,7 @@ PAGE = "report.html"
 
 
 def report(folder: Path) -> Path:
-    """Write the report of a study or of a single run, whichever the folder holds.
+    """Write the report of a study, of a probed checkpoint or of a single run, whichever the folder holds.
 
     Raises UserError where it holds neither (study.yaml marks a study, result.json or config.yaml a run).
     """
@@ -37,6 +38,8 @@ def report(folder: Path) -> Path:
         return coordinates_report(folder)
     if (folder / "transfer.json").is_file():
         return transfer_report(folder)
+    if is_probing(folder):
+        return probing_report(folder)
     if (folder / "study.yaml").is_file():
         return study_report(folder)
     if (folder / "result.json").is_file() or (folder / "config.yaml").is_file():
@@ -69,6 +72,7 @@ def study_report(folder: Path) -> Path:
                 html="" if rates is None else figure(to_html(rates), _RATES),
             ),
             *_depth_sections(shown),
+            *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),
         ],
@@ -96,6 +100,7 @@ def run_report(folder: Path) -> Path:
                 html="" if course is None else figure(to_html(course), _COURSE),
             ),
             *_depth_sections(shown),
+            *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),
         ],

@@ -30,14 +30,16 @@ def variances(trial: Trial) -> Frame:
     return trial.variances
 
 
-def over_seeds(item: Shown, table: Table) -> Frame:
-    """The geometric mean over a placement's seeds, for the steps that all of them logged."""
+def over_seeds(item: Shown, table: Table, *, log: bool = True) -> Frame:
+    """The geometric mean over a placement's seeds (else the mean), for the steps that all of them logged."""
     tables = [t for trial in item.trials if not (t := table(trial)).empty]
     if len(tables) < 2:
         return tables[0] if tables else pd.DataFrame()
     steps = [s for s in tables[0].columns if all(s in t.columns for t in tables)]
     if not steps:
         return tables[0]
+    if not log:
+        return sum((t[steps] for t in tables[1:]), start=tables[0][steps]) / len(tables)
     with np.errstate(divide="ignore"):
         logs = [np.log(t[steps].where(t[steps] > 0)) for t in tables]
     return np.exp(sum(logs[1:], start=logs[0]) / len(logs))
@@ -103,9 +105,11 @@ def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
     return _left_titles(figure)
 
 
-def heat_maps(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | None:
+def heat_maps(
+    shown: Sequence[Shown], table: Table, quantity: str, *, log: bool = True, upwards: str = "layer"
+) -> go.Figure | None:
     """``quantity`` by layer (upwards) and step (to the right): one map a placement, one colour scale for all."""
-    drawn = [(item, _logarithm(over_seeds(item, table))) for item in shown]
+    drawn = [(item, _cells(over_seeds(item, table, log=log), log)) for item in shown]
     drawn = [(item, cells) for item, cells in drawn if not cells.empty and cells.notna().to_numpy().any()]
     drawn = [(item, cells) for item, cells in drawn if cells.shape[1] > 1]
     if not drawn:
@@ -128,18 +132,21 @@ def heat_maps(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure 
             y=cells.index.to_numpy(),
             z=cells.to_numpy(dtype=np.float32),
             coloraxis="coloraxis",
-            hovertemplate=f"{item.label}<br>step %{{x}}, layer %{{y}}: 10^%{{z:.2f}}<extra></extra>",
+            hovertemplate=f"{item.label}<br>step %{{x}}, {upwards} %{{y}}: "
+            + ("10^%{z:.2f}<extra></extra>" if log else "%{z:.4g}<extra></extra>"),
             row=number // across + 1,
             col=number % across + 1,
         )
     values = np.concatenate([cells.to_numpy().ravel() for _, cells in drawn])
     low, high = np.nanquantile(values, [0.01, 0.99])
-    low, high = _at_least_a_decade(float(low), float(high))
-    ticks, texts = log_ticks(low, high)
+    ticks, texts = None, None
+    if log:
+        low, high = _at_least_a_decade(float(low), float(high))
+        ticks, texts = log_ticks(low, high)
     for number in range(max(0, len(drawn) - across), len(drawn)):
         figure.update_xaxes(title="step", showticklabels=True, row=number // across + 1, col=number % across + 1)
     for row in range(down):
-        figure.update_yaxes(title="layer", row=row + 1, col=1)
+        figure.update_yaxes(title=upwards, row=row + 1, col=1)
     polish(figure, height)
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(showgrid=False)
@@ -164,13 +171,14 @@ def heat_maps(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure 
     return _left_titles(figure)
 
 
-def _logarithm(table: Frame) -> Frame:
+def _cells(table: Frame, log: bool) -> Frame:
     if table.empty:
         return table
     rows = sorted({round(i) for i in np.linspace(0, len(table) - 1, min(len(table), _MAX_ROWS))})
     columns = sorted({round(i) for i in np.linspace(0, table.shape[1] - 1, min(table.shape[1], _MAX_COLUMNS))})
     cells = table.iloc[rows, columns]
-    cells = np.log10(cells.where(np.isfinite(cells) & (cells > 0)))
+    cells = cells.where(np.isfinite(cells))
+    cells = np.log10(cells.where(cells > 0)) if log else cells
     return cells.dropna(how="all", axis=1)
 
 

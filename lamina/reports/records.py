@@ -85,6 +85,24 @@ class Trial:
         return pd.concat(parts, ignore_index=True)
 
     @cached_property
+    def probes(self) -> dict[str, Frame]:
+        """What scheduled probes saw (probes/NAME/part-*.parquet): their columns and ``step``, by the probe's name."""
+        found: dict[str, Frame] = {}
+        for folder in sorted(self.folder.glob("probes/*/")):
+            parts = []
+            for path in sorted(folder.glob("part-*.parquet")):
+                try:
+                    part: Frame = pd.read_parquet(path)
+                    if {"step", "value"} <= set(part.columns):
+                        parts.append(part)
+                except (OSError, ValueError) as error:
+                    logger.warning("%s: left out of the report (%s)", path.name, error)
+            found[folder.name] = (
+                pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "value"])
+            )
+        return found
+
+    @cached_property
     def gradients(self) -> Frame:
         """Gradient norm of each block's parameters: a row a block (counted from 1), a column a step."""
         rows = self._layers

@@ -32,7 +32,7 @@ def ranking_table(summary: Frame, colours: Mapping[str, str]) -> str:
         rows.append(f"<tr{unfinished}>{''.join(cells)}</tr>")
     head += ["tokens", "tokens/s", "seconds"]
     right = {"eval loss", "perplexity", "bits/byte", head[6], "tokens", "tokens/s", "seconds"}
-    return _table(head, rows, right, "ranking")
+    return html_table(head, rows, right, "ranking")
 
 
 def trials_table(results: Frame, colours: Mapping[str, str]) -> str:
@@ -57,7 +57,7 @@ def trials_table(results: Frame, colours: Mapping[str, str]) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     head += ["tokens", "steps", "seconds", "reason"]
     right = {"learning rate", "seed", "eval loss", "perplexity", "tokens", "steps", "seconds"}
-    return _table(head, rows, right, "trials")
+    return html_table(head, rows, right, "trials")
 
 
 def settings_table(settings: Mapping[str, Any]) -> str:
@@ -80,7 +80,8 @@ def chip(status: str, text: str) -> str:
     return f'<span class="chip {kind}">{escape(text or "–")}</span>'
 
 
-def _table(head: Sequence[str], rows: Sequence[str], right: set[str], name: str) -> str:
+def html_table(head: Sequence[str], rows: Sequence[str], right: set[str], name: str) -> str:
+    """A table that scrolls sideways where it is too wide; ``rows`` is HTML, ``right`` names the columns of numbers."""
     cells = "".join(f'<th scope="col"{" class=number" if h in right else ""}>{escape(h)}</th>' for h in head)
     return (
         f'<div class="scroll"><table class="{name}"><thead><tr>{cells}</tr></thead>'

@@ -29,7 +29,10 @@ _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
 # What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
-FREE = {"placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"}
+FREE = {
+    *("placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"),
+    *("probe_every", "probes"),
+}
 
 
 def compare(

@@ -17,13 +17,15 @@ from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, make_plan, recommended
 from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
+from lamina.probes import registry
 from lamina.training.arguments import training_arguments
 from lamina.training.compiling import missing_compiler
 from lamina.training.experts import choose, find_routers
 from lamina.training.groups import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
-FREE = {"output", "save_steps", "keep", "report_to", "threads"}  # what a resumed run may change
+# what a resumed run may change
+FREE = {"output", "save_steps", "keep", "report_to", "threads", "probe_every", "probes"}
 SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
 
 
@@ -34,6 +36,8 @@ def check(settings: PretrainSettings) -> Plan:
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+    if settings.probe_every:
+        registry.make_all(settings.probes)
     config = backbone_config(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)

@@ -35,6 +35,7 @@ from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
+from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
 from lamina.training.trainer import LaminaTrainer
 
@@ -129,11 +130,12 @@ def _run(
     guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
     monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
     train = _in_order(blocks.train, settings, arguments.world_size)
+    monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
     recorder = RunRecorder(
         metrics=run_folder.MetricsWriter(target, resumed_step),
         layers=run_folder.LayersWriter(target, resumed_step),
         guard=guard,
-        monitor_ids=torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)]),
+        monitor_ids=monitor_ids,
         tokens_per_step=settings.batch_size * settings.gradient_accumulation * settings.sequence_length,
         bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
         track_layers=bool(settings.reports()),
@@ -141,12 +143,13 @@ def _run(
         realised=train.realised if isinstance(train, MixedBlocks) else None,
         blocks_per_step=settings.batch_size * settings.gradient_accumulation * arguments.world_size,
     )
+    probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step) if settings.probe_every else None
     trainer = LaminaTrainer(
         model=model,
         args=arguments,
         train_dataset=train,
         eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-        callbacks=[recorder, *_tensorboard(settings)],
+        callbacks=[recorder, *_tensorboard(settings), *([probing] if probing else [])],
         guard=guard,
         experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
         rate_factors=None if scaling is None else rate_factors(model, scaling),
@@ -154,6 +157,8 @@ def _run(
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     recorder.trainer = trainer
+    if probing:
+        probing.trainer = trainer
     with stop_signals(recorder):
         status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
         if status in ("finished", "stuck"):

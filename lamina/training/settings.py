@@ -48,6 +48,8 @@ class RunSettings:
         save_steps: steps between two checkpoints (0 for none but the final model)
         keep: checkpoints kept
         monitor_blocks: held-out blocks of the layer monitor (default: a quarter of the batch)
+        probe_every: steps between two runs of the probes on a few held-out blocks (0 for none)
+        probes: which (see `lamina probe --list`): comma-separated names or name(option=value, ...), or all
         divergence_margin: nats above its best at which a loss counts as diverging
         divergence_patience: steps that it must stay there
         stuck_margin: nats below the unigram entropy that the eval loss must reach for the run not to be stuck
@@ -93,6 +95,8 @@ class RunSettings:
     save_steps: int = 0
     keep: int = 2
     monitor_blocks: int | None = None
+    probe_every: int = 0
+    probes: str = "hidden_states,angular_distance,gradients"
     divergence_margin: float = 1.0
     divergence_patience: int = 20
     stuck_margin: float = 0.1
@@ -120,7 +124,7 @@ class RunSettings:
         ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("eval_blocks", "save_steps"):
+        for name in ("eval_blocks", "save_steps", "probe_every"):
             _at_least(name, getattr(self, name), 0)
         for name in (
             "weight_decay",

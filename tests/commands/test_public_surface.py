@@ -10,6 +10,8 @@ import pytest
 import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
+from lamina.preflights.settings import PreflightSettings
+from lamina.probes.settings import ProbeSettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
@@ -17,9 +19,14 @@ from lamina.training.settings import PretrainSettings
 SHARED = """
 backbone num-layers hidden-size num-heads untie-embeddings init corpus text-field tokenizer sequence-length
 eval-fraction steps batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon
-max-grad-norm width-scaling base-width k-embedding k-hidden k-readout logging-steps eval-steps eval-blocks save-steps
+max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-every probes logging-steps eval-steps
+eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
+"""
+PROBE = """
+checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
+threads output
 """
 TRANSFER = """
 placement proxy-width learning-rates seeds verify-rates verify-width best-margin output workers
@@ -32,17 +39,34 @@ max-grad-norm tolerance output threads
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
     "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
+    "preflight": [
+        *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
+        *(
+            "text-field",
+            "tokenizer",
+            "sequence-length",
+            "steps",
+            "batch-size",
+            "warmup",
+            "weight-decay",
+            "beta1",
+            "beta2",
+        ),
+        *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
+    ],
+    "probe": PROBE.split(),
     "transfer": [*SHARED.split(), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
 }
 SETTINGS = {
     "compare": CompareSettings,
     "pretrain": PretrainSettings,
+    "preflight": PreflightSettings,
+    "probe": ProbeSettings,
     "transfer": TransferSettings,
     "coord-check": CoordCheckSettings,
 }
-# lamina probe of the design comes with its command.
-EXPORTED = {"__version__", "build", "compare", "placements", "pretrain", "wire"}
+EXPORTED = {"__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"}
 
 
 def test_the_package_exports_these_names():
@@ -51,23 +75,35 @@ def test_the_package_exports_these_names():
 
 
 def test_the_command_line_has_these_commands():
-    studies = ["compare", "pretrain", "coord-check", "transfer"]
-    assert list(COMMANDS) == [*studies, "placements", "backbones", "report", "generate", "convert"]
+    assert list(COMMANDS) == [
+        "compare",
+        "preflight",
+        "pretrain",
+        "coord-check",
+        "transfer",
+        "probe",
+        "placements",
+        "backbones",
+        "report",
+        "generate",
+        "convert",
+    ]
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_has_these_options(command):
     parser = make_parser(command, "", "")
-    add_settings(parser, SETTINGS[command])
+    add_settings(parser, SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
     flags = {o.removeprefix("--") for action in parser._actions for o in action.option_strings if o.startswith("--")}
     flags = {f for f in flags if not f.startswith("no-")} - {"help", "config"}
+    flags |= {"checkpoint"} if command == "probe" else set()
     assert flags == set(OPTIONS[command])
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_option_has_a_help_text_and_a_default(command):
     parser = make_parser(command, "", "")
-    add_settings(parser, SETTINGS[command])
+    add_settings(parser, SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
     for entry in fields(SETTINGS[command]):
         (action,) = [a for a in parser._actions if a.dest.replace("-", "_") == entry.name]
         assert action.help

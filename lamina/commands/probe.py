@@ -1,0 +1,96 @@
+"""`lamina probe CHECKPOINT`: what each layer of a model does."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.errors import UserError
+
+EXAMPLES = """
+  lamina probe runs/keel-64
+  lamina probe models/smollm2 --probes hidden_states,angular_distance,layer_drop --output runs/smollm2
+  lamina probe models/bert --corpus my_texts/ --sequences 256 --sequence-length 128
+  lamina probe models/smollm2 --probes "angular_distance(tokens=all)" --output runs/smollm2 --resume
+  lamina probe --list
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, measure, write the page, say what was found."""
+    from lamina.probes.settings import ProbeSettings
+
+    parser = make_parser(
+        "probe",
+        "Measure what each layer of a checkpoint does: one table and one figure a probe, and OUTPUT/report.html.\n\n"
+        f"probes:\n{listing()}",
+        EXAMPLES,
+        "CHECKPOINT ",
+    )
+    add_settings(parser, ProbeSettings, positional=("checkpoint",))
+    parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and end")
+    parser.add_argument("--png", action="store_true", help="draw each figure as a PNG, too (needs Chromium or Chrome)")
+    parser.add_argument("--resume", action="store_true", help="go on with the probes that are not finished")
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    given, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
+    if others.list:
+        print(listing(full=True))
+        return 0
+    if not given.get("checkpoint"):
+        given.pop("checkpoint", None)
+    folder = Path(given.get("output", ProbeSettings.output))
+    if others.resume and (folder / "config.yaml").is_file():
+        from lamina.training.folder import read_yaml
+
+        given = {**read_yaml(folder / "config.yaml"), **given}
+    from lamina.api import probe_folder
+
+    result = probe_folder(**given, png=others.png, resume=others.resume, overwrite=others.overwrite)
+    print(summary(result))
+    print(f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}{'/'}NAME.parquet")
+    return _refused(result, given)
+
+
+def listing(*, full: bool = False) -> str:
+    """The probes with a sentence each; with ``full`` their options and sources, too. Loads no torch."""
+    from lamina.probes.listing import listed
+
+    lines = []
+    for one in listed().values():
+        if not full:
+            lines += textwrap.wrap(one.summary, 94, initial_indent=f"  {one.name:<18} ", subsequent_indent=" " * 21)
+            continue
+        options = ", ".join(f"{name}={default}" if default else name for name, default in one.options.items())
+        lines += [f"{one.name}({options})" if options else one.name]
+        lines += textwrap.wrap(one.summary, 100, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(f"source: {one.source}", 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """What was found, as lines for the terminal: each probe's sentences, or why it has none."""
+    model = result["model"]
+    lines = [
+        f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
+        f"{model['placement']}; {result['inputs']['text']}"
+    ]
+    for name, told in result["probes"].items():
+        said = told.get("sentences") or [told.get("reason") or "no sentence"]
+        if told["status"] != "finished":
+            said = [f"{told['status']}: {said[0]}"]
+        lines.append(f"\n{name}" + (f" ({told['seconds']:.1f} s)" if told.get("seconds") else ""))
+        for sentence in said:
+            lines += textwrap.wrap(str(sentence), 110, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([*lines, *(f"\nnote: {note}" for note in result["notes"])])
+
+
+def _refused(result: dict[str, Any], given: dict[str, Any]) -> int:
+    """0, or UserError where a probe that was named could not measure this model: the rest is written."""
+    if "all" in str(given.get("probes", "all")).split(","):
+        return 0
+    for name, told in result["probes"].items():
+        if told["status"] == "skipped":
+            raise UserError(f"{told['reason']}" if name in told["reason"] else f"{name}: {told['reason']}")
+    return 0

@@ -1,0 +1,170 @@
+"""How far the stream turns from one layer to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lamina.probes.context import Context
+from lamina.probes.directions import Directions, check_tokens, note_streams
+from lamina.probes.ratio import Ratio
+from lamina.probes.registry import Probe, probe
+from lamina.probes.structure import Point
+
+
+@probe
+class AngularDistance(Probe):
+    """d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi, the mean over sequences of the angle (not the angle of the mean).
+
+    Gromov et al. 2024; Mix-LN Eq 8, Fig 5. x^l is the stream before layer l, so d(l, l + n) is what dropping the
+    layers l ... l + n - 1 skips; x^N is the stream behind the last layer, before the final norm. In [0, 1]: 0 is the
+    same direction, 1/2 a right angle.
+
+    A row a pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``: its
+    value is the l of the smallest distance, the block that such a criterion would drop (the first one of equals).
+
+    Traps: transformers' own last hidden state is behind the final norm; a Post-LN stream is a norm's output, and
+    HybridNorm's is one before its norm (the page says which it is); papers that say "layer l" count states from 1, or
+    leave the embedding out.
+
+    Args:
+        tokens: "last" (the papers'): each sequence's last token, of padded texts the last real one, the separator
+            where an encoder's tokenizer ends texts in one; "all": every token; "first": the first one, the class token
+            of most encoders and vision models. By default the last one for text and all patches for images.
+        tokens_per_batch: with "all", how many tokens of a batch are kept until its last layer is seen (by default as
+            many as fit a quarter of the model's own memory, the page says so where these aren't all).
+    """
+
+    name = "angular_distance"
+    title = "Angular distance between layers"
+    summary = "the angle between the streams before and behind each block of layers, and the best block to drop"
+    source = "Gromov et al. 2024; Mix-LN Eq 8, Fig 5"
+
+    def __init__(self, tokens: str | None = None, tokens_per_batch: int | None = None):
+        check_tokens(tokens, tokens_per_batch)
+        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+        self._angles = Ratio()
+
+    def begin(self, context: Context) -> None:
+        self._directions = Directions(context, self.tokens, self.tokens_per_batch)
+        self._states = context.structure.states()
+        self._pairs = np.triu_indices(len(self._states), k=1)
+        note_streams(context)
+
+    def points(self) -> Mapping[Any, Point]:
+        return self._states
+
+    def see(self, key: Any, value: torch.Tensor) -> None:
+        self._directions.see(key, value)
+
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+        totals, counts = self._directions.angles()
+        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
+        self._angles.add(totals[:, first, second], counts)
+        self._directions.end()
+
+    def standard_error(self) -> float | None:
+        mean, error = self._angles.mean, self._angles.standard_error
+        if self._angles.samples < 2:
+            return math.inf
+        return float(error.max() / mean.max().clamp(min=1e-12))
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        start, end = self._pairs
+        frame = pd.DataFrame(
+            {
+                "start": start,
+                "size": end - start,
+                "metric": "angular_distance",
+                "value": self._angles.mean.numpy(),
+                "standard_error": self._angles.standard_error.numpy(),
+            }
+        ).sort_values(["size", "start"], ignore_index=True)
+        return pd.concat([frame, best_blocks(frame)], ignore_index=True)
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import heat_map
+
+        distances = frame[frame["metric"] == "angular_distance"]
+        captions = (
+            "Angular distance d(l, l + n) of the streams before and behind the block of n layers that starts at layer "
+            "l, each block size scaled to its own range (1st to 99th percentile), as Mix-LN's Figure 5: the lightest "
+            "block of a row is the one whose layers turn the stream least.",
+            "The distances themselves: 0 is the same direction, 0.5 a right angle.",
+        )
+        titles = ("Angular distance, each block size by itself", "Angular distance")
+        found = []
+        for shown, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
+            figure = heat_map(
+                shown,
+                x="start",
+                y="size",
+                value="value",
+                title=title,
+                x_title="first layer l of the block",
+                y_title="layers n in the block",
+                scale="Viridis_r",  # light is small, as in the papers
+            )
+            found.append((figure, caption))
+        return found
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        distances = frame[frame["metric"] == "angular_distance"]
+        num_layers = int(distances["size"].max())
+        by_block = distances.set_index(["size", "start"])["value"]
+        best = frame[frame["metric"] == "best_start"].set_index("size")["value"].astype(int)
+        sizes = [size for size in _powers(num_layers) if size < num_layers]
+        if not sizes:
+            return [f"The one layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."]
+        blocks = [
+            f"{_block(best[size], size)} (turns the stream by {by_block[size, best[size]]:.3f})" for size in sizes
+        ]
+        said = [f"The blocks that turn the stream least, so could go first, by size: {'; '.join(blocks)}."]
+        return [*said, *_early_or_deep(by_block[1].to_numpy())]
+
+
+def best_blocks(frame: Any) -> pd.DataFrame:
+    """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are no minimum."""
+    rows = []
+    for size, group in frame.groupby("size"):
+        known = group.dropna(subset="value")
+        start = int(known.loc[known["value"].idxmin(), "start"]) if len(known) else -1
+        rows.append((start, size, "best_start", float(start) if len(known) else math.nan, math.nan))
+    return pd.DataFrame(rows, columns=list(frame.columns))
+
+
+def scaled_rows(distances: Any) -> pd.DataFrame:
+    """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 where they are all the same."""
+
+    def scale(values: Any) -> Any:
+        low, high = values.quantile(0.01), values.quantile(0.99)
+        return (values.clip(low, high) - low) / (high - low) if high > low else values * 0.0
+
+    return distances.assign(value=distances.groupby("size")["value"].transform(scale))
+
+
+def _powers(num_layers: int) -> list[int]:
+    return [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
+
+
+def _block(start: int, size: int) -> str:
+    return f"layer {start}" if size == 1 else f"layers {start} to {start + size - 1}"
+
+
+def _early_or_deep(turns: np.ndarray) -> list[str]:
+    """Which half's layers turn the stream less, by the median (the first and the last layer are often far off)."""
+    if len(turns) < 4 or not np.isfinite(turns).all():
+        return []
+    half = len(turns) // 2
+    early, deep = float(np.median(turns[:half])), float(np.median(turns[-half:]))
+    numbers = f"the median layer of the deeper half turns the stream by {deep:.3f}, of the earlier half by {early:.3f}"
+    if max(early, deep) < 1.1 * min(early, deep):
+        return [f"Early and deep layers are as far apart: {numbers}."]
+    similar = "deep" if deep < early else "early"
+    usual = "Pre-LN" if similar == "deep" else "Post-LN"
+    return [f"The {similar} layers are the similar ones, as usual for {usual}: {numbers}."]

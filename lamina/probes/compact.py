@@ -1,0 +1,113 @@
+"""A probe's figure made fit for a page: small whatever the depth, and with no markup in it but plotly's plain tags."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any, cast
+
+import numpy as np
+import plotly.graph_objects as go
+
+MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # drawn of a figure's lines, of a line, of a heat map's side
+_HARMLESS = r"/?(?:br|b|i|em|sup|sub|extra)\s*/?>"  # tags without attributes; plotly would follow an <a href=...>
+_ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
+
+
+def compact(figure: go.Figure) -> tuple[go.Figure, str]:
+    """The figure as a page takes it, and a sentence on what was left out ("" where all is drawn).
+
+    Above MOST_CELLS rows or columns of a heat map, MOST_LINES lines or MOST_POINTS points of a line every k-th one is
+    drawn, the first and the last among them. Texts (tokens of a corpus, names of modules) are defused.
+    """
+    traces: list[dict[str, Any]] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
+    left: list[str] = []
+    lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
+    if len(lines) > MOST_LINES:
+        kept = {id(lines[i]) for i in _spread(len(lines), MOST_LINES)}
+        traces = [trace for trace in traces if id(trace) in kept or not any(trace is line for line in lines)]
+        left.append(f"{len(kept)} of {len(lines)} lines")
+    for trace in traces:
+        _shorten_numbers(trace)
+        said = _thin_map(trace) if trace.get("type") in ("heatmap", "contour") else _thin_line(trace)
+        if said and said not in left:
+            left.append(said)
+    small = go.Figure({"data": traces, "layout": defuse(figure.layout.to_plotly_json())}, skip_invalid=True)
+    return small, f"Drawn: {', '.join(left)}, evenly taken; the table holds all." if left else ""
+
+
+def defuse(value: Any) -> Any:
+    """Every string in a figure with ``<`` escaped where it is not one of plotly's plain tags."""
+    if isinstance(value, str):
+        return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
+    if isinstance(value, dict):
+        return {k: defuse(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [defuse(v) for v in value]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
+        return [defuse(v) for v in value.tolist()]
+    return value
+
+
+def unpack(value: Any) -> Any:
+    """The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, as arrays."""
+    if isinstance(value, dict):
+        if "bdata" in value and "dtype" in value:
+            flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))
+            shape = [int(size) for size in str(value["shape"]).split(",")] if value.get("shape") else [-1]
+            return flat.reshape(shape)
+        return {k: unpack(v) for k, v in value.items()}
+    return [unpack(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _shorten_numbers(trace: dict[str, Any]) -> None:
+    for name in ("x", "y", "z"):
+        held = np.asarray(trace[name]) if _is_list(trace.get(name)) else np.empty(0, dtype=object)
+        if held.dtype == np.float64:  # what a screen shows has no more than seven digits
+            trace[name] = held.astype(np.float32)
+
+
+def _thin_map(trace: dict[str, Any]) -> str:
+    cells = np.asarray(trace.get("z"))
+    if cells.ndim != 2 or max(cells.shape) <= MOST_CELLS:
+        return ""
+    rows, columns = (_spread(size, MOST_CELLS) for size in cells.shape)
+    for name, kept in (("y", rows), ("x", columns)):
+        if trace.get(name) is not None:
+            trace[name] = np.asarray(trace[name])[kept]
+        else:
+            trace[name] = np.asarray(kept)
+    for name in ("z", "text", "customdata", "hovertext"):
+        held = trace.get(name)
+        if held is not None and np.asarray(held, dtype=object).shape[:2] == cells.shape:
+            trace[name] = np.asarray(held)[np.ix_(rows, columns)]
+    return f"{len(rows)} × {len(columns)} of {cells.shape[0]} × {cells.shape[1]} cells"
+
+
+def _thin_line(trace: dict[str, Any]) -> str:
+    length = next((len(trace[name]) for name in ("y", "x") if _is_list(trace.get(name))), 0)
+    if length <= MOST_POINTS or trace.get("fill") == "toself":  # a band's outline goes there and back
+        return ""
+    kept = _spread(length, MOST_POINTS)
+    for holder, names in (
+        (trace, _ARRAYS),
+        (trace.get("marker"), ("color", "size")),
+        (trace.get("error_y"), ("array",)),
+    ):
+        if not isinstance(holder, dict):
+            continue
+        for name in names:
+            if _is_list(holder.get(name)) and len(holder[name]) == length:
+                holder[name] = np.asarray(holder[name])[kept]
+    return f"{len(kept)} of {length} points of a line"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray) and np.ndim(cast("Any", value)) > 0
+
+
+def _spread(size: int, most: int) -> list[int]:
+    """At most ``most`` of ``size`` indices, evenly taken, both ends among them."""
+    if size <= most:
+        return list(range(size))
+    return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})

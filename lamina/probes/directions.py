@@ -1,0 +1,178 @@
+"""The directions of a batch's states, held until the last layer has been seen: what compares two layers needs both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.structure import Sublayer
+
+TOKENS = ("last", "first", "all")
+# Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.
+_TILE = 32
+_SMALLEST_BUDGET = 2**26
+
+
+class Directions:
+    """Unit vectors of the states x^0 ... x^N at the chosen tokens of one batch, float32.
+
+    One state is read once and written once; nothing else of it stays. ``all`` keeps a batch's real tokens as far as
+    ``tokens_per_batch`` allows; where that is None, as far as they fit a quarter of the model's own memory (at least
+    64 MiB), else so many positions of every sequence, drawn anew for each batch.
+    """
+
+    def __init__(self, context: Context, tokens: str | None, tokens_per_batch: int | None):
+        self.tokens = tokens or ("last" if context.reads_tokens else "all")
+        if self.tokens == "last" and not context.reads_tokens:
+            raise UserError("tokens: 'last' has no meaning for images, whose patches have no end (allowed: first, all)")
+        self.states = context.structure.num_layers + 1
+        self.limit = tokens_per_batch
+        self._notes = context.notes
+        self._batches: Sequence[Mapping[str, torch.Tensor]] = context.batches
+        self._bytes = max(sum(p.numel() * p.element_size() for p in context.model.parameters()) // 4, _SMALLEST_BUDGET)
+        self._seen = 0
+        self._chosen: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+        self._held = torch.zeros(0)
+
+    def see(self, index: int, state: torch.Tensor) -> None:
+        """Take in state ``index`` [batch, tokens, channels]; state 0 is the first of a batch."""
+        if index == 0:
+            self._choose(state)
+        if self.tokens != "all":
+            state = state[torch.arange(len(state), device=state.device), self._chosen][:, None]
+        elif self._chosen is not None:
+            state = state[:, self._chosen]
+        if index == 0:
+            rows = -(-self.states // 8) * 8
+            shape = (len(state), rows, *state.shape[1:])
+            if self._held.shape != shape or self._held.device != state.device:
+                self._held = torch.zeros(shape, device=state.device)
+        norms = torch.linalg.vector_norm(state, dim=-1, keepdim=True, dtype=torch.float32)
+        torch.div(state, norms, out=self._held[:, index])
+        if self._mask is not None:
+            self._held[:, index].masked_fill_(~self._mask[..., None], 0.0)
+
+    def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over the tokens of the cosine of every two states, [batch, N + 1, N + 1] float32, and the tokens [batch].
+
+        Before ``end``. The sum of cosines is one product of matrices over tokens and channels together.
+        """
+        held = self._held.flatten(2)
+        rows = held.shape[1]
+        found = held.new_empty(len(held), rows, rows)
+        for i in range(0, rows, _TILE):
+            for j in range(0, i + 1, _TILE):
+                tile = held[:, i : i + _TILE] @ held[:, j : j + _TILE].mT
+                found[:, i : i + _TILE, j : j + _TILE] = tile
+                found[:, j : j + _TILE, i : i + _TILE] = tile.mT
+        return found[:, : self.states, : self.states], self._counts()
+
+    def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum over the tokens of the angle between every two states over pi, [batch, N + 1, N + 1] float64, and the
+        tokens [batch]. Before ``end``. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7.
+        """
+        batch, _, tokens, _ = self._held.shape
+        found = torch.zeros(batch, self.states, self.states, dtype=torch.float64, device=self._held.device)
+        step = max(1, 2**21 // self.states**2)
+        for sequence in range(batch):
+            for start in range(0, tokens, step):
+                unit = self._held[sequence, : self.states, start : start + step].transpose(0, 1).double()
+                unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True)  # to 1e-16, not 1e-7
+                angles = (unit @ unit.mT).clamp_(-1.0, 1.0).acos_()
+                if self._mask is not None:
+                    angles[~self._mask[sequence, start : start + step]] = 0.0
+                found[sequence] += angles.sum(0)
+        return found / torch.pi, self._counts()
+
+    def end(self) -> None:
+        """The batch is over."""
+        self._seen += 1
+
+    def _counts(self) -> torch.Tensor:
+        batch, _, tokens, _ = self._held.shape
+        return torch.full((batch,), float(tokens)) if self._mask is None else self._mask.sum(1).double()
+
+    def _choose(self, state: torch.Tensor) -> None:
+        batch, tokens, channels = state.shape
+        inputs = self._batches[self._seen]
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            mask = mask.to(state.device).bool()
+            mask = None if mask.shape != (batch, tokens) or bool(mask.all()) else mask
+        self._mask = self._chosen = None
+        if self.tokens == "all":
+            kept = self.limit or max(batch, self._bytes // (4 * channels * self.states))
+            if (each := max(1, kept // batch)) < tokens:
+                generator = torch.Generator().manual_seed(self._seen)
+                chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
+                self._chosen = chosen.to(state.device)
+                self._note(f"Of each batch's {batch} x {tokens} tokens {batch} x {each} are compared")
+            if mask is not None:
+                self._mask = mask if self._chosen is None else mask[:, self._chosen]
+            return
+        if mask is None:
+            mask = torch.ones(batch, tokens, dtype=torch.bool, device=state.device)
+        if self.tokens == "first":
+            self._chosen = mask.int().argmax(1)
+        else:
+            self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
+
+    def _note(self, text: str) -> None:
+        if not self._notes or not any(note.startswith(text) for note in self._notes):
+            self._notes.append(f"{text}: the states of all of them would take too much memory (tokens_per_batch=).")
+
+
+def note_streams(context: Context) -> None:
+    """Say on the page what the states are where they aren't Pre-LN's plain stream: a norm's output, or a mixture."""
+    structure = context.structure
+    normed = [site.index for site in structure.layers if site.sublayers and _ends_normed(site.sublayers[-1])]
+    inner = [
+        site.index
+        for site in structure.layers
+        if site.index not in normed and any(norm.role == "post_norm" for norm in site.norms)
+    ]
+    if normed:
+        which = "every layer" if len(normed) == structure.num_layers else f"the layers {ranges(normed)}"
+        text = (
+            f"The state behind {which} is a norm's output (Post-LN): its length is fixed, only its direction changes."
+        )
+        _once(context.notes, text)
+    if inner:
+        which = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
+        text = (
+            f"The stream is normalised inside {which} but not behind them (HybridNorm): the states compared are the "
+            "layers' outputs, before that norm."
+        )
+        _once(context.notes, text)
+
+
+def _ends_normed(sublayer: Sublayer) -> bool:
+    return any(norm.role == "post_norm" for norm in sublayer.norms)
+
+
+def _once(notes: list[str], text: str) -> None:
+    if text not in notes:
+        notes.append(text)
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def check_tokens(tokens: str | None, tokens_per_batch: int | None) -> None:
+    """Raise UserError for options that a probe of directions doesn't take."""
+    if tokens is not None and tokens not in TOKENS:
+        raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
+    if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
+        raise UserError(f"tokens_per_batch: {tokens_per_batch!r} (allowed: a whole number above 0)")

@@ -1,0 +1,254 @@
+"""How large the gradient is in every layer, sub-layer and role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from lamina.probes.context import Context
+from lamina.probes.directions import ranges
+from lamina.probes.parameters import places, shared_layers
+from lamina.probes.registry import Probe, probe
+from lamina.probes.running import token_losses
+from lamina.probes.spikes import spike_scores
+from lamina.probes.watching import watch
+
+_CHUNK = 2**20
+
+
+@probe
+class Gradients(Probe):
+    """Norm and variance of the gradient of the mean loss over the batches, at the model's present weights.
+
+    One gradient, accumulated over all batches and weighted by their predicted tokens; nothing is clipped.
+
+    - ``gradient_norm``: the L2 norm. Of the parameters of a role (``role``: query, ..., pre_norm, ...;
+      where a module's name is not one of the known, its path in the sub-layer), of a sub-layer or a layer (role
+      ``all``, sublayer ``block`` for the layer), and outside the layers (layer -1, sublayer ``model``: embedding,
+      readout, final_norm, and role ``all`` for the whole model, which is torch.nn.utils.get_total_norm's).
+    - ``gradient_variance``: of its elements, mean of squares minus square of the mean (Peri-LN Fig 7).
+    - The same with sublayer ``block``, role ``state``: of the gradient with respect to x^l, the stream before layer l
+      (l = N: behind the last layer, before the final norm), over all tokens of all batches. It falls with the number
+      of tokens, since the loss is their mean: compare layers, and models on the same text.
+    - ``spike_score`` (layer -1, role loss or grad_norm): where the model is a run's, the share of logged values at
+      least 7 standard deviations above the mean of the 1,000 before (OLMo 2's measure, see ``spikes``).
+
+    Traps: what two layers share (ALBERT) or two places (tied embeddings) is one parameter with one gradient, the sum
+    over its uses; it is counted once, at its first place, and the page says so. A biased estimate of the gradient at
+    infinitely many tokens: its norm falls as text is added, until the noise is averaged out.
+    """
+
+    name = "gradients"
+    title = "Gradients"
+    summary = "gradient norm and variance by layer, sub-layer and role, and of the states; the spike score of a run"
+    needs = frozenset({"tokens"})
+    source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        states = [_Moments() for _ in range(context.structure.num_layers + 1)]
+        where = places(context.model, context.structure)
+        parameters = dict(context.model.named_parameters())
+        self._note(context)
+        groups: dict[tuple[int, str, str], _Moments] = {}
+        with _fresh_gradients(parameters.values()), torch.enable_grad():
+            correction = _accumulate(context, states)
+            for name, parameter in parameters.items():
+                moments = _Moments()
+                moments.add(parameter.grad, parameter.numel())
+                moments.scale(correction)
+                layer, sublayer, role = where[name]
+                keys = {
+                    (layer, sublayer, role),
+                    (layer, "block" if layer >= 0 else "model", "all"),
+                    (-1, "model", "all"),
+                }
+                keys |= {(layer, sublayer, "all")} if layer >= 0 else set()
+                for key in keys:
+                    groups.setdefault(key, _Moments()).join(moments)
+        for index, moments in enumerate(states):
+            moments.scale(correction)
+            groups[index, "block", "state"] = moments
+        order = {"attention": 0, "mixer": 1, "feed_forward": 2, "block": 3, "model": 4}
+        rows = []
+        for key in sorted(groups, key=lambda key: (key[0], order[key[1]], key[2] == "all", key[2])):
+            rows += [(*key, "gradient_norm", groups[key].norm), (*key, "gradient_variance", groups[key].variance)]
+        rows += self._spikes(context)
+        return pd.DataFrame(rows, columns=["layer", "sublayer", "role", "metric", "value"])
+
+    @staticmethod
+    def _note(context: Context) -> None:
+        if shared := shared_layers(context.structure):
+            context.notes.append(
+                f"The layers {ranges(shared)} share their parameters: there is one gradient, their sum, given at the "
+                "first; the gradients of the states are each layer's own."
+            )
+        head, embedding = context.structure.head, context.structure.embedding
+        if getattr(head, "weight", None) is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", 1):
+            context.notes.append(
+                "The readout is the embedding (tied): one parameter, whose gradient is the embedding's."
+            )
+
+    @staticmethod
+    def _spikes(context: Context) -> list[tuple]:
+        run = context.state.get("run")
+        scores = spike_scores(Path(run)) if run is not None else {}
+        for name, (_, count) in scores.items():
+            context.notes.append(f"The spike score of {name} is that of the {count} values that the run logged.")
+        return [(-1, "model", name, "spike_score", score) for name, (score, _) in scores.items()]
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import lines
+
+        layers = frame[frame["layer"] >= 0]
+        by_sublayer = layers[layers["role"] == "all"]
+        states = layers[layers["role"] == "state"]
+        found = []
+        for metric, word in (("gradient_norm", "norm"), ("gradient_variance", "variance")):
+            shown = by_sublayer[by_sublayer["metric"] == metric]
+            if shown["value"].max() > 0:
+                figure = lines(
+                    shown,
+                    x="layer",
+                    y="value",
+                    colour="sublayer",
+                    title=f"Gradient {word} of the layers' parameters",
+                    x_title="layer",
+                    y_title=f"gradient {word}",
+                    log_y=True,
+                )
+                found.append((figure, f"Gradient {word} of each layer's parameters, at these weights, not clipped."))
+        figure = lines(
+            states[states["metric"] == "gradient_norm"],
+            x="layer",
+            y="value",
+            title="Gradient norm of the states",
+            x_title="layer",
+            y_title="norm of d loss / d x",
+            log_y=True,
+        )
+        caption = (
+            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind them all."
+        )
+        return [*found, (figure, caption)]
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
+        said = []
+        for role, what in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
+            if ("block", role) in norms.index:
+                said += _along_depth(what, norms["block", role])
+        layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
+        total = norms["model", "all", -1]
+        if len(layers):
+            said.append(
+                f"The total gradient norm is {total:.3g}, that of the last layer's parameters {layers.iloc[-1]:.3g}."
+            )
+        for row in frame[frame["metric"] == "spike_score"].itertuples():
+            what = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
+            said.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")
+        return said
+
+
+@dataclass
+class _Moments:
+    """Count, sum and sum of squares of a gradient's elements, in float64, a piece at a time."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, gradient: torch.Tensor | None, count: int) -> None:
+        self.count += count
+        if gradient is None:  # no part in the loss: zeros
+            return
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        for piece in gradient.detach().flatten().split(_CHUNK):
+            piece = piece.double()
+            self.total += float(piece.sum())
+            self.squares += float(torch.dot(piece, piece))
+
+    def join(self, other: _Moments) -> None:
+        self.count, self.total, self.squares = (
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+        )
+
+    def scale(self, factor: float) -> None:
+        self.total, self.squares = self.total * factor, self.squares * factor**2
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares)
+
+    @property
+    def variance(self) -> float:
+        return max(0.0, self.squares / self.count - (self.total / self.count) ** 2) if self.count else math.nan
+
+
+def _accumulate(context: Context, states: list[_Moments]) -> float:
+    """Leave the gradient of the mean loss in the parameters, up to the factor that is returned.
+
+    The factor is 1 where every sequence has as many predicted tokens as the first.
+    """
+
+    def see(index: int, state: torch.Tensor) -> None:
+        if state.requires_grad:
+            state.register_hook(lambda gradient: states[index].add(gradient, gradient.numel()))
+
+    sequences = sum(len(batch["input_ids"]) for batch in context.batches)
+    predicted = expected = 0
+    for number, batch in enumerate(context.batches):
+        context.progress(number, len(context.batches), "gradients")
+        inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
+        with watch(context.structure.states(), see, root=context.model):
+            losses = token_losses(context.model, inputs, context.tokenizer)
+        expected = expected or sequences * losses.shape[1]
+        predicted += losses.numel()
+        (losses.sum() / expected).backward()
+        del losses
+    return expected / predicted
+
+
+@contextmanager
+def _fresh_gradients(parameters: Any) -> Iterator[None]:
+    """Every parameter without a gradient and asking for one; afterwards as it was in a training step."""
+    parameters = list(parameters)
+    before = [(p.grad, p.requires_grad) for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, (gradient, wanted) in zip(parameters, before, strict=True):
+            parameter.grad = None
+            parameter.requires_grad_(wanted)
+            parameter.grad = gradient
+
+
+def _along_depth(what: str, norms: Any) -> list[str]:
+    if len(norms) < 2:
+        return []
+    first, last = float(norms.iloc[0]), float(norms.iloc[-1])
+    if not (math.isfinite(first) and math.isfinite(last)):
+        return [f"{what} is not finite."]
+    if min(first, last) <= 0:
+        return [f"{what} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}."]
+    ratio = last / first
+    shape = (
+        "about even"
+        if 0.5 <= ratio <= 2
+        else f"{ratio:.3g} times larger"
+        if ratio > 1
+        else f"{1 / ratio:.3g} times smaller"
+    )
+    return [f"{what} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}: {shape}."]

@@ -1,0 +1,108 @@
+"""What a result of dropping layers says: its figures and sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from lamina.probes.directions import ranges
+from lamina.probes.removal import BRANCH, REMOVE
+
+_MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its norms kept"}
+
+
+def figures(frame: Any) -> list[tuple[Any, str]]:
+    """A line by layer for each metric, and for each meaning where they are not one."""
+    from lamina.probes.figures import lines
+
+    found = []
+    for metric, group in _harm(frame).groupby("metric", sort=False):
+        several, size = _differ(group), int(group["size"].iloc[0])
+        shown = group if several else group[group["meaning"] == group["meaning"].iloc[0]]
+        figure = lines(
+            shown,
+            x="layer",
+            y="value",
+            colour="meaning" if several else None,
+            title=f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
+            x_title="layer dropped" if size == 1 else "first layer dropped",
+            y_title=_words(metric),
+            band="standard_error",
+        )
+        found.append((figure, "Positive is harm. Bars are standard errors, where they are known."))
+    return found
+
+
+def sentences(frame: Any) -> list[str]:
+    """Which layers are missed least and most, which could go, and whether the angular distance says the same."""
+    harm = _harm(frame)
+    harm = harm[harm["metric"] == harm["metric"].iloc[0]]
+    metric = str(harm["metric"].iloc[0])
+    whole = float(frame.loc[frame["layer"] == -1, "value"].iloc[0])
+    unit = " nats" if metric == "loss_increase" else ""
+    several, said = _differ(harm), []
+    for meaning, group in harm.groupby("meaning", sort=False):
+        if meaning != harm["meaning"].iloc[0] and not several:
+            continue
+        group = group.dropna(subset="value").sort_values("value")
+        if not len(group):
+            said.append(f"The {_words(metric)} is not a number for any layer.")
+            continue
+        least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
+        how = f" ({_MEANT[str(meaning)]})" if several else ""
+        said.append(
+            f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit}), "
+            f"{_which(most['layer'], size)} most ({most['value']:.3g}{unit}){how}."
+        )
+        said += _could_go(group, whole, unit) if size == 1 else []
+    return said + _agreement(frame, harm)
+
+
+def _harm(frame: Any) -> Any:
+    return frame[frame["metric"].str.endswith(("_increase", "_drop"))]
+
+
+def _words(metric: Any) -> str:
+    return str(metric).replace("_", " ")
+
+
+def _differ(harm: Any) -> bool:
+    wide = harm.pivot_table(index=["metric", "layer"], columns="meaning", values="value")
+    return len(wide.columns) > 1 and bool((wide.nunique(axis=1) > 1).any())
+
+
+def _which(layer: float, size: int) -> str:
+    first = int(layer)
+    return f"layer {first}" if size == 1 else f"layers {first} to {first + size - 1}"
+
+
+def _could_go(group: Any, whole: float, unit: str) -> list[str]:
+    """The layers whose harm is below 1 % of the whole, or lost in the noise."""
+    border = (2 * group["standard_error"].fillna(0.0)).clip(lower=0.01 * abs(whole))
+    harmless = group[group["value"] < border]
+    if not len(harmless):
+        return [
+            "No layer could go unnoticed: each costs more than 1 % of the whole, and more than two standard errors."
+        ]
+    which = ranges([int(layer) for layer in harmless["layer"]])
+    return [
+        f"Layers that could go, one at a time: {which} (harm below 1 % of the whole's {whole:.3g}{unit}, or below two "
+        "standard errors)."
+    ]
+
+
+def _agreement(frame: Any, harm: Any) -> list[str]:
+    angles = frame[frame["metric"] == "angular_distance"].set_index("layer")["value"]
+    first = harm[harm["meaning"] == harm["meaning"].iloc[0]].set_index("layer")["value"]
+    both: Any = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
+    if len(both) < 4 or both.nunique().min() < 2:
+        return []
+    size = int(harm["size"].iloc[0])
+    agreement = float(both["angle"].rank().corr(both["harm"].rank()))
+    turned, missed = both["angle"].idxmin(), both["harm"].idxmin()
+    same = "the same" if turned == missed else _which(missed, size)
+    return [
+        f"The angular distance would drop {_which(turned, size)} first, the measured harm {same}; over all starts the "
+        f"two rank alike with a Spearman correlation of {agreement:.2f}."
+    ]

@@ -1,0 +1,166 @@
+"""How alike the streams before and behind the layers are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lamina.probes.context import Context
+from lamina.probes.directions import Directions, check_tokens, note_streams, ranges
+from lamina.probes.ratio import Ratio
+from lamina.probes.registry import Probe, probe
+from lamina.probes.structure import Point
+
+
+@probe
+class Similarity(Probe):
+    """The cosine between every two states of the stream, its mean by distance, and each layer's block influence.
+
+    - ``cosine``: E cos(x^i, x^j) over all tokens, ``start`` = i, ``size`` = j - i > 0.
+    - ``cosine_by_distance``: its mean over all pairs with j - i = ``size`` (FuseNorm Fig 6, 12), ``start`` = -1.
+      ``output_cosine_by_distance``: the same without x^0, so between layers' outputs only.
+    - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), ``start`` = l, ``size`` = 1.
+
+    x^l is the stream before layer l, x^N the one behind the last layer, before the final norm. The mean is of the
+    tokens' cosines, each state's length divided out by token, so a few huge channels or tokens do not decide it; a
+    padded text's padding is left out. Standard errors are over sequences.
+
+    Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centred (not a correlation),
+    so a mean direction common to all tokens counts as similarity.
+
+    Args:
+        tokens: "all" (default), "last" or "first" token of each sequence.
+        tokens_per_batch: how many tokens of a batch are kept until its last layer is seen (by default as many as fit
+            a quarter of the model's own memory; the page says so where these aren't all). Pairs of states need both.
+    """
+
+    name = "similarity"
+    title = "Similarity of the layers"
+    summary = "the cosine between all pairs of states, its mean by distance, and each layer's block influence"
+    source = "FuseNorm Fig 6, 12; ShortGPT (block influence)"
+
+    def __init__(self, tokens: str = "all", tokens_per_batch: int | None = None):
+        check_tokens(tokens, tokens_per_batch)
+        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+        self._cosines, self._by_distance, self._outputs_by_distance = Ratio(), Ratio(), Ratio()
+
+    def begin(self, context: Context) -> None:
+        self._directions = Directions(context, self.tokens, self.tokens_per_batch)
+        self._states = context.structure.states()
+        self._pairs = np.triu_indices(len(self._states), k=1)
+        note_streams(context)
+
+    def points(self) -> Mapping[Any, Point]:
+        return self._states
+
+    def see(self, key: Any, value: torch.Tensor) -> None:
+        self._directions.see(key, value)
+
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+        totals, counts = self._directions.cosines()
+        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
+        pairs = totals[:, first, second].double()
+        self._cosines.add(pairs, counts)
+        self._by_distance.add(_mean_by(second - first, pairs), counts)
+        if len(self._states) > 2:
+            outputs = first > 0
+            self._outputs_by_distance.add(_mean_by((second - first)[outputs], pairs[:, outputs]), counts)
+        self._directions.end()
+
+    def standard_error(self) -> float | None:
+        if self._cosines.samples < 2:
+            return math.inf
+        # The cosine's own scale is 1: relative to a mean near 0 no error would be small enough.
+        return float(self._by_distance.standard_error.max())
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        start, end = self._pairs
+        cosines = _rows(start, end - start, "cosine", self._cosines)
+        distances = np.arange(1, len(self._states))
+        found = [
+            cosines.sort_values(["size", "start"], ignore_index=True),
+            _rows(-1, distances, "cosine_by_distance", self._by_distance),
+        ]
+        if len(self._states) > 2:
+            found.append(_rows(-1, distances[:-1], "output_cosine_by_distance", self._outputs_by_distance))
+        neighbours: Any = cosines[cosines["size"] == 1]
+        found.append(neighbours.assign(metric="block_influence", value=1.0 - neighbours["value"]))
+        return pd.concat(found, ignore_index=True)
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import heat_map, lines
+
+        cosines = frame[frame["metric"] == "cosine"]
+        square = cosines.assign(end=cosines["start"] + cosines["size"])
+        by_distance = frame[frame["metric"].isin(["cosine_by_distance", "output_cosine_by_distance"])]
+        kinds = {"cosine_by_distance": "all states", "output_cosine_by_distance": "without the embedding"}
+        by_distance = by_distance.assign(states=by_distance["metric"].map(kinds))
+        influence = frame[frame["metric"] == "block_influence"]
+        return [
+            (
+                lines(
+                    by_distance,
+                    x="size",
+                    y="value",
+                    colour="states",
+                    title="Cosine similarity by layer distance",
+                    x_title="distance between the states, layers",
+                    y_title="mean cosine",
+                ),
+                "Mean cosine of all pairs of states that are so many layers apart (FuseNorm's Figure 6): a flat line "
+                "is a stream that each layer changes little.",
+            ),
+            (
+                heat_map(square, x="start", y="end", value="value", title="Cosine between states"),
+                "Cosine between the streams before the layers, mean over tokens.",
+            ),
+            (
+                lines(
+                    influence,
+                    x="start",
+                    y="value",
+                    title="Block influence",
+                    x_title="layer",
+                    y_title="1 - cosine of the stream before and behind it",
+                ),
+                "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
+            ),
+        ]
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
+        influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
+        farthest = int(curve.index.max())
+        said = []
+        if farthest > 1:
+            middle = max(1, farthest // 2)
+            said.append(
+                f"The cosine between two states falls from {curve[1]:.2f} for neighbours over {curve[middle]:.2f} at a "
+                f"distance of {middle} layers to {curve[farthest]:.2f} between the first and the last state."
+            )
+        if len(influence) > 1:
+            count = max(1, round(len(influence) / 10))
+            least, most = influence.nsmallest(count), influence.nlargest(1)
+            layers = ranges([int(layer) for layer in least.index])
+            said.append(
+                f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least "
+                f"(block influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
+            )
+        return said
+
+
+def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Mean of the pairs [sequences, pairs] of each distance, [sequences, distances]; distances start at 1."""
+    counts = torch.bincount(distance - 1).to(pairs.dtype)
+    sums = pairs.new_zeros(len(pairs), len(counts)).index_add_(1, distance - 1, pairs)
+    return sums / counts
+
+
+def _rows(start: Any, size: Any, metric: str, ratio: Ratio) -> Any:
+    value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
+    return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -1,0 +1,85 @@
+"""How often a run's loss or gradient norm jumps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from lamina.errors import UserError
+
+WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
+
+
+def spikes(
+    series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
+) -> np.ndarray:
+    """Which values of a run's series are spikes, a boolean array [values].
+
+    A value is one where it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
+    ``window`` values before it. The value itself is not among them, or none of a short window could ever be one. The
+    first ``fewest`` values have too little before them to be judged. NaN and infinity are spikes, and no part of any
+    window; where all values before are equal any larger one is.
+
+    Raises:
+        UserError: for a window, a threshold or a fewest that leaves nothing to compare with.
+    """
+    if window < 2 or not 2 <= fewest <= window or not sigmas > 0:
+        raise UserError(
+            f"spike score: window={window!r}, sigmas={sigmas!r}, fewest={fewest!r} (allowed: a window of at least 2, "
+            "fewest from 2 to the window, sigmas above 0)"
+        )
+    values = np.asarray(list(series), dtype=np.float64)
+    found = ~np.isfinite(values)
+    finite = np.flatnonzero(~found)
+    kept = values[finite]
+    for start in range(0, len(kept), 4096):  # a few megabytes of windows at a time
+        rows = np.arange(max(start, fewest), min(start + 4096, len(kept)))
+        if not len(rows):
+            continue
+        columns = rows[:, None] + np.arange(-min(window, int(rows[-1])), 0)
+        before = np.where(columns >= 0, kept[np.maximum(columns, 0)], np.nan)
+        mean, deviation = np.nanmean(before, axis=1), np.nanstd(before, axis=1)
+        above = kept[rows] - mean
+        found[finite[rows]] = (above >= sigmas * deviation) & (above > 1e-12 * np.abs(mean))
+    return found
+
+
+def spike_score(
+    series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
+) -> float:
+    """The share of a run's values that are ``spikes``, in [0, 1]; NaN for an empty series.
+
+    OLMo 2 (arXiv 2501.00656, Sec 3.1) defines it as the percentage of values at least seven standard deviations away
+    from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike, and
+    gives the share, not the percentage.
+    """
+    found = spikes(series, window=window, sigmas=sigmas, fewest=fewest)
+    return float(found.mean()) if len(found) else math.nan
+
+
+def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
+    """(spike score, number of values) of "loss" and "grad_norm" over the logged steps of a run's metrics.jsonl.
+
+    What was not logged isn't there, a last line that was cut off is left out, and of a step that was logged twice (a
+    resumed run) the later counts. Empty where there is no such file.
+    """
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return {}
+    found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        for name, values in found.items():
+            if isinstance(record, dict) and "step" in record and name in record:
+                value = record[name]
+                values[record["step"]] = math.nan if value is None else float(value)  # JSON has no NaN: null is one
+    series = {name: [values[step] for step in sorted(values)] for name, values in found.items()}
+    logged = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
+    return {name: (spike_score(values), len(values)) for name, values in logged.items()}

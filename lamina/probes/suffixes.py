@@ -1,0 +1,174 @@
+"""One batch without each layer in turn, the layers before it run once and not again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.probes.context import Context
+from lamina.probes.removal import (
+    BRANCH,
+    REMOVE,
+    argument_of,
+    contributions,
+    refill,
+    removed,
+    replaced,
+    roots_of,
+    with_argument,
+    zeros,
+)
+from lamina.probes.structure import LayerSite, Point
+from lamina.probes.tracing import first_tensor
+
+
+class _Unchanged(Exception):
+    """The layers without their branches hand on what they were given: the pass need not go on."""
+
+
+class Suffixes:
+    """Forward passes of one batch without runs of layers, by their starts in ascending order; used as a context.
+
+    Only one state is held. A pass for the start l computes the layers behind what is left out; those before it hand
+    the kept x^l through. That costs half of running the whole model each time. Where a model does something to the
+    stream between two layers, so that one's output isn't the next one's input, whole passes are run.
+    """
+
+    def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
+        self.context, self.run = context, run
+        self.sites = {(id(site.module), site.call): site for site in context.structure.layers}
+        self.chained = True
+        self._mode, self._start, self._size = "full", 0, 1
+        self._calls: dict[int, int] = {}
+        self._refill: dict[int, Callable[[torch.Tensor], Any]] = {}
+        self._bases: dict[int, dict[int, int]] = {}
+        self._counts: dict[int, int] = {}
+        self._state = self._next = self._last = torch.zeros(0)
+        self._changed = False
+
+    def full(self) -> torch.Tensor:
+        """The whole model's result."""
+        self._mode, self._counts = "full", {}
+        modules = {id(p.module): p.module for site in self.context.structure.layers for p in _points(site)}
+        handles = [m.register_forward_pre_hook(partial(self._count, key)) for key, m in modules.items()]
+        try:
+            return self.run()
+        finally:
+            self._last = torch.zeros(0)
+            for handle in handles:
+                handle.remove()
+
+    def without(self, start: int, size: int) -> torch.Tensor:
+        """The result without the layers ``start`` ... ``start + size - 1``; starts go up by one from 0."""
+        if not self.chained:
+            return self._hooked(start, size, REMOVE)
+        assert start in (0, self._start + 1)
+        if start:
+            self._state = self._next
+        self._mode, self._start, self._size = REMOVE, start, size
+        return self.run()
+
+    def without_branches(self, start: int, size: int) -> torch.Tensor | None:
+        """The same with what the layers add set to zero, after ``without``; None where it equals that."""
+        if not self.chained:
+            return self._hooked(start, size, BRANCH)
+        assert start == self._start
+        self._mode, self._size, self._changed = BRANCH, size, False
+        try:
+            return self.run()
+        except _Unchanged:
+            return None
+
+    def _hooked(self, start: int, size: int, meaning: str) -> torch.Tensor:
+        self._mode = "plain"
+        with removed(self.context, range(start, start + size), meaning):
+            return self.run()
+
+    def __enter__(self) -> Suffixes:
+        """Let the layers' calls come by here."""
+        self._before: list[tuple[nn.Module, Any]] = []
+        for module in {id(site.module): site.module for site in self.context.structure.layers}.values():
+            self._before.append((module, module.__dict__.get("forward")))
+            module.forward = partial(self._call, module, module.forward)
+        self._handles = [
+            root.register_forward_pre_hook(lambda *_: self._calls.clear()) for root in roots_of(self.context)
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the layers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        for module, forward in self._before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+    def _count(self, key: int, module: nn.Module, args: Any) -> None:
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = self._calls.get(id(module), 0)
+        self._calls[id(module)] = number + 1
+        site = self.sites.get((id(module), number))
+        if site is None or self._mode == "plain":
+            return original(*args, **kwargs)
+        given = argument_of(args, kwargs, site.argument)
+        if self._mode == "full":
+            return self._record(site, given, original, args, kwargs)
+        if site.index < self._start:
+            return self._refill[site.index](given)
+        if site.index >= self._start + self._size:
+            return original(*args, **kwargs)
+        if self._mode == BRANCH:
+            given = self._state.clone() if site.index == self._start else given
+            return self._bare(site, given, original, args, kwargs)
+        if site.index > self._start:
+            return self._refill[site.index](given)
+        if site.index == 0:
+            self._state = given.clone()
+        # Computed for the next start; and what else it hands on is the model's own.
+        args, kwargs = with_argument(args, kwargs, site.argument, self._state.clone())
+        output = original(*args, **kwargs)
+        self._next = _first(output)
+        return refill(output)(self._state.clone())
+
+    def _record(self, site: LayerSite, given: torch.Tensor, original: Callable, args: tuple, kwargs: dict) -> Any:
+        if site.index and (self._last.shape != given.shape or not torch.equal(self._last, given)):
+            self.chained = False
+        self._bases[site.index] = {id(p.module): self._counts.get(id(p.module), 0) for p in _points(site)}
+        output = original(*args, **kwargs)
+        self._refill[site.index] = refill(output)
+        self._last = _first(output)
+        return output
+
+    def _bare(self, site: LayerSite, given: torch.Tensor, original: Callable, args: tuple, kwargs: dict) -> Any:
+        args, kwargs = with_argument(args, kwargs, site.argument, given)
+        before = given.clone()
+        bases = self._bases[site.index]
+        with ExitStack() as stack:
+            for point in contributions(site):  # counted from the layer's own start: the layers before it did not run
+                point = dataclasses.replace(point, call=point.call - bases[id(point.module)])
+                stack.enter_context(replaced(roots_of(self.context), point, zeros))
+            output = original(*args, **kwargs)
+        self._changed = self._changed or not torch.equal(_first(output), before)
+        if site.index == self._start + self._size - 1 and not self._changed:
+            raise _Unchanged
+        return output
+
+
+def _points(site: LayerSite) -> list[Point]:
+    return [sublayer.contribution for sublayer in site.sublayers]
+
+
+def _first(output: Any) -> torch.Tensor:
+    found = first_tensor(output)
+    assert found is not None
+    return found

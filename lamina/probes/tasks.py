@@ -1,0 +1,57 @@
+"""A task of the lm-evaluation-harness as a model's score."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+
+
+class Task:
+    """One task, read once. Raises UserError where lm-eval isn't installed or has no such task or metric."""
+
+    def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
+        try:
+            import lm_eval  # pyright: ignore[reportMissingImports]
+            from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise UserError(f"task: {name!r} needs lm-evaluation-harness (allowed: pip install lm-eval)") from None
+        if include_path is not None and not Path(include_path).is_dir():
+            raise UserError(f"include_path: {include_path!r} is no folder (allowed: a folder of task YAML)")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise UserError(f"limit: {limit!r} (allowed: a number of documents, 1 or more)")
+        self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True
+        self._evaluate = lm_eval.simple_evaluate
+        self._manager: Any = TaskManager(include_path=include_path)
+        if name not in self._manager.all_tasks:
+            where = f" or in {include_path!r}" if include_path is not None else " (include_path: a folder of your own)"
+            raise UserError(f"task: {name!r} is not among lm-eval's tasks{where}")
+
+    def measure(self, context: Context) -> tuple[float, float]:
+        """The metric's value and standard error (NaN where the task gives none) of the model as it is now."""
+        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+        if context.tokenizer is None:
+            raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
+        model = HFLM(
+            pretrained=context.model, tokenizer=context.tokenizer, batch_size=len(context.batches[0]["input_ids"])
+        )
+        found = self._evaluate(
+            model=model,
+            tasks=[self.name],
+            task_manager=self._manager,
+            limit=self.limit,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+        results = found["results"][self.name]
+        key = next((k for k in results if k.split(",")[0] == self.metric), None)
+        if key is None:
+            known = sorted({k.split(",")[0] for k, v in results.items() if isinstance(v, float) and "stderr" not in k})
+            raise UserError(f"task_metric: {self.name!r} has no {self.metric!r} (allowed: {', '.join(known)})")
+        self.higher_is_better = bool(found.get("higher_is_better", {}).get(self.name, {}).get(self.metric, True))
+        error = results.get(f"{self.metric}_stderr,{key.partition(',')[2]}")
+        return float(results[key]), float(error) if isinstance(error, int | float) else math.nan

@@ -1,0 +1,233 @@
+"""What scheduled probes saw while a model trained: a section a probe, for a run or for all of a study's placements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
+from plotly.subplots import make_subplots
+
+from lamina.reports import depth
+from lamina.reports.page import Section, callouts, figure
+from lamina.reports.records import Frame, Trial
+from lamina.reports.style import FONT, Shown, polish, to_html
+
+_BY_DEPTH = ("layer", "size", "distance")  # what a value may be drawn against, the first that a frame has
+_ACROSS, _LINES, _QUANTITIES = 3, 7, 4  # panels in a row, steps drawn in one, quantities of a probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One of a probe's measurements as a table by depth and step: the rows in which these columns have these values."""
+
+    probe: str
+    by: str
+    fixed: tuple[tuple[str, Any], ...]
+    log: bool
+
+    @property
+    def label(self) -> str:
+        """What the axes call it."""
+        said = {k: str(v).replace("_", " ") for k, v in self.fixed}
+        rest = [v for k, v in said.items() if k != "metric" and v not in ("all", "model", "block", "state")]
+        name = said.get("metric", self.probe.replace("_", " "))
+        return name + (f" ({', '.join(rest)})" if rest else "")
+
+    def table(self, trial: Trial) -> Frame:
+        """A row a layer (or distance), a column a step; several values of one place are averaged."""
+        rows = trial.probes.get(self.probe, pd.DataFrame())
+        for column, value in self.fixed:
+            rows = rows[rows[column] == value] if column in rows else rows.iloc[:0]
+        if rows.empty or self.by not in rows:
+            return pd.DataFrame()
+        rows = rows[rows[self.by] >= 0]
+        return rows.pivot_table(index=self.by, columns="step", values="value", aggfunc="mean").astype(float)
+
+
+def sections(shown: Sequence[Shown]) -> list[Section]:
+    """A section for each probe that any of the trials shown was probed with; none where none was."""
+    names = sorted({name for item in shown for trial in item.trials for name in trial.probes})
+    return [section for name in names if (section := _section(name, shown)).html]
+
+
+def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quantity]:
+    """What of a probe's frame to draw by depth: its metrics (or those wanted), the whole layer before its parts."""
+    by = next((column for column in _BY_DEPTH if column in frame), None)
+    if by is None or frame.empty:
+        return []
+    keys = [k for k in ("metric", "sublayer", "role") if k in frame and frame[k].notna().any()]
+    found = []
+    for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False) if keys else [((), frame)]:
+        if rows[by].nunique() < 2:
+            continue
+        fixed = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
+        if "index" in rows and rows["index"].nunique() > 1:  # the largest of top-k, the first of several norms
+            fixed["index"] = rows["index"].min()
+            rows = rows[rows["index"] == fixed["index"]]
+        values: Frame = pd.to_numeric(rows["value"], errors="coerce")
+        values = values[np.isfinite(values)]
+        log = bool(len(values)) and values.min() > 0 and values.max() > 8 * values.min()
+        metric = fixed.get("metric")
+        if wanted and metric not in wanted:
+            continue
+        rank = (wanted.index(metric) if wanted else 0, fixed.get("sublayer") not in ("model", "block", None))
+        found.append((rank, Quantity(probe=name, by=by, fixed=tuple(fixed.items()), log=log)))
+    return [quantity for _, quantity in sorted(found, key=lambda one: one[0])][:_QUANTITIES]
+
+
+def by_steps(shown: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+    """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel a placement."""
+    drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in shown]
+    drawn = [(item, table) for item, table in drawn if not table.empty]
+    if not drawn:
+        return None
+    every = sorted({step for _, table in drawn for step in table.columns})
+    steps = [every[i] for i in sorted({round(i) for i in np.linspace(0, len(every) - 1, min(len(every), _LINES))})]
+    shades = sample_colorscale("Viridis", [0.92 * (1 - i / max(1, len(steps) - 1)) for i in range(len(steps))])
+    across = min(_ACROSS, len(drawn))
+    down = math.ceil(len(drawn) / across)
+    picture = make_subplots(
+        rows=down,
+        cols=across,
+        shared_yaxes="all",  # pyright: ignore[reportArgumentType]
+        shared_xaxes=True,
+        horizontal_spacing=0.03,
+        vertical_spacing=0.16 / down,
+        subplot_titles=[item.label for item, _ in drawn] if len(shown) > 1 else None,
+    )
+    for number, (_, table) in enumerate(drawn):
+        row, column = number // across + 1, number % across + 1
+        for step, shade in zip(steps, shades, strict=True):
+            if step in table:
+                picture.add_scatter(
+                    x=table.index.to_numpy(),
+                    y=table[step].to_numpy(dtype=np.float32),
+                    mode="lines" if len(table) > 16 else "lines+markers",
+                    line={"color": shade, "width": 2},
+                    marker={"size": 5},
+                    name=f"step {step:g}",
+                    legendgroup=str(step),
+                    showlegend=number == 0,
+                    hovertemplate=f"step {step:g}, {quantity.by} %{{x}}: %{{y:.4g}}<extra></extra>",
+                    row=row,
+                    col=column,
+                )
+        picture.update_yaxes(title=quantity.label if column == 1 else None, row=row, col=column)
+        if row == down or number + across >= len(drawn):
+            picture.update_xaxes(title=quantity.by, showticklabels=True, row=row, col=column)
+    if quantity.log:
+        picture.update_yaxes(type="log", exponentformat="power", dtick=1)
+    polish(picture, 400 if down == 1 else 220 * down + 90)
+    picture.update_layout(margin_t=72 if len(shown) > 1 else 52, legend_y=1.06 if down == 1 else 1 + 0.13 / down)
+    return picture.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
+
+
+def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
+    """What a probe says of the whole model (layer -1, or no layer at all), over the steps: a panel a metric."""
+    numbers: dict[str, list[tuple[Shown, Frame]]] = {}
+    for item in shown:
+        rows = frames.get(item.placement, pd.DataFrame())
+        if rows.empty or any(column in rows for column in _BY_DEPTH[1:]):
+            continue
+        rows = rows[rows["layer"] < 0] if "layer" in rows else rows
+        keys = [k for k in ("metric", "sublayer", "role", "index") if k in rows and rows[k].nunique() > 0]
+        for key, group in rows.groupby(keys, sort=False) if keys else [((), rows)]:
+            if group["step"].nunique() > 1:
+                said = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
+                said.pop("index", None)
+                label = Quantity(probe=name, by="step", fixed=tuple(said.items()), log=False).label
+                numbers.setdefault(label, []).append((item, group.groupby("step", as_index=False)["value"].mean()))
+    if not numbers:
+        return None
+    labels = list(numbers)[:_QUANTITIES]
+    picture = make_subplots(rows=1, cols=len(labels), horizontal_spacing=0.08)
+    named: set[str] = set()
+    for number, label in enumerate(labels, start=1):
+        for item, rows in numbers[label]:
+            picture.add_scatter(
+                x=rows["step"],
+                y=rows["value"].to_numpy(dtype=np.float32),
+                mode="lines+markers",
+                line={"color": item.colour, "width": 2},
+                name=item.label,
+                legendgroup=item.label,
+                showlegend=len(shown) > 1 and item.placement not in named,
+                hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
+                row=1,
+                col=number,
+            )
+            named.add(item.placement)
+        picture.update_yaxes(title=label, row=1, col=number)
+    picture.update_xaxes(title="step")
+    return polish(picture, 320)
+
+
+def _section(name: str, shown: Sequence[Shown]) -> Section:
+    told = next((about for item in shown for t in item.trials if (about := _about(t.folder, name))), {})
+    frames = {
+        item.placement: pd.concat(found)
+        for item in shown
+        if (found := [f for trial in item.trials if len(f := trial.probes.get(name, pd.DataFrame()))])
+    }
+    html = callouts(_notes(name, shown))
+    if frames:
+        everything: Frame = pd.concat(frames.values(), ignore_index=True)
+        drawn = quantities(name, everything, tuple(told.get("over_steps") or ()))
+        for quantity in drawn:
+            lines, maps = by_steps(shown, quantity), None
+            if everything["step"].nunique() > 2:
+                maps = depth.heat_maps(shown, quantity.table, quantity.label, log=quantity.log, upwards=quantity.by)
+            if lines is not None:
+                html += figure(to_html(lines), _LINES_CAPTION, quantity.label.capitalize())
+            if maps is not None:
+                html += figure(to_html(maps), _MAPS_CAPTION.format(by=quantity.by))
+        numbers = over_steps(shown, frames, name)
+        if numbers is not None:
+            html += figure(to_html(numbers), "Of the whole model, against the step.")
+        if not (drawn or numbers):
+            html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
+    lead = f'<p class="lead">{escape(str(told["summary"]))}</p>' if told.get("summary") else ""
+    source = f'<p class="source">Source: {escape(str(told["source"]))}</p>' if told.get("source") else ""
+    html = lead + html + source if html else ""
+    title = str(told.get("title") or name)
+    return Section(name=title, title=f"{title} during training", html=html)
+
+
+def _about(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        told = json.loads((folder / "probes" / name / "about.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _notes(name: str, shown: Sequence[Shown]) -> list[str]:
+    """What the scheduled probe could not do, each remark once with the first step it is about."""
+    said: dict[str, str] = {}
+    for item in shown:
+        for trial in item.trials:
+            path = trial.folder / "probes" / name / "notes.jsonl"
+            try:
+                lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            except (OSError, ValueError):
+                continue
+            who = f"{item.placement}: " if len(shown) > 1 else ""
+            for line in lines:
+                said.setdefault(f"{who}{line.get('note')}", f"{who}step {line.get('step')}: {line.get('note')}")
+    return list(said.values())
+
+
+_LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."
+_MAPS_CAPTION = (
+    "The same at every probed step: {by} upwards, steps to the right. A map that brightens upwards grows through "
+    "depth, one that brightens to the right grows in training."
+)

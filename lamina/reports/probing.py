@@ -1,0 +1,199 @@
+"""The page of `lamina probe`: a section a probe, built from the folder's files alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.io
+
+from lamina.errors import UserError
+from lamina.probes.compact import compact
+from lamina.reports import tables
+from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.style import polish_own, to_html
+
+PAGE = "report.html"
+MOST_ROWS = 60  # of a table of main numbers
+
+
+def is_probing(folder: Path) -> bool:
+    """Whether the folder is one of `lamina probe`."""
+    return isinstance(_json(folder / "result.json").get("probes"), dict)
+
+
+def probing_report(folder: Path) -> Path:
+    """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
+    folder = Path(folder)
+    result = _json(folder / "result.json")
+    if not isinstance(result.get("probes"), dict):
+        raise UserError(f"{str(folder)!r}: no result of `lamina probe` (result.json with its probes)")
+    environment = _json(folder / "environment.json")
+    model, probes = result.get("model") or {}, result["probes"]
+    return write_page(
+        folder / PAGE,
+        title=f"What each layer does: {Path(str(model.get('name') or 'a model')).name}",
+        facts=_facts(result, environment),
+        command=str(environment.get("command") or ""),
+        sections=[
+            _in_short(result, probes),
+            _model(model),
+            *(_probe(folder, name, told) for name, told in probes.items()),
+            _settings(result, environment),
+        ],
+    )
+
+
+def main_numbers(frame: Frame) -> Frame:
+    """How a probe's values spread: a row a metric (and sub-layer and role), with where the extremes are.
+
+    Columns: those of sublayer, role and metric that the frame has, then rows, lowest, at, median, highest, at_highest.
+    """
+    by = [name for name in ("metric", "sublayer", "role") if name in frame and frame[name].notna().any()]
+    where = [name for name in ("layer", "other", "start", "size", "index", "step") if name in frame]
+    values: Frame = pd.to_numeric(frame["value"], errors="coerce")
+    frame = frame.assign(value=values.where(values.abs() < math.inf))
+    rows = []
+    groups = frame.groupby(by, sort=False, dropna=False) if by else [((), frame)]
+    for key, group in groups:
+        known: Frame = group.dropna(subset=["value"])
+        row: dict[str, Any] = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
+        row |= {"rows": len(group), "not finite": len(group) - len(known)}
+        if len(known):
+            low, high = known.loc[known["value"].idxmin()], known.loc[known["value"].idxmax()]
+            row |= {"lowest": low["value"], "at": _place(low, where)}
+            row |= {"median": known["value"].median(), "highest": high["value"], "at ": _place(high, where)}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _place(row: Any, where: list[str]) -> str:
+    return ", ".join(
+        f"{name} {row[name]:g}" for name in where if isinstance(row[name], int | float) or row[name] == row[name]
+    )
+
+
+def _facts(result: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
+    model, inputs = result.get("model") or {}, result.get("inputs") or {}
+    facts = [] if result.get("status") == "finished" else [f"status: {result.get('status')}"]
+    facts += [str(model["model_type"])] if model.get("model_type") else []
+    if model.get("num_layers"):
+        facts.append(f"{model['num_layers']} layers of width {model.get('hidden_size')}")
+    facts += [f"{model['parameters']:,} parameters"] if isinstance(model.get("parameters"), int) else []
+    facts += [str(model["placement"])] if model.get("placement") else []
+    facts += [str(inputs["text"])] if inputs.get("text") else []
+    version = (environment.get("versions") or {}).get("lamina")
+    return [*facts, f"lamina {version}" if version else "", str(result.get("created") or "")]
+
+
+def _in_short(result: Mapping[str, Any], probes: Mapping[str, Any]) -> Section:
+    lines = "".join(
+        f'<p class="short"><a href="#{_section(name, told, "").anchor}">{escape(str(told.get("title") or name))}</a>'
+        f"<span>{escape(str(told['sentences'][0]))}</span></p>"
+        for name, told in probes.items()
+        if told.get("sentences")
+    )
+    notes = [str(note) for note in result.get("notes") or ()]
+    if result.get("reason"):
+        notes.insert(0, str(result["reason"]))
+    return Section(name="In short", title="In short", html=lines + callouts(notes))
+
+
+def _model(model: Mapping[str, Any]) -> Section:
+    shown = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
+    notes = callouts(str(note) for note in model.get("notes") or ())
+    return Section(name="Model", title="The model", html=(tables.settings_table(shown) if shown else "") + notes)
+
+
+def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
+    said = str(told.get("summary") or "")
+    summary = f'<p class="lead">{escape(said[:1].upper() + said[1:])}</p>'
+    if told.get("status") != "finished":
+        reason = str(told.get("reason") or f"not measured ({told.get('status') or 'not reached'})")
+        return _section(name, told, summary + callouts([f"Not measured: {reason}" if told.get("reason") else reason]))
+    html = summary + prose((str(said) for said in told.get("sentences") or ()), {})
+    html += callouts(str(note) for note in told.get("notes") or ())
+    pictures = ""
+    for drawn in told.get("figures") or ():
+        try:
+            picture = plotly.io.from_json(_inside(folder, str(drawn["file"])).read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError) as error:
+            pictures += callouts([f"A figure is missing: {error}"])
+            continue
+        heading = str(drawn.get("title") or "")
+        pictures += figure(to_html(polish_own(compact(picture)[0])), str(drawn.get("caption") or ""), heading)
+    several = " several" if len(told.get("figures") or ()) > 1 else ""
+    html += f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
+    html += _numbers(folder, name)
+    definition = f'<pre class="definition">{escape(str(told.get("definition") or ""))}</pre>'
+    measured = f'<p class="source">Source: {escape(str(told.get("source") or "-"))}{escape(_measured(told))}</p>'
+    return _section(name, told, html + details("Definition and source", definition + measured))
+
+
+def _section(name: str, told: Mapping[str, Any], html: str) -> Section:
+    title = str(told.get("title") or name)
+    return Section(name=title, title=title, html=html)
+
+
+def _measured(told: Mapping[str, Any]) -> str:
+    error = told.get("standard_error")
+    said = [f"{told['forwards']} forward passes"] if told.get("forwards") else []
+    said += [f"largest relative standard error {error:.2g}"] if isinstance(error, float) and error else []
+    said += [f"{told['seconds']:.1f} s"] if isinstance(told.get("seconds"), int | float) else []
+    return f". Measured: {', '.join(said)}." if said else ""
+
+
+def _numbers(folder: Path, name: str) -> str:
+    try:
+        frame: Frame = pd.read_parquet(_inside(folder, f"{name}.parquet"))
+        found = main_numbers(frame)
+    except (OSError, ValueError, KeyError) as error:
+        return callouts([f"{name}.parquet cannot be shown: {error}"])
+    shown = found.loc[:, [c for c in found if c != "not finite" or found[c].any()]].head(MOST_ROWS)
+    table = _table(shown)
+    more = f"<p>The first {MOST_ROWS} of {len(found)} lines.</p>" if len(found) > MOST_ROWS else ""
+    return details(f"Main numbers (all {len(frame):,} in {name}.parquet)", table + more)
+
+
+def _table(frame: Frame) -> str:
+    right = {c for c in frame if c not in ("metric", "sublayer", "role", "at", "at ")}
+    rows = [
+        "<tr>" + "".join(f"<td{' class=number' if c in right else ''}>{_cell(row[c])}</td>" for c in frame) + "</tr>"
+        for row in rows_of(frame)
+    ]
+    return tables.html_table([str(c).strip() for c in frame], rows, {str(c).strip() for c in right}, "numbers")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else '<span class="none">–</span>'
+    return escape("–" if value is None else str(value).replace("_", " "))
+
+
+def _settings(result: Mapping[str, Any], environment: Mapping[str, Any]) -> Section:
+    settings = result.get("settings") or {}
+    html = details("Settings", tables.settings_table(settings)) if settings else ""
+    html += details("Environment", tables.settings_table(environment)) if environment else ""
+    return Section(name="Settings", title="Settings and environment", html=html)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of the folder; a name that leads out of it is an error."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name!r} leads out of the folder")
+    return path
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,256 @@
+"""`lamina probe` from end to end, with probes of the user's own, so that it holds whatever probes there are."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import plotly.io
+import pytest
+import torch
+import yaml
+from own_probes import write_probes
+from transformers import LlamaForCausalLM
+
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.probes import registry
+
+SMALL = ("--tokenizer", "bytes", "--sequence-length", "16", "--sequences", "8", "--batch-size", "2", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    """Two files of probes; the registry is afterwards as it was."""
+    registry.names()
+    monkeypatch.setattr(registry, "_PROBES", dict(registry._PROBES))
+    return write_probes(tmp_path)
+
+
+@pytest.fixture
+def probe(checkpoint, corpus, tmp_path):
+    def call(probes, *more, output="out"):
+        argv = ["probe", str(checkpoint), "--probes", probes, "--corpus", str(corpus), *SMALL]
+        return main([*argv, "--output", str(tmp_path / output), *more]), tmp_path / output
+
+    return call
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def test_the_folder_holds_settings_tables_figures_and_the_page(probe, own, checkpoint, capsys):
+    code, folder = probe(",".join(own))
+    assert code == 0
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {".lock"}
+    assert found == {
+        *("config.yaml", "environment.json", "result.json", "report.html"),
+        *("mean_square.parquet", "weight_norm.parquet", "figures/mean_square-1.json"),
+    }
+    out = capsys.readouterr().out
+    assert "3 layers of width 16" in out
+    assert "mean_square" in out
+    assert "From " in out
+    assert str(folder / "report.html") in out
+    told = result(folder)
+    assert told["status"] == "finished"
+    assert told["model"]["num_layers"] == 3
+    assert told["model"]["placement"] == "Pre-LN"
+    assert told["inputs"]["text"] == "8 × 16 tokens"
+    assert told["forwards"] == 4
+    assert told["probes"]["mean_square"]["standard_error"] > 0
+    assert told["probes"]["weight_norm"]["notes"] == ["weights are <not> activations"]
+    assert "weights are &lt;not&gt; activations" in (folder / "report.html").read_text(encoding="utf-8")
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["checkpoint"] == str(checkpoint)
+    assert len(plotly.io.from_json((folder / "figures/mean_square-1.json").read_text(encoding="utf-8")).data) == 1
+
+
+def test_the_table_is_what_the_model_computes(probe, own, checkpoint):
+    _, folder = probe(own[1])
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    expected = [
+        sum(p.double().square().sum().item() for p in layer.parameters()) ** 0.5 for layer in model.model.layers
+    ]
+    assert pd.read_parquet(folder / "weight_norm.parquet")["value"].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_options_reach_the_probe_and_a_bad_one_is_named(probe, own, capsys):
+    _, folder = probe(f"{own[0]}(power=1)")
+    _, other = probe(own[0], output="other")
+    one, two = (pd.read_parquet(f / "mean_square.parquet")["value"] for f in (folder, other))
+    assert not (one == two).any()
+    for spec, said in ((f"{own[0]}(power=-1)", "power: -1"), (f"{own[0]}(powr=1)", "power")):
+        assert probe(spec, output="bad")[0] == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused_and_overwrite_starts_afresh(probe, own, capsys):
+    _, folder = probe(own[0])
+    before = (folder / "result.json").read_bytes()
+    assert probe(own[1])[0] == 2
+    assert "in use" in capsys.readouterr().err
+    assert (folder / "result.json").read_bytes() == before
+    assert probe(own[1], "--overwrite")[0] == 0
+    assert not (folder / "mean_square.parquet").exists()
+    assert list(result(folder)["probes"]) == ["weight_norm"]
+
+
+def test_ctrl_c_keeps_what_is_finished_and_resume_goes_on(probe, own, monkeypatch, capsys):
+    monkeypatch.setenv("INTERRUPT", "1")
+    code, folder = probe(",".join(own))
+    assert code == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert result(folder)["status"] == "interrupted"
+    assert list(result(folder)["probes"]) == ["mean_square"]
+    assert "status: interrupted" in (folder / "report.html").read_text(encoding="utf-8")
+    written = (folder / "mean_square.parquet").stat().st_mtime_ns
+
+    monkeypatch.delenv("INTERRUPT")
+    assert probe(",".join(own), "--resume")[0] == 0
+    assert (folder / "mean_square.parquet").stat().st_mtime_ns == written
+    assert result(folder)["status"] == "finished"
+    assert list(result(folder)["probes"]) == ["mean_square", "weight_norm"]
+
+
+def test_resume_needs_no_more_than_the_folder(probe, own, monkeypatch):
+    monkeypatch.setenv("INTERRUPT", "1")
+    _, folder = probe(",".join(own))
+    monkeypatch.delenv("INTERRUPT")
+    assert main(["probe", "--output", str(folder), "--resume"]) == 0
+    assert result(folder)["status"] == "finished"
+
+
+def test_resume_adds_a_probe_and_runs_again_one_whose_options_changed(probe, own):
+    _, folder = probe(own[0])
+    before = pd.read_parquet(folder / "mean_square.parquet")["value"]
+    assert probe(own[1], "--resume")[0] == 0
+    assert set(result(folder)["probes"]) == {"mean_square", "weight_norm"}
+    assert probe(f"{own[0]}(power=1)", "--resume")[0] == 0
+    assert not (pd.read_parquet(folder / "mean_square.parquet")["value"] == before).any()
+    assert set(result(folder)["probes"]) == {"mean_square", "weight_norm"}
+
+
+def test_resume_refuses_other_settings(probe, own, capsys):
+    _, folder = probe(own[0])
+    before = (folder / "result.json").read_bytes()
+    assert probe(own[1], "--resume", "--sequences", "4")[0] == 2
+    assert "sequences: 4 differs from the folder's 8" in capsys.readouterr().err
+    assert (folder / "result.json").read_bytes() == before
+
+
+def test_a_probe_that_breaks_leaves_the_others_and_a_status(probe, own, monkeypatch, tmp_path):
+    monkeypatch.setenv("BREAK", "1")
+    with pytest.raises(RuntimeError, match="broken"):
+        probe(",".join(own))
+    told = result(tmp_path / "out")
+    assert (told["status"], told["reason"]) == ("failed", "RuntimeError: broken")
+    assert told["probes"]["mean_square"]["status"] == "finished"
+    monkeypatch.delenv("BREAK")
+    assert probe(",".join(own), "--resume")[0] == 0
+
+
+def test_a_named_probe_that_has_no_meaning_is_one_line_and_the_others_are_written(probe, own, monkeypatch, capsys):
+    monkeypatch.setenv("REFUSE", "1")
+    code, folder = probe(",".join(own))
+    assert code == 2
+    assert "no weights on Tuesdays" in capsys.readouterr().err
+    told = result(folder)
+    assert told["status"] == "finished"
+    assert told["probes"]["weight_norm"]["status"] == "skipped"
+    assert told["probes"]["mean_square"]["status"] == "finished"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Not measured: weight_norm: no weights on Tuesdays" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"probes": "no_such"}, "unknown probe 'no_such'"),
+        ({"probes": "no_such.py"}, "no such file"),
+        ({"probes": ""}, "probes: none given"),
+        ({"checkpoint": ""}, "checkpoint: none given"),
+        ({"checkpoint": "no/such"}, "no/such"),
+        ({"corpus": "no_such.txt"}, "no_such.txt"),
+        ({"sequence_length": 65}, "sequence_length: 65"),
+        ({"sequences": 0}, "sequences: 0"),
+        ({"tolerance": -1.0}, "tolerance: -1"),
+        ({"layers": "no.such"}, "no.such"),
+    ],
+)
+def test_bad_input_is_one_line_and_touches_no_folder(given, said, checkpoint, corpus, own, tmp_path, capsys):
+    settings = {"checkpoint": str(checkpoint), "corpus": str(corpus), "tokenizer": "bytes", "probes": own[0], **given}
+    argv = [settings.pop("checkpoint")] if settings["checkpoint"] else [settings.pop("checkpoint")][:0]
+    for name, value in settings.items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    assert main(["probe", *argv, "--output", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_somebody_elses_folder_is_left_alone(probe, own, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "letter.txt").write_text("mine", encoding="utf-8")
+    for flag in ("--overwrite", "--resume"):
+        assert probe(own[0], flag)[0] == 2
+    assert (tmp_path / "out" / "letter.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_file_that_is_no_probe_is_refused(tmp_path):
+    (tmp_path / "none.py").write_text("x = 1\n", encoding="utf-8")
+    (tmp_path / "torn.py").write_text("x = (\n", encoding="utf-8")
+    with pytest.raises(UserError, match="registers 0 probes"):
+        registry.make(str(tmp_path / "none.py"))
+    with pytest.raises(UserError, match="SyntaxError"):
+        registry.make(str(tmp_path / "torn.py"))
+
+
+def test_the_report_command_writes_the_page_again(probe, own):
+    _, folder = probe(own[0])
+    (folder / "report.html").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert "Mean square" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_help_and_the_list_load_no_torch():
+    for flag in ("--help", "--list"):
+        code = (
+            "import sys\nfrom lamina.cli import main\n"
+            f"try:\n    main(['probe', '{flag}'])\nexcept SystemExit:\n    pass\n"
+            "assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)"
+        )
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert all(name in done.stdout for name in registry._PROBES if name not in ("mean_square", "weight_norm"))
+        assert time.perf_counter() - began < 5  # half a second on a machine that does nothing else
+
+
+def test_a_png_of_each_figure_on_request(probe, own, monkeypatch, tmp_path):
+    from lamina.reports import pictures
+
+    monkeypatch.setattr(
+        pictures, "screenshot", lambda page, target, width, height: target.write_bytes(b"png") and target
+    )
+    _, folder = probe(own[0], "--png")
+    assert (folder / "figures" / "mean_square-1.png").is_file()

@@ -1,0 +1,236 @@
+"""Angular distance against its definition in double precision, and the traps around it."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from naive_states import context_of, states
+from small_models import small_inputs, small_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lamina.errors import UserError
+from lamina.probes import registry
+from lamina.probes.angular_distance import AngularDistance, best_blocks, scaled_rows
+from lamina.probes.directions import Directions, ranges
+from lamina.probes.probing import probe
+from lamina.probes.running import run
+
+
+def naive(model, inputs, position=None, mask=None):
+    """{(l, n): mean over the chosen tokens of the angle over pi}, written out token by token."""
+    x = states(model, inputs)
+    number, batch, tokens, _ = x.shape
+    chosen = [
+        (b, t)
+        for b in range(batch)
+        for t in (range(tokens) if position is None else [position[b]])
+        if mask is None or mask[b, t]
+    ]
+    found = {}
+    for start in range(number):
+        for end in range(start + 1, number):
+            angles = []
+            for b, t in chosen:
+                u, v = x[start, b, t].numpy(), x[end, b, t].numpy()
+                angles.append(math.acos(np.dot(u, v) / math.sqrt(np.dot(u, u) * np.dot(v, v))) / math.pi)
+            found[start, end - start] = float(np.mean(angles))
+    return found
+
+
+def measured(frame):
+    rows = frame[frame["metric"] == "angular_distance"]
+    return {(int(s), int(n)): v for s, n, v in zip(rows["start"], rows["size"], rows["value"], strict=True)}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, abs=2e-7), key  # the states themselves are float32
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "albert"])
+@pytest.mark.parametrize("tokens", ["last", "first", "all"])
+def test_distance_is_the_mean_angle_over_pi_of_states_before_the_final_norm(name, tokens):
+    model = small_model(name)
+    inputs = small_inputs(model, sequences=5, tokens=7)
+    spec = f"angular_distance(tokens={tokens})"
+    frame = _masked_model_probe(model, spec, inputs)
+    position = {"last": [6] * 5, "first": [0] * 5, "all": None}[tokens]
+    assert_same(measured(frame), naive(model, inputs, position))
+
+
+def _masked_model_probe(model, spec, inputs):
+    return probe(model, spec, inputs["input_ids"], batch_size=2, tolerance=0)["angular_distance"]
+
+
+def test_the_last_token_is_the_default_for_text():
+    model = small_model("llama")
+    inputs = small_inputs(model)
+    frame = probe(model, "angular_distance", inputs["input_ids"])["angular_distance"]
+    assert_same(measured(frame), naive(model, inputs, [8, 8]))
+    assert list(frame.columns) == ["start", "size", "metric", "value", "standard_error"]
+    assert len(frame) == 6 + 3
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("tokens", ["last", "first", "all"])
+def test_padding_is_no_token(side, tokens):
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=3, tokens=8)["input_ids"]
+    mask = torch.ones(3, 8, dtype=torch.long)
+    for row, padding in enumerate((0, 3, 5)):
+        where = slice(8 - padding, 8) if side == "right" else slice(0, padding)
+        mask[row, where] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    context = context_of(model, [{k: v[:2] for k, v in inputs.items()}, {k: v[2:] for k, v in inputs.items()}])
+    found = measured(run(context, [AngularDistance(tokens)])["angular_distance"])
+    real = [[t for t in range(8) if mask[row, t]] for row in range(3)]
+    position = {"last": [r[-1] for r in real], "first": [r[0] for r in real], "all": None}[tokens]
+    assert_same(found, naive(model, inputs, position, mask.bool()))
+
+
+def test_standard_error_is_over_sequences():
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=6)["input_ids"]
+    frame = probe(model, "angular_distance(tokens=all)", ids, batch_size=4, tolerance=0)["angular_distance"]
+    each = [naive(model, {"input_ids": row[None]})[0, 2] for row in ids]
+    row = frame[(frame["start"] == 0) & (frame["size"] == 2)].iloc[0]
+    assert row["value"] == pytest.approx(np.mean(each), rel=1e-6)
+    assert row["standard_error"] == pytest.approx(np.std(each, ddof=1) / math.sqrt(6), rel=1e-4)
+
+
+def test_a_layer_that_changes_nothing_is_at_distance_zero_and_a_mirror_at_one():
+    model = small_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    context = context_of(model, [small_inputs(model)])
+    found = measured(run(context, [AngularDistance("all")])["angular_distance"])
+    assert found[1, 1] < 1e-8  # float32's rounding of a cosine near 1 would be 1e-4
+    directions = Directions(context, "all", None)
+    x = torch.randn(2, 9, 16)
+    for index, sign in enumerate((1, -1, 1, -1)):
+        directions.see(index, sign * x)
+    totals, counts = directions.angles()
+    torch.testing.assert_close(totals[:, 0] / counts[:, None], torch.tensor([[0.0, 1, 0, 1]] * 2).double())
+
+
+def test_images_compare_all_patches_and_have_no_last_one():
+    model = small_model("vit")
+    inputs = small_inputs(model, sequences=3)
+    spec = "angular_distance"
+    default = measured(probe(model, spec, inputs["pixel_values"])[spec])
+    everything = measured(probe(model, f"{spec}(tokens=all)", inputs["pixel_values"])[spec])
+    class_token = measured(probe(model, f"{spec}(tokens=first)", inputs["pixel_values"])[spec])
+    assert default == everything != class_token
+    with pytest.raises(UserError, match="tokens: 'last' has no meaning for images"):
+        probe(model, f"{spec}(tokens=last)", inputs["pixel_values"])
+
+
+def test_fewer_tokens_a_batch_are_real_ones_of_every_sequence_and_the_page_says_so():
+    model = small_model("llama")
+    inputs = small_inputs(model, sequences=4, tokens=12)
+    context = context_of(model, [{"input_ids": part} for part in inputs["input_ids"].split(2)])
+    probes = [AngularDistance("all", tokens_per_batch=6)]
+    found = measured(run(context, probes)["angular_distance"])
+    whole = naive(model, inputs)
+    assert found != pytest.approx(whole, abs=1e-6)
+    assert found == pytest.approx(whole, abs=0.2)
+    assert any("2 x 12 tokens 2 x 3 are compared" in note for note in context.notes)
+    exact = context_of(model, context.batches)
+    run(exact, [AngularDistance("all", tokens_per_batch=24)])
+    assert not exact.notes
+
+
+def test_best_block_is_the_smallest_distance_of_its_size():
+    frame = pd.DataFrame(
+        [(0, 1, 0.3), (1, 1, 0.1), (2, 1, 0.1), (0, 2, math.nan), (1, 2, 0.4), (0, 3, math.nan)],
+        columns=["start", "size", "value"],
+    ).assign(metric="angular_distance", standard_error=0.0)
+    frame = frame[["start", "size", "metric", "value", "standard_error"]]
+    best = best_blocks(frame)
+    assert best["metric"].unique().tolist() == ["best_start"]
+    assert best["size"].tolist() == [1, 2, 3]
+    assert best["value"].fillna(-7).tolist() == [1, 1, -7]
+
+
+def test_rows_of_the_map_are_cut_to_percentiles_and_scaled_each_by_itself():
+    values = np.random.default_rng(0).normal(size=50)
+    frame = pd.DataFrame({"start": [*range(50), 0], "size": [1] * 50 + [50], "value": [*values, 0.3]})
+    scaled = scaled_rows(frame)["value"].to_numpy()
+    low, high = np.percentile(values, 1), np.percentile(values, 99)
+    cut = np.clip(values, low, high)
+    np.testing.assert_allclose(scaled[:50], (cut - cut.min()) / (cut.max() - cut.min()))
+    assert scaled[50] == 0
+
+
+def _curve(turns):
+    rows = [(start, 1, "angular_distance", turn, 0.01) for start, turn in enumerate(turns)]
+    rows += [
+        (s, n, "angular_distance", sum(turns[s : s + n]), 0.01)
+        for n in range(2, len(turns) + 1)
+        for s in range(len(turns) - n + 1)
+    ]
+    frame = pd.DataFrame(rows, columns=["start", "size", "metric", "value", "standard_error"])
+    return pd.concat([frame, best_blocks(frame)], ignore_index=True)
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([0.3, 0.3, 0.2, 0.2, 0.1, 0.05, 0.05, 0.2], "deep layers are the similar ones"),
+        ([0.2, 0.05, 0.05, 0.1, 0.2, 0.2, 0.3, 0.3], "early layers are the similar ones"),
+        ([0.1] * 8, "as far apart"),
+    ],
+)
+def test_sentences_say_which_blocks_could_go_and_which_half_is_similar(turns, words):
+    frame = _curve(turns)
+    said = " ".join(AngularDistance().sentences(frame))
+    assert words in said
+    if words.startswith("deep"):
+        assert "layer 5 (turns the stream by 0.050); layers 5 to 6 (turns the stream by 0.100)" in said
+    figures = AngularDistance().figures(frame)
+    assert len(figures) == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("angular_distance(tokens=middle)", "tokens: 'middle' .allowed: last, first, all"),
+        ("angular_distance(tokens_per_batch=0)", "tokens_per_batch: 0"),
+        ("angular_distance(tokens_per_batch=many)", "tokens_per_batch: 'many'"),
+        ("angular_distance(token=all)", "token"),
+    ],
+)
+def test_an_option_that_has_no_meaning_is_refused(spec, message):
+    with pytest.raises(UserError, match=message):
+        registry.make(spec)
+
+
+def test_one_layer_and_many():
+    for count in (1, 40):
+        config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+        config.num_hidden_layers = count
+        model = LlamaForCausalLM(config).eval()
+        inputs = {"input_ids": torch.arange(12).view(2, 6)}
+        made = AngularDistance()
+        frame = run(context_of(model, [inputs]), [made])["angular_distance"]
+        assert_same(measured(frame), naive(model, inputs, [5, 5]))
+        assert made.sentences(frame)
+
+
+def test_the_page_says_what_the_stream_is():
+    notes = {}
+    for name in ("llama", "bert"):
+        model = small_model(name)
+        context = context_of(model, [small_inputs(model)])
+        run(context, [AngularDistance()])
+        notes[name] = " ".join(context.notes)
+    assert "norm's output" not in notes["llama"]
+    assert "The state behind every layer is a norm's output (Post-LN)" in notes["bert"]
+
+
+def test_ranges():
+    assert ranges([5, 0, 1, 2, 8, 7]) == "0-2, 5, 7-8"

@@ -1,0 +1,359 @@
+"""Dropping layers against really deleting them from the list of layers, and against weights set to zero."""
+
+import copy
+import math
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from naive_states import context_of, layers_of
+from small_models import MODELS, small_inputs, small_model, stir
+from test_gradients import Masks, causal_loss
+from transformers import LlamaConfig
+
+import lamina
+from lamina.errors import UserError
+from lamina.placements import names
+from lamina.probes import registry
+from lamina.probes.layer_drop import LayerDrop
+from lamina.probes.probing import probe
+from lamina.probes.removal import refill, removed
+from lamina.probes.running import run, token_losses
+from lamina.probes.suffixes import Suffixes
+
+CONFIG = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+CAUSAL = [name for name, (_, kind, _) in MODELS.items() if "CausalLM" in kind or "LMHead" in kind]
+MASKED = [name for name, (_, kind, _) in MODELS.items() if "MaskedLM" in kind]
+
+
+def built(placement, num_layers=4):
+    model = stir(lamina.build(LlamaConfig(**CONFIG), placement, num_layers=num_layers).eval())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+@torch.no_grad()
+def loss_without(model, ids, layers):
+    """The loss of a copy whose layers are deleted, nothing else of it touched."""
+    model = copy.deepcopy(model)
+    holder = model.model.layers
+    for index in sorted(layers, reverse=True):
+        del holder[index]
+    return float(causal_loss(model, ids))
+
+
+@torch.no_grad()
+def loss_of_bare(model, ids, layers):
+    """The loss of a copy whose layers' output projections are zero: nothing is added, all else stays."""
+    model = copy.deepcopy(model)
+    for index in layers:
+        for name, parameter in model.model.layers[index].named_parameters():
+            if name.split(".")[-2] in ("o_proj", "down_proj"):
+                parameter.zero_()
+    return float(causal_loss(model, ids))
+
+
+def table(frame, metric="loss_increase"):
+    rows = frame[frame["metric"] == metric]
+    return rows.set_index(["layer", "meaning"])["value"].to_dict()
+
+
+@pytest.mark.parametrize("placement", names())
+def test_each_layer_of_every_placement_against_deleting_it(placement):
+    model = built(placement)
+    ids = torch.randint(3, 40, (3, 8))
+    frame = probe(model, "layer_drop", ids, batch_size=2)["layer_drop"]
+    whole = float(causal_loss(model, ids).detach())
+    found = table(frame)
+    assert table(frame, "loss") == {(-1, ""): pytest.approx(whole, rel=1e-5)}
+    for layer in range(4):
+        wanted = loss_without(model, ids, [layer]) - whole
+        assert found[layer, "remove"] == pytest.approx(wanted, abs=2e-5), layer
+        wanted = loss_of_bare(model, ids, [layer]) - whole
+        assert found[layer, "branch"] == pytest.approx(wanted, abs=2e-5), layer
+    assert max(map(abs, found.values())) > 0.01
+    norms = [norm for _, _, norm in context_of(model, [{"input_ids": ids}]).structure.norms()]
+    assert any(norm.role == "post_norm" for norm in norms) == any(
+        found[layer, "remove"] != found[layer, "branch"] for layer in range(4)
+    )
+
+
+def test_runs_of_layers_at_every_start():
+    for placement in ("layernorm_scaling", "keel", "fusenorm"):
+        model = built(placement, num_layers=5)
+        ids = torch.randint(3, 40, (3, 8))
+        frame = probe(model, "layer_drop(block=3)", ids)["layer_drop"]
+        found, whole = table(frame), float(causal_loss(model, ids).detach())
+        assert set(frame.loc[frame["layer"] >= 0, "size"]) == {3}
+        assert {layer for layer, _ in found} == {0, 1, 2}
+        for start in range(3):
+            gone = range(start, start + 3)
+            assert found[start, "remove"] == pytest.approx(loss_without(model, ids, gone) - whole, abs=2e-5)
+            assert found[start, "branch"] == pytest.approx(loss_of_bare(model, ids, gone) - whole, abs=2e-5)
+
+
+def test_a_transformers_llama():
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=4)["input_ids"]
+    frame = probe(model, "layer_drop", ids)["layer_drop"]
+    whole = float(causal_loss(model, ids).detach())
+    for layer in range(3):
+        wanted = loss_without(model, ids, [layer])
+        assert table(frame)[layer, "remove"] == pytest.approx(wanted - whole, abs=1e-5)
+        rise = math.exp(wanted) - math.exp(whole)
+        assert table(frame, "perplexity_increase")[layer, "branch"] == pytest.approx(rise, abs=1e-3)
+    assert list(frame.columns) == ["layer", "size", "meaning", "metric", "value", "standard_error"]
+
+
+def test_albert_loses_one_call_of_its_one_layer():
+    model = small_model("albert")
+    ids = small_inputs(model)["input_ids"]
+    with torch.no_grad():
+        before = token_losses(model, {"input_ids": ids}, Masks()).mean()
+        frame = run(context_of(model, [{"input_ids": ids}], Masks()), [LayerDrop()])["layer_drop"]
+        model.config.num_hidden_layers = 2  # any of the three is as good as another
+        after = token_losses(model, {"input_ids": ids}, Masks()).mean()
+    found = table(frame)
+    for layer in range(3):
+        assert found[layer, "remove"] == pytest.approx(float(after - before), abs=1e-6)
+    assert len({round(found[layer, "branch"], 6) for layer in range(3)}) == 3  # norms stay, so places differ
+
+
+def test_bert_without_branches_is_bert_with_zero_output_projections():
+    model = small_model("bert")
+    ids = small_inputs(model)["input_ids"]
+    context = context_of(model, [{"input_ids": ids}], Masks())
+    found = table(run(context, [LayerDrop(meaning="branch")])["layer_drop"])
+    assert set(found) == {(layer, "branch") for layer in range(3)}
+    with torch.no_grad():
+        whole = token_losses(model, {"input_ids": ids}, Masks()).mean()
+        layer = layers_of(model)[1]
+        for dense in (layer.attention.output.dense, layer.output.dense):
+            dense.weight.zero_()
+            dense.bias.zero_()
+        wanted = token_losses(model, {"input_ids": ids}, Masks()).mean() - whole
+    assert found[1, "branch"] == pytest.approx(float(wanted), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", CAUSAL + MASKED)
+def test_suffixes_are_what_whole_passes_without_the_layers_are(name):
+    """The layers before the dropped one are not run again; the other way is hooks that leave all of them to run."""
+    model = small_model(name)
+    inputs = small_inputs(model)
+    context = context_of(model, [inputs], Masks())
+    state = copy.deepcopy(model.state_dict())
+
+    @torch.no_grad()
+    def losses():
+        return token_losses(model, inputs, Masks()).clone()
+
+    whole = losses()
+    for size in (1, 2):
+        with Suffixes(context, losses) as passes, torch.no_grad():
+            assert torch.equal(passes.full(), whole)
+            assert passes.chained
+            found = []
+            for start in range(3 - size + 1):
+                plain = passes.without(start, size)
+                found.append((plain, passes.without_branches(start, size)))
+        for start, (plain, bare) in enumerate(found):
+            with removed(context, range(start, start + size)):
+                torch.testing.assert_close(plain, losses(), rtol=1e-5, atol=1e-6)
+            with removed(context, range(start, start + size), "branch"):
+                torch.testing.assert_close(plain if bare is None else bare, losses(), rtol=1e-5, atol=1e-6)
+            assert not torch.allclose(plain, whole, atol=1e-7)
+    assert torch.equal(losses(), whole)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_that_changes_the_stream_between_layers_is_run_whole():
+    model = small_model("llama")
+    ids = small_inputs(model)["input_ids"]
+    context = context_of(model, [{"input_ids": ids}])
+    scale = model.model.layers[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
+    with Suffixes(context, lambda: token_losses(model, {"input_ids": ids})) as passes, torch.no_grad():
+        passes.full()
+        assert not passes.chained
+        found = passes.without(1, 1)
+    with removed(context, [1]), torch.no_grad():
+        torch.testing.assert_close(found, token_losses(model, {"input_ids": ids}))
+    scale.remove()
+
+
+def test_generation_with_a_cache_without_a_layer_is_that_of_the_deleted_layer():
+    for layer in (0, 1):
+        model = small_model("llama")
+        ids = small_inputs(model, tokens=5)["input_ids"]
+        context = context_of(model, [{"input_ids": ids}])
+        with removed(context, [layer]):
+            found = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=True)
+        del model.model.layers[layer]
+        for index, rest in enumerate(model.model.layers):
+            rest.self_attn.layer_idx = index
+        model.config.num_hidden_layers = 2
+        assert torch.equal(found, model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=True))
+
+
+def test_standard_errors_are_of_the_paired_difference_over_sequences():
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=6)["input_ids"]
+    frame = probe(model, "layer_drop", ids, batch_size=4)["layer_drop"]
+    whole = np.array([float(causal_loss(model, row[None]).detach()) for row in ids])
+    other = np.array([loss_without(model, row[None], [1]) for row in ids])
+    rows = frame.set_index(["layer", "meaning", "metric"])["standard_error"]
+    assert rows[1, "remove", "loss_increase"] == pytest.approx((other - whole).std(ddof=1) / 6**0.5, rel=1e-3)
+    assert rows[-1, "", "loss"] == pytest.approx(whole.std(ddof=1) / 6**0.5, rel=1e-3)
+    # leaving each sequence out in turn (the jackknife) agrees with the error to first order
+    keep = [np.delete(np.arange(6), i) for i in range(6)]
+    jackknife = np.array([np.exp(other[k].mean()) - np.exp(whole[k].mean()) for k in keep])
+    error = math.sqrt(5 / 6 * ((jackknife - jackknife.mean()) ** 2).sum())
+    assert rows[1, "remove", "perplexity_increase"] == pytest.approx(error, rel=0.1)
+
+
+def test_it_stops_when_the_errors_are_small_and_says_after_how_many_sequences():
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=40)["input_ids"]
+    context = context_of(model, [{"input_ids": part} for part in ids.split(4)])
+    run(context, [LayerDrop(standard_error=0.99)])
+    assert any("layer_drop: 16 sequences were enough" in note for note in context.notes)
+    context.notes.clear()
+    run(context, [LayerDrop(standard_error=0)])
+    assert not context.notes
+
+
+def test_the_angular_distance_stands_beside():
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=4)["input_ids"]
+    both = probe(model, ["layer_drop(block=2)", "angular_distance"], ids, tolerance=0)
+    drop, angle = both["layer_drop"], both["angular_distance"]
+    angle = angle[(angle["size"] == 2) & (angle["metric"] == "angular_distance")]
+    assert table(drop, "angular_distance") == {
+        (start, ""): pytest.approx(value, abs=1e-6) for start, value in zip(angle["start"], angle["value"], strict=True)
+    }
+
+
+@pytest.mark.parametrize(("higher", "sign"), [(True, 1), (False, -1)])
+def test_a_score_of_ones_own_in_which_harm_is_positive(higher, sign):
+    model = built("post_ln", num_layers=3)
+    ids = torch.randint(3, 40, (3, 8))
+    seen = []
+
+    def score(given):
+        assert given is model
+        with torch.no_grad():
+            seen.append(float(causal_loss(given, ids)))
+        return seen[-1]
+
+    made = LayerDrop(score=score, higher_is_better=higher)
+    frame = probe(model, [made], ids)["layer_drop"]
+    whole = seen[0]
+    for layer in range(3):
+        wanted = sign * (whole - loss_without(model, ids, [layer]))
+        assert table(frame, "score_drop")[layer, "remove"] == pytest.approx(wanted, abs=1e-5)
+        wanted = sign * (whole - loss_of_bare(model, ids, [layer]))
+        assert table(frame, "score_drop")[layer, "branch"] == pytest.approx(wanted, abs=1e-5)
+    assert made.sentences(frame)
+    assert made.figures(frame)
+
+
+def test_a_score_is_not_taken_twice_where_the_meanings_are_one():
+    model = small_model("llama")
+    calls = []
+    made = LayerDrop(score=lambda model: calls.append(1) or 1.0)
+    probe(model, [made], small_inputs(model)["input_ids"])
+    assert len(calls) == 1 + 3
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_score_that_fails_leaves_the_model_whole():
+    model = small_model("llama")
+
+    def score(given):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        probe(model, [LayerDrop(score=score)], small_inputs(model)["input_ids"])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_task_without_lm_eval_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match="pip install lm-eval"):
+        registry.make("layer_drop(task=arc_easy)")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("layer_drop(block=0)", "block: 0"),
+        ("layer_drop(meaning=skip)", "meaning: 'skip' .allowed: remove, branch, all"),
+        ("layer_drop(metric=accuracy)", "metric: 'accuracy' .allowed: loss, perplexity, all"),
+        ("layer_drop(score=mine)", "score: 'mine'"),
+        ("layer_drop(standard_error=2)", "standard_error: 2"),
+    ],
+)
+def test_an_option_that_has_no_meaning_is_refused(spec, message):
+    with pytest.raises(UserError, match=message):
+        registry.make(spec)
+
+
+def test_what_a_model_cannot_give_is_refused():
+    model = small_model("llama")
+    with pytest.raises(UserError, match="block: 3 of 3 layers leaves none"):
+        probe(model, "layer_drop(block=3)", small_inputs(model)["input_ids"])
+    with pytest.raises(UserError, match="no head that predicts tokens"):
+        probe(model.model, "layer_drop", small_inputs(model)["input_ids"])
+    images = small_model("vit")
+    with pytest.raises(UserError, match="no head that predicts tokens"):
+        probe(images, "layer_drop", small_inputs(images)["pixel_values"])
+
+
+def test_images_are_scored_by_ones_own_measure():
+    model = small_model("vit")
+    pixels = small_inputs(model)["pixel_values"]
+    with torch.no_grad():
+        made = LayerDrop(score=lambda model: float(model(pixels).logits[0, 0].detach()))
+        found = table(probe(model, [made], pixels)["layer_drop"], "score_drop")
+        whole = float(model(pixels).logits[0, 0])
+        del model.base_model.layers[2]
+        assert found[2, "remove"] == pytest.approx(whole - float(model(pixels).logits[0, 0]), abs=1e-6)
+
+
+def _frame(values, meanings=("remove",)):
+    rows = [(-1, 0, "", "loss", 3.0, 0.1)]
+    for meaning in meanings:
+        shift = 0.5 if meaning == "branch" else 0
+        rows += [(layer, 1, meaning, "loss_increase", v + shift, 0.001) for layer, v in enumerate(values)]
+    rows += [(layer, 1, "", "angular_distance", v / 10, 0.0) for layer, v in enumerate(values)]
+    return pd.DataFrame(rows, columns=["layer", "size", "meaning", "metric", "value", "standard_error"])
+
+
+def test_sentences_name_the_layers_that_could_go():
+    said = LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3]))
+    assert said[0] == "Dropping layer 3 harms least (loss increase 0.01 nats), layer 0 most (2 nats)."
+    assert "Layers that could go, one at a time: 2-3" in said[1]
+    assert "drop layer 3 first, the measured harm the same" in said[2]
+    assert "correlation of 1.00" in said[2]
+    both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
+    assert "its branches set to zero, its norms kept" in both
+    assert "No layer could go unnoticed" in both
+    assert "layers 3 to 4" in LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01]).assign(size=2))[0]
+
+
+def test_an_output_of_any_kind_is_made_again_with_another_first_tensor():
+    from transformers.modeling_outputs import BaseModelOutput
+
+    x, y, z = torch.ones(1), torch.zeros(1), torch.full((1,), 2.0)
+    assert refill(x)(y) is y
+    assert refill((None, x, z))(y) == (None, y, z)
+    assert refill([x, None])(y) == [y, None]
+    made = refill(BaseModelOutput(last_hidden_state=x))(y)
+    assert isinstance(made, BaseModelOutput)
+    assert made.last_hidden_state is y

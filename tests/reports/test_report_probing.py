@@ -1,0 +1,198 @@
+"""The page of `lamina probe`, from the folder's files alone."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io
+import pytest
+from synthetic_probing import write_probing
+
+from lamina.errors import UserError
+from lamina.probes.compact import MOST_CELLS, MOST_LINES, MOST_POINTS, compact, defuse
+from lamina.reports import report
+from lamina.reports.probing import main_numbers
+from lamina.reports.style import polish_own
+
+
+def body(page: str) -> str:
+    return page.partition("</script>\n</head>")[2]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    return report(write_probing(tmp_path_factory.mktemp("probing") / "out")).read_text(encoding="utf-8")
+
+
+def test_a_section_for_each_probe_and_one_for_the_model(page):
+    ids = re.findall(r'<section id="([^"]+)"', page)
+    assert ids == ["in-short", "model", "dummy-states", "dummy-pairs", "no-head", "settings"]
+    assert len(re.findall(r'class="plotly-graph-div"', page)) == 2
+    assert "12 layers of width 32" in page
+    assert "12,345 parameters" in page
+
+
+def test_what_was_skipped_says_why(page):
+    section = page[page.index('id="no-head"') :]
+    assert "Not measured: it has no head" in section[: section.index("</section>")]
+
+
+def test_every_text_is_escaped(page):
+    assert "<script>alert" not in page
+    assert "<a href='javascript" not in body(page)
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 8
+    # plotly reads an <a> in its own data; the data's < is \u003c in the page
+    assert "\\u003ca href" not in page
+    assert "&lt;a href='javascript" in page
+
+
+def test_the_page_asks_nothing_of_any_server(page):
+    tags = re.findall(r"<[a-z][^>]*>", body(page))
+    assert not [tag for tag in tags if re.search(r"""(?:src|href)=["']?(?!["']?(?:#|data:))""", tag)]
+
+
+def test_the_main_numbers_are_in_a_folded_table(page):
+    section = page[page.index('id="dummy-states"') : page.index('id="dummy-pairs"')]
+    table = section[section.index("<details>") :]
+    assert "all 26 in dummy_states.parquet" in table
+    assert "<td>variance</td>" in table
+    assert "layer 12" in table
+
+
+def test_main_numbers_against_the_frame():
+    frame = pd.DataFrame(
+        {
+            "layer": [0, 1, 2, 0, 1],
+            "sublayer": ["a", "a", "a", "b", "b"],
+            "metric": "m",
+            "value": [3.0, 1.0, np.inf, 5.0, np.nan],
+        }
+    )
+    found = main_numbers(frame)
+    assert found["rows"].tolist() == [3, 2]
+    assert found["not finite"].tolist() == [1, 1]
+    assert found["lowest"].tolist() == [1.0, 5.0]
+    assert found["at"].tolist() == ["layer 1", "layer 0"]
+    assert found["highest"].tolist() == [3.0, 5.0]
+    assert found["median"].tolist() == [2.0, 5.0]
+
+
+def test_an_interrupted_probing_has_its_page_and_says_so(tmp_path):
+    folder = write_probing(tmp_path / "out", status="interrupted", reason="stopped by Ctrl-C")
+    page = report(folder).read_text(encoding="utf-8")
+    assert "status: interrupted" in page
+    assert "stopped by Ctrl-C" in page
+
+
+def test_a_missing_figure_or_table_is_said_and_the_rest_is_shown(tmp_path):
+    folder = write_probing(tmp_path / "out")
+    (folder / "figures" / "dummy_states-1.json").unlink()
+    (folder / "dummy_pairs.parquet").write_bytes(b"PAR1 torn")
+    page = report(folder).read_text(encoding="utf-8")
+    assert "A figure is missing" in page
+    assert "dummy_pairs.parquet cannot be shown" in page
+    assert len(re.findall(r'class="plotly-graph-div"', page)) == 1
+
+
+def test_a_name_that_leads_out_of_the_folder_is_not_read(tmp_path):
+    folder = write_probing(tmp_path / "out")
+    (tmp_path / "secret.json").write_text(json.dumps({"data": [], "layout": {"title": "secret"}}), encoding="utf-8")
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result["probes"]["dummy_states"]["figures"][0]["file"] = "../secret.json"
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    page = report(folder).read_text(encoding="utf-8")
+    assert "leads out of the folder" in page
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(UserError, match="neither"):
+        report(tmp_path)
+
+
+@pytest.mark.parametrize("num_layers", [2, 1024])
+def test_the_page_stays_small_at_any_depth(tmp_path, num_layers):
+    page = report(write_probing(tmp_path / "out", num_layers)).read_text(encoding="utf-8")
+    assert len(page) < 6_000_000
+    assert ("Drawn: 256 × 256 of 1025 × 1025 cells" in page) == (num_layers == 1024)
+
+
+def test_a_large_heat_map_keeps_every_kth_cell_with_both_ends():
+    size = 2 * MOST_CELLS + 1
+    cells = np.arange(size * size, dtype=float).reshape(size, size)
+    text = cells.astype(int).astype(str)
+    figure = go.Figure(go.Heatmap(z=cells, x=np.arange(size) * 10, y=np.arange(size), text=text))
+    small, said = compact(figure)
+    trace = small.data[0]
+    z, x, y = (np.asarray(trace[name]) for name in ("z", "x", "y"))
+    assert z.shape == (MOST_CELLS, MOST_CELLS)
+    assert (x[0], x[-1], y[0], y[-1]) == (0, 10 * (size - 1), 0, size - 1)
+    assert np.array_equal(z, (y[:, None] * size + x[None, :] / 10).astype(np.float32))
+    assert np.asarray(trace.text)[3, 5] == str(int(z[3, 5]))
+    assert f"{size} × {size}" in said
+
+
+def test_long_lines_and_many_lines_are_thinned_and_small_figures_are_left_alone():
+    figure = go.Figure()
+    count = 2 * MOST_LINES
+    for i in range(count):
+        figure.add_scatter(x=[0, 1], y=[i, i])
+    small, said = compact(figure)
+    assert len(small.data) == MOST_LINES
+    assert (small.data[0].y[0], small.data[-1].y[0]) == (0, count - 1)
+    assert f"{MOST_LINES} of {count} lines" in said
+
+    long = go.Figure(go.Scatter(x=np.arange(3 * MOST_POINTS), y=2.0 * np.arange(3 * MOST_POINTS)))
+    small, said = compact(long)
+    assert len(small.data[0].x) == MOST_POINTS
+    assert np.array_equal(np.asarray(small.data[0].y), 2.0 * np.asarray(small.data[0].x))
+    assert "points of a line" in said
+
+    plain = go.Figure(go.Scatter(x=[0, 1], y=[0.1, 0.2]))
+    small, said = compact(plain)
+    assert said == ""
+    assert np.asarray(small.data[0].y).tolist() == pytest.approx([0.1, 0.2])
+
+
+def test_a_figure_read_from_its_file_is_thinned_and_drawn_as_it_was():
+    size = MOST_CELLS + 1
+    cells = np.random.default_rng(0).random((size, size))
+    figure = go.Figure([go.Heatmap(z=cells), go.Scatter(x=np.arange(3), y=np.array([1.5, 2.5, 4.0]))])
+    read = plotly.io.from_json(figure.to_json())
+    small, said = compact(read)
+    direct, _ = compact(figure)
+    assert f"{size} × {size}" in said
+    assert np.array_equal(np.asarray(small.data[0].z), np.asarray(direct.data[0].z))
+    assert np.asarray(small.data[1].y).tolist() == [1.5, 2.5, 4.0]
+
+
+def test_a_logarithmic_axis_spans_a_decade_and_a_level_line_looks_level():
+    def axis(values, kind):
+        figure = go.Figure(go.Scatter(x=[0, 1], y=values))
+        return polish_own(figure.update_yaxes(type=kind)).layout.yaxis
+
+    low, high = axis([1.0, 1.1], "log").range
+    assert high - low >= 1
+    assert low < 0 < np.log10(1.1) < high
+    assert axis([0.60, 0.65], "linear").rangemode == "tozero"
+    assert axis([0.1, 0.65], "linear").rangemode is None
+
+
+def test_tags_that_plotly_would_follow_are_defused_and_plain_ones_kept():
+    kept = "10<sup>3</sup><br>%{y}<extra></extra>"
+    assert defuse(kept) == kept
+    assert defuse({"text": ["<a href='x'>y</a>", "<b onclick='x'>"]}) == {
+        "text": ["&lt;a href='x'>y&lt;/a>", "&lt;b onclick='x'>"]
+    }
+
+
+def test_the_page_loads_neither_torch_nor_transformers(tmp_path):
+    folder = write_probing(tmp_path / "out")
+    code = (
+        f"import sys; from lamina.reports import report; from pathlib import Path; report(Path({str(folder)!r})); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

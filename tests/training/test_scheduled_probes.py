@@ -1,0 +1,211 @@
+"""Probes on a training model: they measure it at the steps asked for, and the training does not notice."""
+
+import json
+import random
+import types
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from own_probes import write_probes
+from training.tiny_runs import layers, records
+
+from lamina import build
+from lamina.errors import UserError
+from lamina.probes import registry
+from lamina.reports import run_report
+from lamina.training import scheduled
+from lamina.training.scheduled import ScheduledProbes, forget, undisturbed
+
+ENDED = ("finished", "stuck")  # four steps of a tiny model teach it nothing
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    registry.names()
+    monkeypatch.setattr(registry, "_PROBES", dict(registry._PROBES))
+    return ",".join(write_probes(tmp_path))
+
+
+def parts(folder, name="mean_square"):
+    return {int(p.stem.split("-")[1]): pd.read_parquet(p) for p in sorted((folder / "probes" / name).glob("*.parquet"))}
+
+
+def test_probes_run_at_the_start_at_every_nth_step_and_at_the_end(trained, tmp_path, own):
+    assert trained(probe_every=2, probes=own, steps=5)["status"] in ENDED
+    assert list(parts(tmp_path / "run")) == [0, 2, 4, 5]
+    for step, frame in parts(tmp_path / "run").items():
+        assert frame.columns[0] == "step"
+        assert set(frame["step"]) == {step}
+        assert frame["layer"].tolist() == [0, 1, 2]
+
+
+def test_what_is_measured_is_the_model_at_that_step_on_the_monitors_blocks(
+    trained, tmp_path, own, trainers, monkeypatch
+):
+    naive = {}
+    original = ScheduledProbes._probe
+
+    def spy(self, state):
+        original(self, state)
+        with torch.no_grad():
+            states = self.trainer.model(input_ids=self.input_ids, output_hidden_states=True).hidden_states
+        naive[state.global_step] = [float(x.double().square().mean()) for x in states[:2]]
+
+    monkeypatch.setattr(ScheduledProbes, "_probe", spy)
+    trained(probe_every=2, probes=own, batch_size=8)
+    assert (
+        len(next(c for c in trainers[0].callback_handler.callbacks if isinstance(c, ScheduledProbes)).input_ids) == 2
+    )  # a quarter of the training batch
+    for step, frame in parts(tmp_path / "run").items():
+        assert frame["value"].tolist()[:2] == pytest.approx(naive[step], rel=1e-5)
+
+
+def test_training_is_bit_for_bit_the_same_with_and_without_probes(trained, tmp_path, own):
+    trained("without")
+    trained("with", probe_every=1, probes=own)
+    assert records(tmp_path / "with") == records(tmp_path / "without")
+    pd.testing.assert_frame_equal(layers(tmp_path / "with"), layers(tmp_path / "without"))
+    one, two = ((tmp_path / n / "model" / "model.safetensors").read_bytes() for n in ("with", "without"))
+    assert one == two
+
+
+def test_parts_and_notes_behind_the_resumed_step_are_dropped(tmp_path):
+    for step in (0, 2, 4, 6):
+        scheduled.write_part(tmp_path / "a", step, pd.DataFrame({"layer": [0], "value": [1.0]}))
+    lines = [json.dumps({"step": step, "note": "x"}) + "\n" for step in (2, 6)]
+    (tmp_path / "a" / "notes.jsonl").write_text("".join(lines) + '{"step": 2', encoding="utf-8")
+    forget(tmp_path, after=4)
+    assert [p.name for p in sorted((tmp_path / "a").glob("part-*"))] == [f"part-{s:08d}.parquet" for s in (0, 2, 4)]
+    assert (tmp_path / "a" / "notes.jsonl").read_text(encoding="utf-8") == lines[0]
+
+
+def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained, tmp_path, own, monkeypatch):
+    trained("whole", probe_every=1, probes=own, steps=6)
+    from lamina.training import pretrain as pretraining
+
+    original = pretraining.LaminaTrainer.training_step
+
+    def stops(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining.LaminaTrainer, "training_step", stops)
+        assert trained(probe_every=1, probes=own, steps=6, save_steps=2)["status"] == "interrupted"
+    assert list(parts(tmp_path / "run")) == [0, 1, 2, 3]
+    assert trained(resume=True, probe_every=1, probes=own, steps=6, save_steps=2)["status"] in ENDED
+    whole, resumed = parts(tmp_path / "whole"), parts(tmp_path / "run")
+    assert list(resumed) == list(whole)
+    for step in whole:
+        pd.testing.assert_frame_equal(resumed[step], whole[step])
+
+
+def test_the_clock_of_the_training_stands_still(trained, tmp_path, own, monkeypatch, trainers):
+    from lamina.training import recorder as recording
+
+    now = [0.0]
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])
+    original = ScheduledProbes._probe
+
+    def slow(self, state):
+        original(self, state)
+        now[0] += 1000.0
+
+    monkeypatch.setattr(ScheduledProbes, "_probe", slow)
+    trained(probe_every=1, probes=own)
+    recorder = next(c for c in trainers[0].callback_handler.callbacks if hasattr(c, "training_seconds"))
+    assert recorder.training_seconds < 1000
+
+
+def test_gradients_modes_compiled_calls_and_random_states_are_as_they_were(tiny_llama):
+    model = build(tiny_llama, "pre_ln")
+    model.train()
+    model.model.layers[0].eval()
+    model.model.layers[1]._compiled_call_impl = compiled = lambda *args, **kwargs: None
+    model.lm_head.weight.requires_grad_(False)
+    ids = torch.randint(0, 61, (2, 8))
+    model.model.layers[1]._compiled_call_impl = None
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.model.layers[1]._compiled_call_impl = compiled
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    values = {n: None if g is None else g.clone() for n, g in gradients.items()}
+    modes = {n: m.training for n, m in model.named_modules()}
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    with undisturbed(model):
+        assert not any(m.training for m in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+        assert model.model.layers[1]._compiled_call_impl is None
+        torch.manual_seed(99)
+        random.seed(99)
+        np.random.seed(99)
+        model.requires_grad_(True)
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is gradients[n] for n, p in model.named_parameters())
+    assert all(values[n] is None or torch.equal(p.grad, values[n]) for n, p in model.named_parameters())
+    assert {n: m.training for n, m in model.named_modules()} == modes
+    assert model.model.layers[1]._compiled_call_impl is compiled
+    assert [p.requires_grad for p in model.lm_head.parameters()] == [False]
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+
+
+def test_an_error_inside_puts_everything_back(tiny_llama):
+    model = build(tiny_llama, "pre_ln").train()
+    with pytest.raises(RuntimeError), undisturbed(model):
+        raise RuntimeError
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"), [("REFUSE", "no weights on Tuesdays"), ("BREAK", "RuntimeError: broken")]
+)
+def test_a_probe_that_cannot_measure_is_a_note_and_the_others_and_the_run_go_on(
+    trained, tmp_path, own, monkeypatch, variable, said
+):
+    monkeypatch.setenv(variable, "1")
+    assert trained(probe_every=2, probes=own)["status"] in ENDED
+    assert list(parts(tmp_path / "run")) == [0, 2, 4]
+    assert not parts(tmp_path / "run", "weight_norm")
+    (note,) = (tmp_path / "run" / "probes" / "weight_norm" / "notes.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(note)["step"] == 0
+    assert said in json.loads(note)["note"]
+    page = run_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert "Mean square during training" in page
+    assert said in page
+
+
+def test_unknown_probes_are_refused_before_anything_is_written(trained, tmp_path):
+    with pytest.raises(UserError, match="no_such"):
+        trained(probe_every=1, probes="no_such")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_schedule_there_is_no_folder(trained, tmp_path, own):
+    trained(probes=own)
+    assert not (tmp_path / "run" / "probes").exists()
+
+
+def test_another_process_than_the_first_measures_nothing(tmp_path, tiny, own):
+    probing = ScheduledProbes(
+        tmp_path, tiny(probe_every=1, probes=own), torch.zeros(1, 4, dtype=torch.long), None, None
+    )
+    probing._probe(types.SimpleNamespace(is_world_process_zero=False, global_step=0))
+    assert not (tmp_path / "probes").exists()
+
+
+def test_the_page_shows_the_probes_metric_over_the_steps(trained, tmp_path, own):
+    trained(probe_every=1, probes=own)
+    page = run_report(tmp_path / "run").read_text(encoding="utf-8")
+    section = page[page.index("Mean square during training") :]
+    section = section[: section.index("</section>")]
+    assert section.count("plotly-graph-div") == 2
+    assert "a Tuesday" in section
