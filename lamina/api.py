@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
 
     made = PretrainSettings.from_dict(settings)
     result = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    run_report(Path(made.output))
+    if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
+        run_report(Path(made.output))
     return result
 
 

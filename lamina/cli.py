@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return importlib.import_module(f"lamina.commands.{name.replace('-', '_')}").run(rest) or 0
     except UserError as error:
-        return _fail(str(error), 2)
+        return _fail(str(error), 2, told=getattr(error, "told", False))
     except KeyboardInterrupt:
         return _fail("interrupted; what was finished is kept (--resume goes on with it)", 130)
     except BrokenPipeError:  # `lamina placements | head`
@@ -73,11 +73,13 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in _THEIRS:
             raise
         where = f": {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror}{where}; what was finished is kept", 2)
+        return _fail(f"{error.strerror}{where}; what was finished is kept", 2, told=getattr(error, "told", False))
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"lamina: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, code: int, *, told: bool = False) -> int:
+    """Say it, unless another process of the run has."""
+    if not told:
+        print(f"lamina: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

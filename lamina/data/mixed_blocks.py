@@ -26,8 +26,6 @@ class MixedBlocks(torch.utils.data.Dataset):
     as they lie. Nothing but the seed decides, so a run that is resumed at block i goes on with the same ones.
     """
 
-    ordered = True  # a sampler must not shuffle it again: the shares hold in this order only
-
     def __init__(self, parts: Sequence[tuple[str, Fraction, Any]], length: int, seed: int | None = None):
         self.names = [name for name, _, _ in parts]
         self.shares = [share for _, share, _ in parts]
@@ -35,8 +33,8 @@ class MixedBlocks(torch.utils.data.Dataset):
         self.length, self.seed = length, seed
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
-    def drawn(self, seed: int, length: int) -> MixedBlocks:
-        """The same mix in the order of a run with this seed that trains on ``length`` blocks."""
+    def drawn(self, seed: int, length: int = 2**62) -> MixedBlocks:
+        """The same mix in the order of a run with this seed; as good as without end."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:
@@ -69,9 +67,14 @@ class MixedBlocks(torch.utils.data.Dataset):
             blocks, rest = blocks - counts[-1], rest - share
         return counts
 
-    def realised(self, blocks: int) -> dict[str, dict[str, float]]:
-        """Of the first ``blocks`` blocks: each part's blocks and share, and how many times it was seen whole."""
-        rows = zip(self.names, self.shares, self.blocks, self.counts(blocks), strict=True)
+    def realised(self, spans: Sequence[tuple[int, int]]) -> dict[str, dict[str, float]]:
+        """Of the blocks from start to end of each span: each part's number and share, how many times it was seen."""
+        counts = [0] * len(self.shares)
+        for start, end in spans:
+            steps = zip(self.counts(end), self.counts(start), strict=True)
+            counts = [c + after - before for c, (after, before) in zip(counts, steps, strict=True)]
+        blocks = sum(counts)
+        rows = zip(self.names, self.shares, self.blocks, counts, strict=True)
         return {
             name: {
                 "wanted": float(share),

@@ -24,6 +24,7 @@ eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 """
+SCALE = "parallel device rollback rollback-factor rollback-skip"
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
@@ -38,7 +39,7 @@ max-grad-norm tolerance output threads
 """
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
-    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
+    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed", *SCALE.split()],
     "preflight": [
         *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
         *(

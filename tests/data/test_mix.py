@@ -104,7 +104,7 @@ def test_each_part_is_seen_whole_before_any_block_of_it_twice_and_in_another_ord
     epochs = [of_b[k : k + 7] for k in range(0, 98, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 10
-    assert data.realised(200)["b"] == {"wanted": 0.5, "share": 0.5, "blocks": 100, "epochs": 100 / 7}
+    assert data.realised([(0, 150), (150, 200)])["b"] == {"wanted": 0.5, "share": 0.5, "blocks": 100, "epochs": 100 / 7}
 
 
 def test_nothing_but_the_seed_decides():

@@ -7,6 +7,7 @@ import pytest
 from training.tiny_runs import records, result, settings
 
 from lamina.training import pretrain as pretraining
+from lamina.training.order import TrainOrder
 
 
 @pytest.fixture
@@ -69,3 +70,13 @@ def test_what_is_seen_more_than_once_is_said(trained, tmp_path, mix, caplog):
     epochs = json.loads((tmp_path / "run" / "result.json").read_text())["mix"][mix[2]]["epochs"]
     assert epochs > 1
     assert f"{mix[2]}: its blocks are seen {epochs:.2f} times" in said
+
+
+def test_the_spans_are_the_blocks_that_the_steps_trained_on():
+    """Against the order itself: without jumps, after one, and where a second one goes back before the first."""
+    for jumps in ((), ((3, 2),), ((3, 2), (5, 4)), ((5, 2), (3, 4))):
+        order = TrainOrder(10**9, steps=8, batch_size=2, gradient_accumulation=3, jumps=jumps, shuffled=False)
+        blocks = [i for batch in order for i in batch]
+        for steps in range(9):
+            spans = [i for start, end in order.spans(steps) for i in range(start, end)]
+            assert spans == blocks[: steps * 6]
