@@ -66,7 +66,7 @@ def probe_folder(
 
 
 def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
-    """Train one model from scratch, as `lamina pretrain` does; ``settings`` are its flags with underscores.
+    """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
 
     Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
@@ -78,6 +78,10 @@ def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
     from lamina.training.settings import PretrainSettings
 
     made = PretrainSettings.from_dict(settings)
+    if made.from_model is not None:
+        from lamina.training.source import settled
+
+        made = settled(made, settings)
     result = run(made, resume=resume, overwrite=overwrite, bar=bar)
     if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
         run_report(Path(made.output))

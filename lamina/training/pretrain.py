@@ -28,9 +28,9 @@ from lamina.data import Blocks, prepare_blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.data.mixed_blocks import MixedBlocks
 from lamina.errors import UserError
-from lamina.modeling.building import build, make_plan
+from lamina.modeling.building import build
 from lamina.training import folder as run_folder
-from lamina.training import speed
+from lamina.training import source, speed
 from lamina.training.arguments import device_of, training_arguments
 from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, run_state, step_of
 from lamina.training.checks import DATA, backbone_config, check, merge, refuse_changes
@@ -82,6 +82,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
 
 def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overwrite: bool) -> tuple[Any, Any]:
     """The settings with those of the run to resume, and the result that it has already."""
+    settings = source.settled(settings)
     target = Path(settings.output)
     run_folder.refuse(target, resume=resume, overwrite=overwrite)
     stored = target / "config.yaml"
@@ -98,7 +99,7 @@ def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overw
 
 def _claim(held: ExitStack, settings: PretrainSettings, blocks: Blocks, *, resume: bool, overwrite: bool) -> bool:
     target = Path(settings.output)
-    plan = make_plan(settings.placement, backbone_config(settings).num_hidden_layers)
+    plan = source.plan_of(settings, backbone_config(settings).num_hidden_layers)
     if resume:
         refuse_changes(target, plan, settings, blocks.stats.fingerprint)
     held.enter_context(run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0))
@@ -203,13 +204,16 @@ class _Line:
         target = Path(settings.output)
         config = backbone_config(settings, vocab_size=len(tokenizer))
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.plan = make_plan(settings.placement, config.num_hidden_layers)
+        self.plan = source.plan_of(settings, config.num_hidden_layers)
         torch.manual_seed(settings.seed)
         profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
         scaling = width_scaling_of(settings)
-        self.model = build(
-            config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
-        )
+        if settings.from_model is None:
+            self.model = build(
+                config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
+            )
+        else:
+            self.model = source.load(settings.from_model, config.max_position_embeddings)
         factors = None if scaling is None else rate_factors(self.model, scaling)
         settings = self.settings = _settle(settings, self.model, torch.device(device_of(settings)), crew, bar=bar)
         arguments = training_arguments(settings, crew.size)

@@ -70,6 +70,8 @@ class RunRecorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.training_steps += 1
+        assert self.trainer is not None
+        self.trainer.count_overflow()
         if self._since is not None:
             self.training_seconds += time.monotonic() - self._since
             self._since = None
@@ -90,6 +92,9 @@ class RunRecorder(TrainerCallback):
         loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
         record = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss}
         record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm}
+        assert self.trainer is not None
+        if (scaler := self.trainer.scaler()) is not None:
+            record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
         if (mix := self.mix(step)) is not None:
             record["mix"] = {name: part["share"] for name, part in mix.items()}
         self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})

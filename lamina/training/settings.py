@@ -208,6 +208,8 @@ class PretrainSettings(RunSettings):
 
     Args:
         placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+        from_model: go on from this model's weights with new data and a new schedule: a run's folder, a Lamina
+            checkpoint, or a transformers one that lamina convert takes; it decides placement, sizes and tokenizer
         output: the run's folder
         learning_rate: peak learning rate
         seed: of the weights, the data's order and everything else drawn
@@ -220,6 +222,7 @@ class PretrainSettings(RunSettings):
     """
 
     placement: str = "pre_ln"
+    from_model: str | None = None
     output: str = "runs/pretrain"
     learning_rate: float = 3e-3
     seed: int = 0

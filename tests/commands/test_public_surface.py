@@ -39,7 +39,7 @@ max-grad-norm tolerance output threads
 """
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
-    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed", *SCALE.split()],
+    "pretrain": [*SHARED.split(), "placement", "from", "from-model", "output", "learning-rate", "seed", *SCALE.split()],
     "preflight": [
         *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
         *(
