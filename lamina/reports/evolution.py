@@ -64,7 +64,7 @@ def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quan
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
-    keys = [k for k in ("metric", "sublayer", "role") if k in frame and frame[k].notna().any()]
+    keys = [k for k in ("metric", "sublayer", "role", "format") if k in frame and frame[k].notna().any()]
     found = []
     for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False) if keys else [((), frame)]:
         if rows[by].nunique() < 2:
