@@ -283,6 +283,18 @@ def test_a_score_that_fails_leaves_the_model_whole():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_layers_compiled_in_place_are_dropped_all_the_same():
+    model = small_model("llama")
+    ids = small_inputs(model)["input_ids"]
+    plain = probe(model, "layer_drop", ids)["layer_drop"]
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    calls = [layer._compiled_call_impl for layer in model.model.layers]
+    context = context_of(model, [{"input_ids": ids}])
+    pd.testing.assert_frame_equal(LayerDrop().finish(context), plain)
+    assert [layer._compiled_call_impl for layer in model.model.layers] == calls
+
+
 def test_a_task_without_lm_eval_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match="pip install lm-eval"):
