@@ -166,5 +166,7 @@ def _early_or_deep(turns: np.ndarray) -> list[str]:
     if max(early, deep) < 1.1 * min(early, deep):
         return [f"Early and deep layers are as far apart: {numbers}."]
     similar = "deep" if deep < early else "early"
-    usual = "Pre-LN" if similar == "deep" else "Post-LN"
-    return [f"The {similar} layers are the similar ones, as usual for {usual}: {numbers}."]
+    return [
+        f"The {similar} layers are the similar ones: {numbers} (Mix-LN finds the deep ones in Pre-LN and "
+        "the early ones in Post-LN models)."
+    ]
