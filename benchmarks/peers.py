@@ -139,7 +139,7 @@ class XTransformers(nn.Module):
 
 
 def transformers_llama(size: str, sequence_length: int) -> nn.Module:
-    """transformers' own Llama, for its Trainer."""
+    """Transformers' own Llama, for its Trainer."""
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM(llama_config(size, sequence_length))

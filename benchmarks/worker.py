@@ -99,7 +99,7 @@ def say(**what: Any) -> None:
 
 
 def train_loop(model: nn.Module, task: dict[str, Any], baton: Baton) -> None:
-    """nanoGPT's loop: autocast, clipping, fused AdamW."""
+    """NanoGPT's loop: autocast, clipping, fused AdamW."""
     device, dtype = baton.device, torch.bfloat16
     model.to(device).train()
     run = torch.compile(model) if task["compile"] == "on" else model
@@ -125,7 +125,7 @@ def batches(blocks: RandomBlocks, batch_size: int) -> Iterator[torch.Tensor]:
 
 
 def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
-    """transformers' Llama and Trainer, at their defaults but for precision and compilation."""
+    """Transformers' Llama and Trainer, at their defaults but for precision and compilation."""
     from peers import transformers_llama
 
     model = transformers_llama(task["size"], task["sequence_length"])

@@ -9,21 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lamina.api import compare, pretrain
+    from lamina.api import compare, preflight, pretrain
     from lamina.modeling.building import build, wire
     from lamina.probes.probing import probe
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "compare", "placements", "pretrain", "probe", "wire"]
+__all__ = ["__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"]
 
 _LAZY = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
     "compare": "lamina.api",
+    "preflight": "lamina.api",
     "pretrain": "lamina.api",
     "probe": "lamina.probes.probing",
 }
-_PACKAGES = ("placements", "modeling", "data", "probes", "training", "studies", "reports")
+_PACKAGES = ("placements", "modeling", "data", "probes", "training", "preflights", "studies", "reports")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,5 +79,39 @@ def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
 
     made = PretrainSettings.from_dict(settings)
     result = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    run_report(Path(made.output))
+    if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
+        run_report(Path(made.output))
     return result
+
+
+def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+    """Say of planned runs whether they will train, as `lamina preflight` does; ``settings`` are its flags.
+
+    Returns a row a planned run: its verdict ("fine", "risky" or "will not train"), the reason, what to change, and the
+    numbers that these rest on (docs/preflight.md). With ``output`` the folder gets preflight.csv, layers.parquet and
+    report.html.
+
+    Raises:
+        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+    """
+    from lamina.preflights.running import layer_table, run_preflight, table
+    from lamina.preflights.settings import PreflightSettings
+    from lamina.training import folder as run_folder
+
+    made = PreflightSettings.from_dict(settings)
+    if made.output is None:
+        return table(run_preflight(made, bar=bar))
+    target = Path(made.output)
+    run_folder.refuse(target, resume=False, overwrite=overwrite)
+    found = run_preflight(made, bar=bar)
+    rows, layers = table(found), layer_table(found)
+    with run_folder.lock(target):
+        run_folder.claim(target, resume=False, overwrite=overwrite)
+        run_folder.write_json(target / "environment.json", run_folder.environment(made.seed))
+        run_folder.write_text(target / "preflight.csv", rows.to_csv(index=False))
+        layers.to_parquet(target / "layers.parquet", index=False)
+        from lamina.reports.preflight import label_of, preflight_report
+
+        losses = {label_of(f.run.placement, f.run.learning_rate, rows): f.burn_in.losses for f in found}
+        preflight_report(target, rows, layers, losses, made.command())
+    return rows

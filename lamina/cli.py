@@ -11,6 +11,7 @@ from lamina.errors import UserError, nearest
 
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
+    "preflight": "before a run: will it train, why not, and what to change",
     "pretrain": "train one model from scratch",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return importlib.import_module(f"lamina.commands.{name}").run(rest) or 0
     except UserError as error:
-        return _fail(str(error), 2)
+        return _fail(str(error), 2, told=getattr(error, "told", False))
     except KeyboardInterrupt:
         return _fail("interrupted; what was finished is kept (--resume goes on with it)", 130)
     except BrokenPipeError:  # `lamina placements | head`
@@ -70,11 +71,13 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in _THEIRS:
             raise
         where = f": {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror}{where}; what was finished is kept", 2)
+        return _fail(f"{error.strerror}{where}; what was finished is kept", 2, told=getattr(error, "told", False))
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"lamina: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, code: int, *, told: bool = False) -> int:
+    """Say it, unless another process of the run has."""
+    if not told:
+        print(f"lamina: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

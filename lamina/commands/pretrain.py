@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lamina.api import pretrain
@@ -12,6 +13,7 @@ EXAMPLES = """
   lamina pretrain --backbone llama-71m --placement peri_ln --corpus books/ --tokenizer bpe:8192 --save-steps 200
   lamina pretrain --placement keel --trainer.optim adafactor --report-to tensorboard --output runs/keel-af
   lamina pretrain --output runs/keel-64 --resume
+  torchrun --nproc_per_node 8 --no-python lamina pretrain --parallel fsdp2 --save-steps 500 --rollback 2 --output runs/x
 """
 
 
@@ -33,6 +35,8 @@ def run(argv: list[str]) -> int:
 
         given = merge(read_yaml(stored), given)
     result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)
+    if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
+        return 130 if result["status"] == "interrupted" else 0
     folder = Path(given.get("output", PretrainSettings.output))
     loss = result.get("eval_loss")
     numbers = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     Above MOST_CELLS rows or columns of a heat map, MOST_LINES lines or MOST_POINTS points of a line every k-th one is
     drawn, the first and the last among them. Texts (tokens of a corpus, names of modules) are defused.
     """
-    traces: list[dict[str, Any]] = [defuse(trace.to_plotly_json()) for trace in cast("Any", figure.data)]
+    traces: list[dict[str, Any]] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
     left: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
     if len(lines) > MOST_LINES:
@@ -46,6 +47,17 @@ def defuse(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
         return [defuse(v) for v in value.tolist()]
     return value
+
+
+def unpack(value: Any) -> Any:
+    """The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, as arrays."""
+    if isinstance(value, dict):
+        if "bdata" in value and "dtype" in value:
+            flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))
+            shape = [int(size) for size in str(value["shape"]).split(",")] if value.get("shape") else [-1]
+            return flat.reshape(shape)
+        return {k: unpack(v) for k, v in value.items()}
+    return [unpack(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _shorten_numbers(trace: dict[str, Any]) -> None:

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lamina.errors import UserError
+from lamina.probes.block_norms import block_norms, log10_total_norm
 from lamina.probes.context import Context
 from lamina.probes.registry import Probe, probe
 from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
-from lamina.probes.spectral_norm import Jacobian, SpectralNorm, largest_singular_value, spectral_norm, start_vector
+from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectral_norm, typical_stretch
 
 if TYPE_CHECKING:
     import pandas as pd
+
+__all__ = ["JacobianProbe", "block_norms"]
 
 COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
 _PATHS = {
@@ -25,65 +28,6 @@ _PATHS = {
     "keel": "residual path, from gains and scales (Keel Eq 14-19)",
     "fusenorm": "residual path, from sigma (FuseNorm Eq 10, 11, 16)",
 }
-
-
-def block_norms(
-    context: Context,
-    *,
-    sequences: int = 1,
-    tokens: int = 32,
-    identity: float = 0.0,
-    tolerance: float = 1e-2,
-    iterations: int = 100,
-) -> torch.Tensor:
-    """||dx^(l+1)/dx^l - identity * I||_2 of every block, [layers, sequences], float64; over all tokens of a sequence.
-
-    ``tokens``: how many of each sequence; the other arguments are those of ``spectral_norm``.
-    """
-    inputs = short_inputs(context, sequences, tokens)
-    found = []
-    with context.eager_attention(), frozen(context.model):
-        for block in record_blocks(context, inputs):
-            options = {"batch_dims": 1, "identity": identity, "tolerance": tolerance, "iterations": iterations}
-            found.append(spectral_norm(block, block.stream, **options).value)
-    return torch.stack(found)
-
-
-def log10_total_norm(
-    blocks: Sequence[Block], *, tolerance: float, iterations: int
-) -> tuple[torch.Tensor, SpectralNorm]:
-    """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how it was found.
-
-    Keeps every block's graph of one short input, as a training step would. A thousand blocks can shrink a vector below
-    the smallest float, so each is divided by what it did to a random one, and the logarithms are added.
-    """
-    jacobians = [Jacobian(block, block.stream) for block in blocks]
-    start = start_vector(blocks[0].stream)
-    scales, v = [], start
-    for jacobian in jacobians:
-        u = jacobian.forward(v)
-        scale = _length(u) / _length(v)
-        scales.append(torch.where(scale > 0, scale, torch.ones_like(scale)))
-        v = u / scales[-1]
-
-    def forward(v: torch.Tensor) -> torch.Tensor:
-        for jacobian, scale in zip(jacobians, scales, strict=True):
-            v = jacobian.forward(v) / scale
-        return v
-
-    def transpose(u: torch.Tensor) -> torch.Tensor:
-        for jacobian, scale in zip(reversed(jacobians), reversed(scales), strict=True):
-            u = jacobian.transpose(u) / scale
-        return u
-
-    found = largest_singular_value(forward, transpose, start, batch_dims=1, tolerance=tolerance, iterations=iterations)
-    shift = torch.stack([scale.flatten().double().cpu().log10() for scale in scales]).sum(0)
-    return shift + found.value.log10(), found
-
-
-def _length(x: torch.Tensor) -> torch.Tensor:
-    length = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True, dtype=torch.float64)
-    return length.to(x.dtype)
 
 
 @probe
@@ -96,8 +40,10 @@ class JacobianProbe(Probe):
 
     Rows of a layer, sublayer "block":
         role jacobian: norm, ||J_l||_2; log10_product, log10 of the product of the norms of layers 0 ... l, an upper
-            bound of the gain from x^0 to x^(l+1); iterations and residual, how the norm was found.
-        role identity: norm, ||J_l - I||_2 (FuseNorm Eq 9), with its iterations and residual.
+            bound of the gain from x^0 to x^(l+1); typical, ||J_l||_F / sqrt(tokens * channels), the root mean square of
+            the stretch of random directions (from four); iterations and residual, how the norm was found.
+        role identity: norm, ||J_l - I||_2 (FuseNorm Eq 9), typical, iterations and residual, of the same. A single
+            token of small norm, often the first, can make the norm large while the typical stretch is near 0.
         role residual_path: the same with attention's and feed-forward's contributions detached, so that only the skips
             and the norms on them carry gradient: norm, the geometric mean over tokens (this path mixes none) of each
             token's spectral norm; log10_product.
@@ -105,7 +51,7 @@ class JacobianProbe(Probe):
             sqrt(alpha^2 + 1) a sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
             norms on the sum; where there are none the path is the skips' scale.
         role fusenorm: formula, gain / sigma a norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
-            each token's sigma at the norm's input; its log10_product.
+            each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
     Rows of a sub-layer, role post_norm: sigma, the mean over tokens of what the norm on the sum divides by.
     Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
         bounds; and each role's log10_product over all layers.
@@ -154,7 +100,7 @@ class JacobianProbe(Probe):
             logs: dict[str, torch.Tensor] = {}
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block)
-                norms["keel"] = torch.full((1,), block_factor(wiring, sigmas), dtype=torch.float64)
+                norms["keel"] = block_factor(wiring, sigmas).reshape(1)
                 norms["fusenorm"] = self._measured_sigmas(block, wiring)
                 for role, norm in norms.items():
                     metric = "formula" if role in ("keel", "fusenorm") else "norm"
@@ -181,10 +127,13 @@ class JacobianProbe(Probe):
     def _block(self, block: Block) -> dict[str, torch.Tensor]:
         """The norms of a block by role, [sequences]."""
         layer, x = block.site.index, block.stream
-        whole = spectral_norm(block, x, batch_dims=1, **self.options)
-        distance = spectral_norm(block, x, batch_dims=1, identity=1.0, **self.options)
-        self._search(layer, "block", "jacobian", whole)
-        self._search(layer, "block", "identity", distance)
+        jacobian = Jacobian(block, x)
+        whole = norm_of(jacobian, batch_dims=1, **self.options)
+        distance = norm_of(jacobian, batch_dims=1, identity=1.0, **self.options)
+        for role, found, identity in (("jacobian", whole, 0.0), ("identity", distance, 1.0)):
+            self._search(layer, "block", role, found)
+            typical = typical_stretch(jacobian, identity=identity, batch_dims=1)
+            self._add(layer, "block", role, "typical", typical)
         path = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
         by_token = path.value.log10().flatten(1).mean(1)
         return {"jacobian": whole.value, "identity": distance.value, "residual_path": 10**by_token}
@@ -204,7 +153,7 @@ class JacobianProbe(Probe):
             sigmas[index] = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
             kind = block.site.sublayers[index].kind
             self._add(block.site.index, kind, "post_norm", "sigma", sigmas[index].flatten(1).mean(1))
-        factor = torch.as_tensor(block_factor(wirings, sigmas), dtype=torch.float64).expand(block.stream.shape[:-1])
+        factor = block_factor(wirings, sigmas).expand(block.stream.shape[:-1])
         return 10 ** factor.log10().flatten(1).mean(1)
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor) -> None:
@@ -264,10 +213,13 @@ class JacobianProbe(Probe):
                 f"The Jacobian from x^0 to x^{num_layers} itself has the norm 10^{total:.2f}: the product overstates "
                 f"it by a factor of 10^{product - total:.2f}."
             )
-        first, last = distance.iloc[: max(1, num_layers // 4)], distance.iloc[-max(1, num_layers // 4) :]
+        quarter = max(1, num_layers // 4)
+        first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
+        near = table[(table.role == "identity") & (table.metric == "typical")].value
         said.append(
             f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
-            f"{last.median():.3g} in the last (medians): a layer near 0 passes its input on unchanged."
+            f"{last.median():.3g} in the last (medians) in the worst direction, {near.iloc[:quarter].median():.3g} and "
+            f"{near.iloc[-quarter:].median():.3g} in a typical one: a layer near 0 passes its input on unchanged."
         )
         path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
         said.append(

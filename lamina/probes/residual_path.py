@@ -19,8 +19,8 @@ from lamina.probes.structure import LayerSite, NormSite, Sublayer
 class Wiring:
     """One sub-layer y = C(skip_scale * s + B(F(pre_scale * A(x)))), as far as the residual path goes.
 
-    Gains of A, B and C are root mean squares over the channels, None where there is no such norm; ``path_scale`` is the
-    largest |gain of C * skip_scale| over the channels, what the path's Jacobian has for a numerator.
+    Gains of A, B and C are root mean squares over the channels, None where there is no such norm; ``path_scale`` is
+    gain of C * skip_scale, [channels] or one number: what the path's Jacobian has for a numerator.
     """
 
     skip: str = "stream"  # stream | block_input | both
@@ -29,23 +29,26 @@ class Wiring:
     pre_gain: float | None = None
     out_gain: float | None = None
     post_gain: float | None = None
-    path_scale: float = 1.0
+    path_scale: torch.Tensor | float = 1.0
 
 
-def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[Any]) -> Any:
+def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[Any]) -> torch.Tensor:
     """The residual path's Jacobian norm through one block, from the standard deviations at its post-norms' inputs.
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a
-    Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). ``sigmas``: one a sub-layer,
-    numbers or tensors [...]; it is not read where the sub-layer has no norm on its sum.
+    Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Channels are followed on
+    their own and the largest is the block's; the direction that a norm takes away is left out, as in the papers.
+
+    ``sigmas``: one a sub-layer, numbers or tensors [...], not read where the sub-layer has no norm on its sum. Returns
+    a float64 tensor of their shape.
     """
-    through: Any = 1.0
+    through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
-        carried = {"stream": through, "block_input": 1.0, "both": 1.0 + through}[wiring.skip]
-        through = carried * wiring.path_scale
+        carried = {"stream": through, "block_input": torch.ones_like(through), "both": 1.0 + through}[wiring.skip]
+        through = carried * torch.as_tensor(wiring.path_scale, dtype=torch.float64)
         if wiring.post_gain is not None:
-            through = through / sigma
-    return through
+            through = through / torch.as_tensor(sigma, dtype=torch.float64)[..., None]
+    return through.abs().amax(-1)
 
 
 def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[list[float]]:
@@ -88,7 +91,7 @@ def _wiring(site: LayerSite, sublayer: Sublayer) -> Wiring:
         pre_gain=sizes.get("pre_norm"),
         out_gain=sizes.get("out_norm"),
         post_gain=sizes.get("post_norm"),
-        path_scale=float((gains.get("post_norm", torch.ones(())) * scale).abs().max()),
+        path_scale=gains.get("post_norm", torch.ones((), dtype=torch.float64)) * scale,
     )
 
 

@@ -111,11 +111,12 @@ def _forward_passes(context: Context, probes: Sequence[Probe], tolerance: float)
 
 def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
     """Run a model on a batch without a cache."""
-    more = {"use_cache": False} if _takes_cache(type(model)) else {}
+    more = {"use_cache": False} if takes_cache(type(model)) else {}
     return model(**inputs, **more)
 
 
-def _takes_cache(cls: type[nn.Module]) -> bool:
+def takes_cache(cls: type[nn.Module]) -> bool:
+    """Whether a model's forward can be told to keep no cache."""
     parameters = inspect.signature(cls.forward).parameters
     # Some take it as one of their **kwargs and hand it on to a model that would keep a cache otherwise.
     return "use_cache" in parameters or ("past_key_values" in parameters)

@@ -86,15 +86,49 @@ def spectral_norm(
 
     Raises UserError where the Jacobian isn't finite.
     """
-    jacobian = Jacobian(function, x)
+    return norm_of(
+        Jacobian(function, x),
+        identity=identity,
+        batch_dims=batch_dims,
+        tolerance=tolerance,
+        iterations=iterations,
+        seed=seed,
+    )
+
+
+def norm_of(
+    jacobian: Jacobian,
+    *,
+    identity: float = 0.0,
+    batch_dims: int = 0,
+    tolerance: float = 1e-2,
+    iterations: int = 100,
+    seed: int = 0,
+) -> SpectralNorm:
+    """The same of a Jacobian whose graph is there already."""
     return largest_singular_value(
         lambda v: jacobian.forward(v) - identity * v if identity else jacobian.forward(v),
         lambda u: jacobian.transpose(u) - identity * u if identity else jacobian.transpose(u),
-        start_vector(x, seed),
+        start_vector(jacobian.x, seed),
         batch_dims=batch_dims,
         tolerance=tolerance,
         iterations=iterations,
     )
+
+
+def typical_stretch(
+    jacobian: Jacobian, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4, seed: int = 0
+) -> torch.Tensor:
+    """||J - identity * I||_F / sqrt(n), [...] in float64: the root mean square of what random directions are stretched
+    by, estimated with ``samples`` of them (Hutchinson), where the spectral norm is the worst direction's.
+    """
+    squares = []
+    for sample in range(samples):
+        v = start_vector(jacobian.x, seed + sample)
+        product = jacobian.forward(v).to(v.dtype) - identity * v if identity else jacobian.forward(v).to(v.dtype)
+        sums = [t.flatten(batch_dims).double().square().sum(-1) for t in (product, v)]
+        squares.append((sums[0] / sums[1]).cpu())
+    return torch.stack(squares).mean(0).sqrt()
 
 
 def start_vector(x: torch.Tensor, seed: int = 0) -> torch.Tensor:

@@ -132,10 +132,9 @@ class _Follower(TorchDispatchMode):
             outputs = [r for r in (result if isinstance(result, tuple | list) else [result]) if torch.is_tensor(r)]
             factor = None
             if kind == "scale":
-                other = args[1]
-                factor = other if isinstance(other, torch.Tensor) else float(other)
+                factor = (args[1], args[0])  # what each operand is multiplied by
                 if func in (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar):
-                    factor = 1.0 / factor
+                    factor = (1.0 / args[1], None)
             numbers = tuple(self.value(r, new=True) for r in outputs)
             call = self.stack[-1] if self.stack else None
             self.trace.ops.append(Op(kind, next(self.clock), inputs, numbers, call, factor))
@@ -187,7 +186,7 @@ def first_tensor(output: Any) -> torch.Tensor | None:
     return next((v for v in values if isinstance(v, torch.Tensor)), None)
 
 
-def trace(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Trace:
+def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
     """Run ``model(**inputs)`` without gradients and write it down. Keep the inputs tiny: every tensor is held."""
     record = Trace()
     follower = _Follower(record)

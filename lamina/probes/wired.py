@@ -42,6 +42,7 @@ class Layer:
     call: Call
     additions: list[Addition]
     argument: int | str  # where the call's stream is among its arguments
+    unnamed: int = 0  # additions of what no module hands over
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class _Reader:
         self.post |= {norm for norm, value in self.reads.items() if value >= 0 and value not in self.carried}
         if describe:
             self._describe()
-        return Layer(self.call, self.additions, argument)
+        return Layer(self.call, self.additions, argument, len(self.breaks))
 
     def _leave(self, call: Call) -> None:
         value = call.output
@@ -136,9 +137,7 @@ class _Reader:
             return
         tag = tags[index]
         assert tag is not None
-        factor: Any = op.factor
-        if len(tags) == 2 and index == 1:  # scale * x
-            factor = None  # the first operand is the scale: its value is not at hand, but for the stream none is needed
+        factor: Any = op.factor[index]
         if isinstance(factor, torch.Tensor):
             if factor.numel() not in (1, self.shape[-1]):
                 return  # a gate: another tensor of the stream's shape

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.probes.running import takes_cache
 from lamina.probes.structure import FeedForward, LayerSite, NormSite, Point, Structure, Sublayer
 from lamina.probes.tracing import Call, Op, Trace, trace
 from lamina.probes.wired import Branch, Layer, read_layer
@@ -24,22 +25,24 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     """
     was_training = model.training
     model.eval()
+    more = {"use_cache": False} if takes_cache(type(model)) else {}
     try:
-        record = trace(model, inputs)
+        record = trace(model, {**inputs, **more})
     finally:
         model.train(was_training)
-    calls = _named(model, record, layers) if layers else _chain(model, record)
+    chains = [] if layers else _chains(record)
+    calls = _named(model, record, layers) if layers else _choose(model, record, chains)
     resolved = [read_layer(call, record) for call in calls]
     width = record.shapes[calls[0].output][-1]
     notes = []
-    strange = [i for i, layer in enumerate(resolved) if not layer.additions]
+    strange = [i for i, layer in enumerate(resolved) if layer.unnamed or not layer.additions]
     if strange:
         notes.append(
-            f"no addition of a branch to the stream was found in layer {_some(strange)}: nothing is said about the "
-            "sub-layers there"
+            f"layer {_some(strange)} adds something to the stream that no module hands over (it is computed or "
+            "rearranged in between), so its sub-layers are known in part only; the states are whole"
         )
     first, last = calls[0], calls[-1]
-    notes += _others(record, calls, layers)
+    notes += [] if layers else _others(chains, calls)
     return Structure(
         layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
         hidden_size=width,
@@ -51,15 +54,11 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     )
 
 
-def _chain(model: nn.Module, record: Trace) -> list[Call]:
-    """The calls that hand the stream from one to the next, and each add to it."""
-    families: dict[int, list[Call]] = {}
-    for call in record.calls:
-        if call.parent is not None and _carries_stream(call, record):
-            families.setdefault(id(call.parent), []).append(call)
+def _chains(record: Trace) -> list[list[Call]]:
+    """Runs of calls that hand the stream from one to the next, and each add to it."""
     chains: list[list[Call]] = []
     same = _sources(record.ops)
-    for family in families.values():
+    for family in _families(record):
         run: list[Call] = []
         for call in family:
             if run and _origin(_stream_input(call, record), same) != _origin(run[-1].output, same):
@@ -67,8 +66,24 @@ def _chain(model: nn.Module, record: Trace) -> list[Call]:
                 run = []
             run.append(call)
         chains.append(run)
+    return chains
+
+
+def _families(record: Trace) -> list[list[Call]]:
+    """The calls that one module makes of modules that add to a stream."""
+    families: dict[int, list[Call]] = {}
+    for call in record.calls:
+        if call.parent is not None and _carries_stream(call, record):
+            families.setdefault(id(call.parent), []).append(call)
+    return list(families.values())
+
+
+def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
+    """The chain that is the model's layers."""
     wanted = _num_layers(model)
     exact = [chain for chain in chains if len(chain) == wanted]
+    if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
+        exact = [f for f in _families(record) if len(f) == wanted and len({type(c.module) for c in f}) == 1]
     # Of two of the same length the outer one: it holds the other.
     best = min(exact, key=lambda c: c[0].began) if exact else None
     if best is None and chains and wanted is None:
@@ -84,15 +99,14 @@ def _chain(model: nn.Module, record: Trace) -> list[Call]:
     return best
 
 
-def _others(record: Trace, calls: list[Call], layers: str | None) -> list[str]:
+def _others(chains: list[list[Call]], calls: list[Call]) -> list[str]:
     """A note where there are layers outside of the chosen ones (a hierarchy of stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
-    kinds = {type(call.module) for call in calls}
-    outside = [c for c in record.calls if type(c.module) in kinds and (c.ended < began or c.began > ended)]
-    if layers or not outside:
+    outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
+    if not outside:
         return []
     return [
-        f"{len(outside)} more layers ({outside[0].path}, ...) lie outside of the chain that was found at "
+        f"{sum(map(len, outside))} more layers ({outside[0][0].path}, ...) lie outside of the chain that was found at "
         f"{calls[0].path}; --layers PATH names the list of layers that is meant"
     ]
 

@@ -116,7 +116,8 @@ body { margin: 0; color: var(--ink); background: #fff; font: 16px/1.6 FONT; -web
 header, nav, main { max-width: 1140px; margin: 0 auto; padding: 0 20px; }
 header { padding-top: 40px; }
 .brand { color: var(--grey); font-size: 13px; letter-spacing: .09em; text-transform: uppercase; font-weight: 600; }
-h1 { margin: 4px 0 6px; font-size: 31px; line-height: 1.22; letter-spacing: -.012em; font-weight: 650; }
+h1 { margin: 4px 0 6px; font-size: 31px; line-height: 1.22; letter-spacing: -.012em; font-weight: 650;
+  overflow-wrap: anywhere; }
 .facts { margin: 0 0 14px; color: var(--grey); font-size: 15px; }
 .facts .dot { margin: 0 8px; color: #b6bec7; }
 pre.command { margin: 0 0 8px; padding: 10px 14px; background: var(--soft); border: 1px solid var(--rule);
@@ -176,6 +177,8 @@ details[open] summary { margin-bottom: 10px; }
   border-bottom: 1px solid var(--rule); }
 .settings dt { color: var(--grey); flex: none; }
 .settings dd { margin: 0; text-align: right; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.drawn.several { display: grid; grid-template-columns: 1fr 1fr; gap: 0 26px; }
+.drawn figure { min-width: 0; }
 .lead { color: var(--grey); font-size: 15px; }
 .short { display: grid; grid-template-columns: 190px 1fr; gap: 2px 22px; padding: 8px 0; max-width: none;
   border-bottom: 1px solid var(--rule); margin: 0; }
@@ -188,7 +191,8 @@ pre.definition { margin: 0; padding: 10px 14px; background: var(--soft); border-
 table.numbers { font-size: 13px; }
 table.numbers td { padding: 5px 10px; }
 main { padding-bottom: 70px; }
-@media (max-width: 700px) { h1 { font-size: 25px; overflow-wrap: anywhere; } .short { grid-template-columns: 1fr; }
+@media (max-width: 1000px) { .drawn.several { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 700px) { h1 { font-size: 25px; } .short { grid-template-columns: 1fr; }
   nav { position: static; } #what-happened > p:not(.notice) { font-size: 16px; } }
 @media print { nav { display: none; } figure, .plan { break-inside: avoid; } }
 """

@@ -38,7 +38,7 @@ def probing_report(folder: Path) -> Path:
     model, probes = result.get("model") or {}, result["probes"]
     return write_page(
         folder / PAGE,
-        title=f"What each layer does: {model.get('name') or 'a model'}",
+        title=f"What each layer does: {Path(str(model.get('name') or 'a model')).name}",
         facts=_facts(result, environment),
         command=str(environment.get("command") or ""),
         sections=[
@@ -106,26 +106,30 @@ def _in_short(result: Mapping[str, Any], probes: Mapping[str, Any]) -> Section:
 
 
 def _model(model: Mapping[str, Any]) -> Section:
-    shown = {k: v for k, v in model.items() if k not in ("notes", "name") and v not in (None, "", [])}
+    shown = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
     return Section(name="Model", title="The model", html=(tables.settings_table(shown) if shown else "") + notes)
 
 
 def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
-    summary = f'<p class="lead">{escape(str(told.get("summary") or ""))}</p>'
+    said = str(told.get("summary") or "")
+    summary = f'<p class="lead">{escape(said[:1].upper() + said[1:])}</p>'
     if told.get("status") != "finished":
         reason = str(told.get("reason") or f"not measured ({told.get('status') or 'not reached'})")
         return _section(name, told, summary + callouts([f"Not measured: {reason}" if told.get("reason") else reason]))
     html = summary + prose((str(said) for said in told.get("sentences") or ()), {})
     html += callouts(str(note) for note in told.get("notes") or ())
+    pictures = ""
     for drawn in told.get("figures") or ():
         try:
             picture = plotly.io.from_json(_inside(folder, str(drawn["file"])).read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError) as error:
-            html += callouts([f"A figure is missing: {error}"])
+            pictures += callouts([f"A figure is missing: {error}"])
             continue
         heading = str(drawn.get("title") or "")
-        html += figure(to_html(polish_own(compact(picture)[0])), str(drawn.get("caption") or ""), heading)
+        pictures += figure(to_html(polish_own(compact(picture)[0])), str(drawn.get("caption") or ""), heading)
+    several = " several" if len(told.get("figures") or ()) > 1 else ""
+    html += f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
     html += _numbers(folder, name)
     definition = f'<pre class="definition">{escape(str(told.get("definition") or ""))}</pre>'
     measured = f'<p class="source">Source: {escape(str(told.get("source") or "-"))}{escape(_measured(told))}</p>'

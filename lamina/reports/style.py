@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, cast
 
+import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
@@ -26,6 +27,7 @@ _FIXED = {
     "fusenorm": "#009e73",
     "keel": "#e69f00",
 }
+_OWN = [*("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), *("#332288", "#882255", "#999933")]
 _OTHERS = ("#332288", "#882255", "#44aa99", "#999933", "#6b7280", "#000000", "#aa4499", "#117733", "#88ccee", "#661100")
 
 
@@ -100,14 +102,35 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
 
 def polish_own(figure: go.Figure) -> go.Figure:
     """The page's look for a figure that comes with sizes and a title of its own; the page sets the title above it."""
-    layout = cast("Any", figure.layout)
-    legends = sum(trace.showlegend is not False and bool(trace.name) for trace in cast("Any", figure.data))
+    layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
+    legends = sum(trace.showlegend is not False and bool(trace.name) for trace in traces)
     bottom, top = layout.margin.b, layout.margin.t
-    polish(figure, layout.height or 420)
-    figure.update_layout(title_text=None, margin_b=max(46, bottom or 0), margin_t=max(34 if legends < 2 else 52, 0))
+    polish(figure, layout.height or 400)
+    above = 34 if legends < 2 else 52 + 19 * ((legends - 1) // 4)
     if layout.annotations and top:  # titles of sub-plots stand in the margin
-        figure.update_layout(margin_t=max(top, 44))
+        above = max(top, 44)
+    figure.update_layout(title_text=None, margin_b=max(46, bottom or 0), margin_t=above, colorway=_OWN)
+    if "yaxis2" not in layout and all(trace.type in ("scatter", "bar") for trace in traces):
+        values = np.concatenate([np.asarray(trace.y, dtype=float).ravel() for trace in traces if trace.y is not None])
+        _honest_axis(figure, values[np.isfinite(values)])
     return figure
+
+
+def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
+    """Ticks that can be read, and a range in which what is level looks level."""
+    if not len(values) or cast("Any", figure.layout).yaxis.range is not None:
+        return
+    if cast("Any", figure.layout).yaxis.type != "log":
+        if values.min() > 0.5 * values.max() > 0:
+            figure.update_yaxes(rangemode="tozero")
+        return
+    positive = np.log10(values[values > 0])
+    if len(positive):
+        low, high = float(positive.min()), float(positive.max())
+        missing = max(0.0, 1 - (high - low)) / 2
+        pad = missing + 0.06 * max(1.0, high - low)
+        exponents, texts = log_ticks(low - pad, high + pad)
+        figure.update_yaxes(range=[low - pad, high + pad], tickvals=[10**e for e in exponents], ticktext=texts)
 
 
 def to_html(figure: go.Figure) -> str:

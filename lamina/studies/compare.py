@@ -50,11 +50,17 @@ def compare(
     """
     from lamina.data import prepare_blocks
     from lamina.training.checks import check
+    from lamina.training.distributed import launched
 
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
     if resume and run_folder.in_use(folder):
         refuse_changes(folder, settings.to_dict())
+    if launched()[1] > 1:
+        raise UserError(
+            f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, for compare starts its own: see --workers; "
+            "lamina pretrain trains one model in several)"
+        )
     trials = settings.trials()
     for trial in trials.values():
         plan = check(trial)

@@ -124,7 +124,10 @@ class Measuring:
             "status": status,
             "reason": reason,
             "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "model": {"name": self.settings.checkpoint, **describe(self.context.model, self.context.structure)},
+            "model": {
+                "name": str(Path(self.settings.checkpoint)),
+                **describe(self.context.model, self.context.structure),
+            },
             "inputs": self._inputs(),
             "settings": self.settings.to_dict(),
             "forwards": self.context.forwards,
@@ -159,6 +162,7 @@ class Bars:
             self.what = what
             self.bar = tqdm(total=every, desc=what, disable=not self.show, dynamic_ncols=True, leave=False)
         if self.bar is not None:
+            self.bar.total = every
             self.bar.update(done - self.bar.n)
 
     def close(self) -> None:

@@ -31,15 +31,33 @@ _OURS = {
     "save_steps": "save_steps",
     "save_total_limit": "keep",
     "report_to": "report_to",
+    "use_cpu": "device",
+    "fsdp": "parallel",
+    "fsdp_config": "parallel",
+    "deepspeed": "parallel",
+    "parallelism_config": "parallel",
     "bf16": "precision",
     "fp16": "precision",
     "torch_compile": "compile",
 }
-_FIXED = ("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy")
+_FIXED = (
+    *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
+    *("ignore_data_skip", "dataloader_drop_last", "average_tokens_across_devices", "save_only_model"),
+    *("auto_find_batch_size", "ddp_backend", "load_best_model_at_end"),
+)
 
 
-def training_arguments(settings: PretrainSettings) -> TrainingArguments:
-    """The Trainer's arguments of these settings, ``settings.trainer`` included. Raises UserError that names a field."""
+def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
+    """The Trainer's arguments of these settings, ``settings.trainer`` included, for each of the run's ``processes``.
+
+    Raises UserError that names a field.
+    """
+    if settings.batch_size % processes:
+        raise UserError(
+            f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "
+            f"(allowed: a multiple of {processes}, or another number of processes)"
+        )
+    device = device_of(settings)
     known = {f.name for f in fields(TrainingArguments) if f.init}
     for name in settings.trainer:
         if name in _OURS:
@@ -51,8 +69,8 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
     values: dict[str, Any] = {
         "output_dir": str(Path(settings.output) / "checkpoints"),
         "max_steps": settings.steps,
-        "per_device_train_batch_size": settings.batch_size,
-        "per_device_eval_batch_size": max(settings.batch_size, 1),
+        "per_device_train_batch_size": settings.batch_size // processes,
+        "per_device_eval_batch_size": settings.batch_size // processes,
         "gradient_accumulation_steps": settings.gradient_accumulation,
         "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "cosine_with_min_lr",
@@ -82,7 +100,12 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
         # renamed in transformers 5.23; the name that this one does not have is dropped below
         "activation_checkpointing": settings.gradient_checkpointing,
         "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+        "use_cpu": device == "cpu",
+        "ddp_backend": ("nccl" if device == "cuda" else "gloo") if processes > 1 else None,
+        "ddp_find_unused_parameters": False,
+        # the training order starts where a checkpoint ended, and its steps' tokens are those of all processes
+        "ignore_data_skip": True,
+        "average_tokens_across_devices": True,
         **settings.trainer,
     }
     if "activation_checkpointing" not in known:
@@ -94,3 +117,19 @@ def training_arguments(settings: PretrainSettings) -> TrainingArguments:
         return TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+def device_of(settings: PretrainSettings) -> str:
+    """cpu, cuda or mps. Raises UserError for one that is asked for and not there."""
+    there = ["cpu"]
+    if torch.cuda.is_available():
+        there.insert(0, "cuda")
+    if torch.backends.mps.is_available():
+        there.insert(0, "mps")
+    if settings.device == "auto":
+        return there[0]
+    if settings.device not in there:
+        raise UserError(
+            f"device: {settings.device!r} is not on this machine (allowed here: auto, {', '.join(sorted(there))})"
+        )
+    return settings.device

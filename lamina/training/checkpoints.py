@@ -1,28 +1,39 @@
-"""Which checkpoint a run can go on from: a kill while one is written leaves it torn."""
+"""Checkpoints that are whole or not there: drafts with checksums, renamed when they are on disk, verified when read."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import zipfile
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from lamina.training.distributed import Processes
 
 logger = logging.getLogger(__name__)
 
-_ZIPPED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+MANIFEST = "manifest.json"
+RUN_STATE = "run_state.json"
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole; those that are not are named in the log."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[-1].isdigit()]
-    for path in sorted(found, key=step_of, reverse=True):
+def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] = lambda state: True) -> Path | None:
+    """The newest whole checkpoint whose run state is ``admitted``; those that are not whole are named in the log."""
+    for path in reversed(checkpoints(folder)):
         broken = what_is_broken(path)
-        if broken is None:
+        if broken is not None:
+            logger.warning("%s: %s; going on from the one before", path, broken)
+        elif admitted(run_state(path)):
             return path
-        logger.warning("%s: %s is missing or cut short; going on from the one before", path, broken)
     return None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, by step."""
+    return sorted((p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -30,15 +41,134 @@ def step_of(path: Path) -> int:
     return int(path.name.split("-")[-1])
 
 
+def run_state(path: Path) -> dict[str, Any]:
+    """What a whole checkpoint says of the run beyond its tensors: the guard, what was logged, the rollbacks so far."""
+    return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+
+
 def what_is_broken(path: Path) -> str | None:
-    """The first file of a checkpoint that is missing or not whole, or None."""
+    """What is wrong with a checkpoint, naming the file: missing, cut short or altered. None where it is whole."""
     try:
-        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        listed = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        if manifest["checksum"] != _checksum(listed):
+            return f"{MANIFEST} is altered"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is cut short or altered"
+    for name, (size, digest) in listed.items():
+        try:
+            found = (path / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, not {size}"
+            if _hash(path / name) != digest:
+                return f"{name} is altered"
+        except OSError as error:
+            return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}"
+    return None
+
+
+@contextmanager
+def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
+    """A folder to write a checkpoint into; at the end it becomes checkpoint-STEP, or is gone where writing failed.
+
+    Every process writes its part. The files' checksums are taken, all is brought to the disk, and only then does the
+    checkpoint get its name. An error in one process is raised in all.
+    """
+    path, final = folder / f".draft-{step}", folder / f"checkpoint-{step}"
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear(folder)
+        path.mkdir()
+
+    processes.by_first(begin)
+    processes.together(lambda: _seen(path))
+    try:
+        yield path
+        files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+        mine = processes.together(lambda: {f: _settled(path / f) for f in files[processes.rank :: processes.size]})
+        listed = {name: entry for part in processes.everyones(mine) for name, entry in part.items()}
+        processes.by_first(lambda: _publish(path, final, listed))
+    except BaseException:
+        if processes.first:
+            shutil.rmtree(path, ignore_errors=True)  # a full disk needs the room
+        raise
+
+
+def prune(folder: Path, step: int, keep: int, spared: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    """Once checkpoint-STEP is whole, leave ``keep`` up to it, and none after it: those are of a line given up.
+
+    ``spared``: the newest one whose run state it accepts stays, too.
+    """
+    found = checkpoints(folder)
+    kept = [p for p in found if step_of(p) <= step][-keep:]
+    if spared is not None:
+        kept += [p for p in reversed(found) if step_of(p) <= step and _accepts(spared, p)][:1]
+    for path in found:
+        if path not in kept:
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint; a kill meanwhile leaves no torn one behind."""
+    going = path.with_name(f".gone-{path.name}")
+    shutil.rmtree(going, ignore_errors=True)
+    os.replace(path, going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Delete what a killed run left half written or half deleted."""
+    for path in [*folder.glob(".draft-*"), *folder.glob(".gone-*")]:
+        shutil.rmtree(path)
+
+
+def _accepts(spared: Callable[[dict[str, Any]], bool], path: Path) -> bool:
+    try:
+        return spared(run_state(path))
     except (OSError, ValueError):
-        return "trainer_state.json"
+        return False
+
+
+def _seen(path: Path) -> None:
+    if not path.is_dir():
+        raise FileNotFoundError(2, "the output folder is not on a disk that all hosts share", str(path))
+
+
+def _publish(path: Path, final: Path, listed: dict[str, tuple[int, str]]) -> None:
+    manifest = {"checksum": _checksum(listed), "files": listed}
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _sync(path / MANIFEST)
+    for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:
+        _sync(folder)
+    if final.exists():  # broken, or of a line that was given up: a whole one would have been gone on from
+        discard(final)
+    os.replace(path, final)
+    _sync(final.parent)
+
+
+def _settled(path: Path) -> tuple[int, str]:
+    _sync(path)
+    return path.stat().st_size, _hash(path)
+
+
+def _checksum(listed: dict[str, tuple[int, str]]) -> str:
+    return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
     try:
-        with safe_open(path / "model.safetensors", framework="numpy") as file:
-            file.keys()
-    except (OSError, SafetensorError):
-        return "model.safetensors"
-    return next((name for name in _ZIPPED if not zipfile.is_zipfile(path / name)), None)
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,15 +25,15 @@ from lamina.training.experts import choose, find_routers
 from lamina.training.groups import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
+DATA = "data.json"  # which text the run began with
 # what a resumed run may change
-FREE = {"output", "save_steps", "keep", "report_to", "threads", "probe_every", "probes"}
+FREE = {"output", "save_steps", "keep", "report_to", "threads", "parallel", "device"}
+FREE |= {"rollback", "rollback_factor", "rollback_skip", "probe_every", "probes"}
 SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
 
 
-def check(settings: PretrainSettings) -> Plan:
+def check(settings: PretrainSettings, processes: int = 1) -> Plan:
     """The plan, with everything that can be known wrong before the corpus is read. Raises UserError."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"WORLD_SIZE: {os.environ['WORLD_SIZE']} processes (allowed: 1; distributed runs are to come)")
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
@@ -41,7 +42,7 @@ def check(settings: PretrainSettings) -> Plan:
     config = backbone_config(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
-    arguments = training_arguments(settings)
+    arguments = training_arguments(settings, processes)
     scaling = width_scaling_of(settings)
     if scaling is not None:
         check_optimizer(arguments)
@@ -94,3 +95,26 @@ def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
                 f"another of {', '.join(sorted(FREE))})"
             )
     return {**stored, **{k: v for k, v in given.items() if not (v == "auto" and k in SPEED_BEFORE)}}
+
+
+def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerprint: str) -> None:
+    """Raise UserError where the text or the placement is not what it was when the run in ``folder`` began."""
+    stored = _stored(folder / DATA).get("fingerprint")
+    if stored is not None and stored != fingerprint:
+        raise UserError(
+            f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run in "
+            f"{str(folder)!r} began (allowed with --resume: the same text; else another --output, or --overwrite)"
+        )
+    before = _stored(folder / "plan.json")
+    if before and before != json.loads(json.dumps(plan.to_dict())):
+        raise UserError(
+            f"placement: {settings.placement!r} is not what it was when the run in {str(folder)!r} began (allowed with "
+            "--resume: the same; else another --output, or --overwrite)"
+        )
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

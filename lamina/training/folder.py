@@ -174,16 +174,51 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 class MetricsWriter:
     """metrics.jsonl: a line a record, written through at once."""
 
-    def __init__(self, folder: Path, resumed_step: int | None):
+    def __init__(self, folder: Path, resumed_step: int | None, returns: Iterable[Mapping[str, Any]] = ()):
         self.path, self.best_eval = folder / "metrics.jsonl", math.inf
+        self.last_eval: tuple[int, float] = (-1, math.inf)
         if resumed_step is not None and self.path.exists():
             kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step(line) <= resumed_step]
+            kept = [line for line in kept if "rollback" not in json.loads(line)]
+            kept += [json.dumps(finite(dict(record))) for record in returns]  # they stay, however far one goes back
+            kept.sort(key=_step)
             write_text(self.path, "".join(f"{line}\n" for line in kept))
-            self.best_eval = min((v for line in kept if (v := json.loads(line).get("eval_loss"))), default=math.inf)
+            evals = [(r["step"], r["eval_loss"]) for r in map(json.loads, kept) if "eval_loss" in r]
+            self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
+            if evals:
+                self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
 
     def write(self, record: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(dict(record))) + "\n")
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        if self.path.exists():
+            with self.path.open("a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
+
+
+def keep_abandoned(folder: Path, step: int, number: int) -> None:
+    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl: a return takes them out of metrics.jsonl."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    gone = [line for line in lines if step < _step(line) < math.inf]
+    write_text(folder / f"metrics-rollback-{number}.jsonl", "".join(f"{line}\n" for line in gone))
+
+
+class NoWriter:
+    """In place of the writers in every process but the first."""
+
+    best_eval = math.inf
+    last_eval = (-1, math.inf)
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def add(self, rows: Iterable[tuple[Any, ...]]) -> None: ...
+
+    def flush(self) -> None: ...
 
 
 def _step(line: str) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lamina.training.monitor import Row
 
@@ -80,6 +81,21 @@ class DivergenceGuard:
             return
         self.see_layers(rows)
         raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it has seen, for a checkpoint."""
+        return {
+            "best": self.best,
+            "above_since": self.above_since,
+            "recent": [[*key, list(values)] for key, values in self.recent.items()],
+            "left": [[*key, *where] for key, where in self.left.items()],
+        }
+
+    def restore(self, seen: Mapping[str, Any]) -> None:
+        """Go on with what ``to_dict`` gave."""
+        self.best, self.above_since = seen["best"], seen["above_since"]
+        self.recent = {(a, b, c): deque(values, maxlen=self.window) for a, b, c, values in seen["recent"]}
+        self.left = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}
 
     def first_to_leave(self) -> str:
         """A clause that names the layer whose statistics left first, and when: those not finite before all others."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lamina.modeling.initialization import weights
@@ -94,7 +95,10 @@ def hidden_state_rows(model: nn.Module, input_ids: torch.Tensor, step: int) -> l
     model.eval()
     try:
         with torch.no_grad(), uncompiled(base):
-            base(input_ids=input_ids, use_cache=False)
+            if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must be here
+                model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+            else:
+                base(input_ids=input_ids, use_cache=False)
     finally:
         model.train(was_training)
         for handle in handles:
@@ -111,14 +115,26 @@ def hidden_state_rows(model: nn.Module, input_ids: torch.Tensor, step: int) -> l
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
     """Mean and largest magnitude of every norm's gain, and of every learned scale."""
-    keys, values = [], []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass alone leaves the root's parameters gathered
+    keys, sums, magnitudes, mesh = [], [], [], None
     for layer, sublayer, role, parameter in _gains(_base(model)):
         keys.append((layer, sublayer, role))
-        values.append(torch.stack([parameter.detach().float().mean(), parameter.detach().float().abs().max()]))
+        value, whole = parameter.detach(), parameter.numel()
+        if isinstance(value, DTensor):
+            mesh, value = value.device_mesh, value.to_local()
+        value = value.float()
+        sums.append(value.sum() / whole)
+        magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
+    if not keys:
+        return []
+    means, largests = torch.stack(sums), torch.stack(magnitudes)
+    if mesh is not None:
+        torch.distributed.all_reduce(means, group=mesh.get_group())
+        torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
     rows: list[Row] = []
-    for (layer, sublayer, role), (mean, largest) in zip(
-        keys, torch.stack(values).tolist() if values else [], strict=True
-    ):
+    for (layer, sublayer, role), mean, largest in zip(keys, means.tolist(), largests.tolist(), strict=True):
         rows += [
             (step, layer, sublayer, role, 0, "gain_mean", mean),
             (step, layer, sublayer, role, 0, "gain_abs_max", largest),

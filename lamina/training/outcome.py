@@ -25,9 +25,8 @@ def outcome(
     blocks: Blocks,
     model: torch.nn.Module,
     plan: Plan,
-    seconds: float,
 ) -> dict[str, Any]:
-    """The numbers of a run that ended with ``status`` after ``seconds``."""
+    """The numbers of a run that ended with ``status``."""
     steps = trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
     timed = recorder.training_steps * recorder.tokens_per_step
@@ -41,7 +40,6 @@ def outcome(
         "unigram_entropy": blocks.stats.unigram_entropy,
         "tokens": tokens,
         "steps": steps,
-        "seconds": round(seconds, 2),
         "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
         "parameters": parameters,
         "flops": training_flops(model, plan, settings.sequence_length) * tokens,

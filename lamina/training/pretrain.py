@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import math
 import os
 import shutil
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 import transformers
 from torch.utils.data import Subset
 from tqdm.auto import tqdm
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks, prepare_blocks
@@ -26,16 +30,20 @@ from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.training import folder as run_folder
 from lamina.training import speed
-from lamina.training.arguments import training_arguments
-from lamina.training.checkpoints import newest_checkpoint, step_of
-from lamina.training.checks import backbone_config, check, merge
+from lamina.training.arguments import device_of, training_arguments
+from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, run_state, step_of
+from lamina.training.checks import DATA, backbone_config, check, merge, refuse_changes
+from lamina.training.distributed import Processes, parallel_of, processes
 from lamina.training.experts import ExpertBalance
 from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
+from lamina.training.order import TrainOrder
 from lamina.training.outcome import outcome
 from lamina.training.recorder import RunRecorder, stop_signals
+from lamina.training.rollback import Rollbacks
 from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
+from lamina.training.sharding import full_state, is_sharded, own_class, shard
 from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)
@@ -49,44 +57,90 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
     A run that diverges, sticks or is interrupted ends with that status, not with an exception. With ``resume`` a folder
     that holds a finished run is left as it is; otherwise the run goes on from its newest whole checkpoint.
 
+    Where torchrun or accelerate launch started several processes, all call this with the same settings: the first one
+    writes the folder, and all return the same.
+
     Raises:
         UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings that
-            differ from those of the run to resume.
+            differ from those of the run to resume, a text that does.
         OSError: the disk is full.
     """
+    with processes(device_of(settings), parallel_of(settings)) as crew:
+        bar = bar and crew.first
+        settings, done = crew.by_first(lambda: _settled(settings, crew, resume=resume, overwrite=overwrite))
+        if done is not None and done["status"] in ("finished", "stuck", "diverged"):
+            return done
+        crew.together(lambda: check(settings, crew.size))
+        # before the folder is touched: the corpus may be unreadable
+        blocks, tokenizer = crew.one_a_host_first(lambda: _blocks(settings, bar))
+        with ExitStack() as held:
+            used = crew.by_first(lambda: _claim(held, settings, blocks, resume=resume, overwrite=overwrite))
+            before = float((done or {}).get("seconds") or 0.0)
+            return _recorded(settings, blocks, tokenizer, crew, before, resume=used, bar=bar)
+
+
+def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overwrite: bool) -> tuple[Any, Any]:
+    """The settings with those of the run to resume, and the result that it has already."""
     target = Path(settings.output)
     run_folder.refuse(target, resume=resume, overwrite=overwrite)
     stored = target / "config.yaml"
     if resume and stored.is_file():
         settings = PretrainSettings.from_dict(merge(run_folder.read_yaml(stored), settings.to_dict()))
-    check(settings)
-    done = run_folder.read_result(target) if resume else None
-    if done is not None and done["status"] in ("finished", "stuck", "diverged"):
-        return done
-    blocks, tokenizer = _blocks(settings, bar)  # before the folder is touched: the corpus may be unreadable
-    arguments = training_arguments(settings)
-    with run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0):
-        used = run_folder.claim(target, resume=resume, overwrite=overwrite)
-        (target / "result.json").unlink(missing_ok=True)
-        run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
-        run_folder.write_yaml(target / "config.yaml", settings.to_dict())
-        before = float((done or {}).get("seconds") or 0.0)
-        result: dict[str, Any]
-        try:
-            result = _run(settings, arguments, target, blocks, tokenizer, resume=used, bar=bar)
-        except KeyboardInterrupt:
-            result = {"status": "interrupted", "reason": "stopped at once"}
-        except UserError:
-            raise
-        except Exception as error:
-            if run_folder.disk_full(error):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
-            result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    check(settings, crew.size)
+    if settings.probe_every and crew.size > 1 and crew.parallel == "fsdp2":
+        raise UserError(
+            f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "
+            "0, and lamina probe afterwards; or --parallel ddp)"
+        )
+    return settings, run_folder.read_result(target) if resume else None
+
+
+def _claim(held: ExitStack, settings: PretrainSettings, blocks: Blocks, *, resume: bool, overwrite: bool) -> bool:
+    target = Path(settings.output)
+    plan = make_plan(settings.placement, backbone_config(settings).num_hidden_layers)
+    if resume:
+        refuse_changes(target, plan, settings, blocks.stats.fingerprint)
+    held.enter_context(run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0))
+    used = run_folder.claim(target, resume=resume, overwrite=overwrite)
+    (target / "result.json").unlink(missing_ok=True)
+    run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
+    run_folder.write_yaml(target / "config.yaml", settings.to_dict())
+    run_folder.write_json(target / "plan.json", plan.to_dict())
+    run_folder.write_json(target / DATA, {"corpus": settings.corpus, "fingerprint": blocks.stats.fingerprint})
+    return used
+
+
+def _recorded(
+    settings: PretrainSettings,
+    blocks: Blocks,
+    tokenizer: Any,
+    crew: Processes,
+    seconds: float,
+    *,
+    resume: bool,
+    bar: bool,
+) -> dict[str, Any]:
+    """Run, and write result.json however it ends, unless the user is at fault. ``seconds``: spent before a resume."""
+    target, began = Path(settings.output), time.monotonic()
+
+    def write(result: dict[str, Any]) -> dict[str, Any]:
+        result["seconds"] = round(seconds + time.monotonic() - began, 2)
+        if crew.first:
             run_folder.write_json(target / "result.json", result)
-            raise
-        result["seconds"] = round(before + float(result.get("seconds", 0.0)), 2)
-        run_folder.write_json(target / "result.json", result)
-    return result
+        return result
+
+    try:
+        result = _run(settings, blocks, tokenizer, crew, resume=resume, bar=bar)
+    except KeyboardInterrupt:
+        return write({"status": "interrupted", "reason": "stopped at once"})
+    except UserError:
+        raise
+    except Exception as error:
+        if run_folder.disk_full(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+        write({"status": "failed", "reason": f"{type(error).__name__}: {error}"})
+        raise
+    return crew.by_first(lambda: write(result))
 
 
 def _blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
@@ -101,79 +155,216 @@ def _blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
 
 
 def _run(
-    settings: PretrainSettings,
-    arguments: TrainingArguments,
-    target: Path,
-    blocks: Blocks,
-    tokenizer: Any,
-    *,
-    resume: bool,
-    bar: bool,
+    settings: PretrainSettings, blocks: Blocks, tokenizer: Any, crew: Processes, *, resume: bool, bar: bool
 ) -> dict[str, Any]:
+    """Train until it ends, and as often as ``rollback`` allows again from where it was good."""
     transformers.utils.logging.disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    began = time.monotonic()
-    config = backbone_config(settings, vocab_size=len(tokenizer))
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    plan = make_plan(settings.placement, config.num_hidden_layers)
-    run_folder.write_json(target / "plan.json", plan.to_dict())
-    torch.manual_seed(settings.seed)
-    profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-    scaling = width_scaling_of(settings)
-    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling)
-    settings = _settle(settings, model, arguments.device, target, bar=bar)
-    arguments = training_arguments(settings)
-    checkpoint = newest_checkpoint(target / "checkpoints") if resume else None
-    resumed_step = (step_of(checkpoint) if checkpoint else -1) if resume else None
-    guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
-    monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
-    monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
-    recorder = RunRecorder(
-        metrics=run_folder.MetricsWriter(target, resumed_step),
-        layers=run_folder.LayersWriter(target, resumed_step),
-        guard=guard,
-        monitor_ids=monitor_ids,
-        tokens_per_step=settings.batch_size * settings.gradient_accumulation * settings.sequence_length,
-        bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
-        track_layers=bool(settings.reports()),
-        bar=bar,
+    target = Path(settings.output)
+    rollbacks = Rollbacks.read(target) if resume else Rollbacks(folder=target)
+    while True:
+        line = _Line(settings, blocks, tokenizer, crew, rollbacks, resume=resume, bar=bar)
+        settings = line.settings
+        ended = line.train()
+        if not isinstance(ended, Diverged):
+            break
+        if len(rollbacks.done) >= settings.rollback:
+            ended = ("diverged", ended.reason)
+            break
+        crew.by_first(partial(_go_back, settings, rollbacks, ended))
+        rollbacks = Rollbacks.read(target)
+        resume = True
+        del line
+        gc.collect()
+    status, reason = ended
+    if status in ("finished", "stuck"):
+        _save(line.model, tokenizer, target / "model", crew)
+    result = outcome(settings, status, reason, line.trainer, line.recorder, blocks, line.model, line.plan)
+    return {**result, "rollbacks": rollbacks.to_list()}
+
+
+class _Line:
+    """One line of training: a model, its trainer and its records, new or from a checkpoint."""
+
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        blocks: Blocks,
+        tokenizer: Any,
+        crew: Processes,
+        rollbacks: Rollbacks,
+        *,
+        resume: bool,
+        bar: bool,
+    ):
+        self.settings, self.blocks, self.crew = settings, blocks, crew
+        target = Path(settings.output)
+        config = backbone_config(settings, vocab_size=len(tokenizer))
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self.plan = make_plan(settings.placement, config.num_hidden_layers)
+        torch.manual_seed(settings.seed)
+        profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
+        scaling = width_scaling_of(settings)
+        self.model = build(
+            config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
+        )
+        factors = None if scaling is None else rate_factors(self.model, scaling)
+        settings = self.settings = _settle(settings, self.model, torch.device(device_of(settings)), crew, bar=bar)
+        arguments = training_arguments(settings, crew.size)
+        if crew.size > 1 and crew.parallel == "fsdp2":
+            shard(self.model, crew, device_of(settings), bf16=bool(arguments.bf16))
+        folder = target / "checkpoints"
+        self.checkpoint = crew.by_first(lambda: newest_checkpoint(folder, rollbacks.admits)) if resume else None
+        state = run_state(self.checkpoint) if self.checkpoint else None
+        resumed_step = (state["step"] if state else -1) if resume else None
+        self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
+        if state:
+            self.guard.restore(state["guard"])
+        monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
+        monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
+        tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
+        returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
+        first = crew.first
+        self.recorder = RunRecorder(
+            metrics=run_folder.MetricsWriter(target, resumed_step, returns) if first else run_folder.NoWriter(),
+            layers=run_folder.LayersWriter(target, resumed_step) if first else run_folder.NoWriter(),
+            guard=self.guard,
+            monitor_ids=monitor_ids,
+            tokens_per_step=tokens_per_step,
+            bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
+            track_layers=bool(settings.reports()),
+            bar=bar,
+            processes=crew,
+        )
+        order = TrainOrder(
+            len(blocks.train),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            jumps=rollbacks.jumps,
+            done=state["step"] if state else 0,
+            rank=crew.rank,
+            size=crew.size,
+        )
+
+        probing = None
+        if settings.probe_every and first:
+            probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step)
+
+        def on_checkpoint() -> dict[str, Any]:
+            self.recorder.before_checkpoint()
+            return {"rollbacks": len(rollbacks.done)}
+
+        self.trainer = LaminaTrainer(
+            model=self.model,
+            args=arguments,
+            train_dataset=blocks.train,
+            eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
+            callbacks=[self.recorder, *(_tensorboard(settings) if first else []), *([probing] if probing else [])],
+            guard=self.guard,
+            order=order,
+            processes=crew,
+            experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
+            rate_factors=factors,
+            rate_factor=rollbacks.learning_rate_factor,
+            run_state=state,
+            on_checkpoint=on_checkpoint,
+            spared=is_good if settings.rollback else None,
+        )
+        for callback in (ProgressCallback, PrinterCallback):
+            self.trainer.remove_callback(callback)
+        self.recorder.trainer = self.trainer
+        if probing:
+            probing.trainer = self.trainer
+
+    def train(self) -> tuple[Status, str] | Diverged:
+        """Train to the end; gives how it ended, the same in every process."""
+        settings, trainer, recorder = self.settings, self.trainer, self.recorder
+        path = str(self.checkpoint) if self.checkpoint else None
+        complete = False
+        with stop_signals(recorder):
+            try:
+                if self.checkpoint is not None and step_of(self.checkpoint) >= settings.steps:
+                    trainer._load_from_checkpoint(str(path))  # Trainer would take one step too many
+                    trainer.state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
+                else:
+                    trainer.train(resume_from_checkpoint=path)
+                step = trainer.state.global_step
+                complete = step >= settings.steps
+                if complete and self.crew.by_first(lambda: recorder.evaluated_step != step):
+                    trainer.evaluate()
+            except Diverged as diverged:
+                recorder.record_divergence(diverged)
+                return diverged
+            finally:
+                recorder.close()
+        return self.crew.by_first(lambda: self._verdict(complete))
+
+    def _verdict(self, complete: bool) -> tuple[Status, str] | Diverged:
+        settings, recorder, step = self.settings, self.recorder, self.trainer.state.global_step
+        if recorder.interrupted and not complete:
+            return "interrupted", f"{recorder.interrupted} at step {step}"
+        if not math.isfinite(recorder.last_eval):
+            return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
+        entropy = self.blocks.stats.unigram_entropy
+        if recorder.best_eval > entropy - settings.stuck_margin:
+            return "stuck", (
+                f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
+                f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
+            )
+        return "finished", ""
+
+
+def is_good(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's run state is of a time when the loss was not on its way up."""
+    return state["guard"]["above_since"] is None
+
+
+def _go_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:
+    """Decide where to, and note it."""
+    target = Path(settings.output)
+    checkpoint = newest_checkpoint(
+        target / "checkpoints",
+        lambda state: rollbacks.admits(state) and is_good(state) and state["step"] < diverged.step,
     )
-    probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step) if settings.probe_every else None
-    trainer = LaminaTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=blocks.train,
-        eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-        callbacks=[recorder, *_tensorboard(settings), *([probing] if probing else [])],
-        guard=guard,
-        experts=ExpertBalance(model, settings.expert_balance, settings.expert_balance_rate),
-        rate_factors=None if scaling is None else rate_factors(model, scaling),
+    step = step_of(checkpoint) if checkpoint else 0
+    run_folder.keep_abandoned(target, step, len(rollbacks.done) + 1)
+    made = rollbacks.add(
+        step=step,
+        diverged_at=diverged.step,
+        reason=diverged.reason,
+        factor=settings.rollback_factor,
+        skip=settings.rollback_skip,
     )
-    for callback in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(callback)
-    recorder.trainer = trainer
-    if probing:
-        probing.trainer = trainer
-    with stop_signals(recorder):
-        status, reason = _train(trainer, recorder, guard, settings, blocks, checkpoint)
-        if status in ("finished", "stuck"):
-            _save(model, tokenizer, target / "model")
-    return outcome(settings, status, reason, trainer, recorder, blocks, model, plan, time.monotonic() - began)
+    for path in checkpoints(target / "checkpoints"):
+        if step_of(path) > step:
+            discard(path)
+    logger.warning(
+        "rollback %d of %d: %s; back to step %d, leaving out the data of steps %d to %d, learning rates times %g",
+        *(made.number, settings.rollback, diverged.reason, step, *made.skipped, made.learning_rate_factor),
+    )
 
 
 def _settle(
-    settings: PretrainSettings, model: torch.nn.Module, device: torch.device, target: Path, *, bar: bool
+    settings: PretrainSettings, model: torch.nn.Module, device: torch.device, crew: Processes, *, bar: bool
 ) -> PretrainSettings:
     """The settings with their precision and compilation decided, and kept so: a resumed run does not try again."""
-    if speed.is_open(settings):
+    target = Path(settings.output)
+
+    def decide() -> PretrainSettings:
         choice = speed.choose(settings, lambda: model, device)
-        settings = replace(settings, precision=choice.precision, compile=choice.compile)
+        decided = replace(settings, precision=choice.precision, compile=choice.compile)
         run_folder.write_json(target / "speed.json", choice.to_dict())
-        run_folder.write_yaml(target / "config.yaml", settings.to_dict())
+        run_folder.write_yaml(target / "config.yaml", decided.to_dict())
         logger.info("%s", choice)
         if bar:
             tqdm.write(str(choice), file=sys.stderr)
+        return decided
+
+    if speed.is_open(settings):
+        settings = crew.by_first(decide)
     speed.prepare(model, settings)
     return settings
 
@@ -187,48 +378,20 @@ def _tensorboard(settings: PretrainSettings) -> list[Any]:
     return [TensorBoardCallback(SummaryWriter(str(Path(settings.output) / "tensorboard")))]
 
 
-def _save(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write the model whole or not at all."""
-    draft = folder.with_name(".model-draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft)  # type: ignore[operator]
-    tokenizer.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(draft, folder)
+def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
+    """Write the model whole or not at all; a sharded one is put together for it."""
+    state = full_state(model) if is_sharded(model) else None
 
+    def write() -> None:
+        draft = folder.with_name(".model-draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        with own_class(model):
+            model.save_pretrained(draft, state_dict=state)
+        tokenizer.save_pretrained(draft)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(draft, folder)
 
-def _train(
-    trainer: LaminaTrainer,
-    recorder: RunRecorder,
-    guard: DivergenceGuard,
-    settings: PretrainSettings,
-    blocks: Blocks,
-    checkpoint: Path | None,
-) -> tuple[Status, str]:
-    try:
-        if checkpoint is not None and step_of(checkpoint) >= settings.steps:
-            trainer._load_from_checkpoint(str(checkpoint))  # Trainer would take one step too many
-            trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        else:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        complete = trainer.state.global_step >= settings.steps
-        if complete and recorder.evaluated_step != trainer.state.global_step:
-            trainer.evaluate()
-    except Diverged as diverged:
-        recorder.record_divergence(diverged)
-        return "diverged", diverged.reason
-    finally:
-        recorder.close()
-    if recorder.interrupted and not complete:
-        return "interrupted", f"{recorder.interrupted} at step {trainer.state.global_step}"
-    if not math.isfinite(recorder.last_eval):
-        return "diverged", f"the eval loss is {recorder.last_eval}; {guard.first_to_leave()}"
-    if recorder.best_eval > blocks.stats.unigram_entropy - settings.stuck_margin:
-        return "stuck", (
-            f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
-            f"{blocks.stats.unigram_entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
-        )
-    return "finished", ""
+    crew.by_first(write)
 
 
 def spread(available: int, wanted: int) -> list[int]:

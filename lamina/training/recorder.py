@@ -14,10 +14,14 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from lamina.training.folder import LayersWriter, MetricsWriter
+from lamina.training.distributed import Processes
+from lamina.training.folder import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.monitor import Row, gain_rows, hidden_state_rows
 from lamina.training.trainer import LaminaTrainer
+
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+TWICE_SECONDS = 3.0
 
 
 class RunRecorder(TrainerCallback):
@@ -26,21 +30,23 @@ class RunRecorder(TrainerCallback):
     def __init__(
         self,
         *,
-        metrics: MetricsWriter,
-        layers: LayersWriter,
+        metrics: MetricsWriter | NoWriter,
+        layers: LayersWriter | NoWriter,
         guard: DivergenceGuard,
         monitor_ids: torch.Tensor,
         tokens_per_step: int,
         bits_per_byte: Callable[[float], float],
         track_layers: bool,
         bar: bool,
+        processes: Processes | None = None,
     ):
+        self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
         self.interrupted: str | None = None
         self.trainer: LaminaTrainer | None = None
-        self.last_eval, self.best_eval, self.evaluated_step = math.inf, metrics.best_eval, -1
+        (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
         # Evaluations, records and checkpoints are not the training's time: the clock stands still in them.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
@@ -52,6 +58,8 @@ class RunRecorder(TrainerCallback):
         self.bar = tqdm(
             total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show_bar, dynamic_ncols=True
         )
+        assert self.trainer is not None
+        self.trainer.continue_records()
         if state.global_step == 0:
             self._monitor(0, [])
 
@@ -67,7 +75,8 @@ class RunRecorder(TrainerCallback):
             self.bar.update(1)
         if self._parent is not None and not self._parent.is_alive():
             self.interrupted = "the study that started it is gone"
-        if self.interrupted:
+        if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
+            self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
             control.should_training_stop = control.should_save = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -95,8 +104,10 @@ class RunRecorder(TrainerCallback):
         record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
         self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def before_checkpoint(self) -> None:
+        """Bring to the disk what a run that goes on from the checkpoint will not record again."""
         self.layers.flush()
+        self.metrics.sync()
 
     def record_divergence(self, diverged: Diverged) -> None:
         """Keep what was seen at the step that ended the run: it is what one wants to look at."""
@@ -142,16 +153,24 @@ def safe_exp(loss: float) -> float:
 
 @contextmanager
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after the step it is in, with a checkpoint; the second at once."""
+    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step it is in, with a checkpoint; the second at once.
+
+    SIGUSR1 is what Slurm can be told to send before a job's time is up.
+    """
+    first = 0.0
 
     def stop(number: int, frame: Any) -> None:
-        if recorder.interrupted:
+        nonlocal first
+        now = time.monotonic()
+        # torchrun passes on the Ctrl-C that the terminal has sent to its processes already
+        if recorder.interrupted and (recorder.processes.size == 1 or now - first > TWICE_SECONDS):
             raise KeyboardInterrupt
+        first = now if not recorder.interrupted else first
         recorder.interrupted = f"stopped by {signal.Signals(number).name}"
 
     old: dict[int, Any] = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             old[number] = signal.signal(number, stop)
     except ValueError:  # not the main thread: whoever runs us handles signals
         pass

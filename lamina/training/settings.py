@@ -26,7 +26,7 @@ class RunSettings:
         sequence_length: tokens in a block
         eval_fraction: share of the corpus that is held out
         steps: optimiser steps
-        batch_size: blocks in a micro-batch
+        batch_size: blocks in a micro-batch, over all processes
         gradient_accumulation: micro-batches in an optimiser step
         min_learning_rate: the cosine's end, as a share of the peak
         warmup: linear warm-up, in steps (1 or more) or as a share of all steps (below 1)
@@ -210,23 +210,47 @@ class PretrainSettings(RunSettings):
         output: the run's folder
         learning_rate: peak learning rate
         seed: of the weights, the data's order and everything else drawn
+        parallel: how several processes (torchrun, accelerate launch) share the work: auto (what accelerate's
+            configuration says, else ddp), ddp (each holds the model), fsdp2 (each holds a part of it)
+        device: auto, cpu, cuda or mps
+        rollback: times to go back to the last good checkpoint after a divergence, in place of ending (0 for never)
+        rollback_factor: of the learning rate, at each such return
+        rollback_skip: steps' worth of data to leave out then (default: from the checkpoint to the step that diverged)
     """
 
     placement: str = "pre_ln"
     output: str = "runs/pretrain"
     learning_rate: float = 3e-3
     seed: int = 0
+    parallel: str = "auto"
+    device: str = "auto"
+    rollback: int = 0
+    rollback_factor: float = 0.5
+    rollback_skip: int | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
         super().__post_init__()
-        _at_least("seed", self.seed, 0)
+        for name in ("seed", "rollback"):
+            _at_least(name, getattr(self, name), 0)
+        if self.rollback_skip is not None:
+            _at_least("rollback_skip", self.rollback_skip, 0)
+        _number("rollback_factor", self.rollback_factor, 0.0, 1.0, open_low=True)
+        for name, allowed in (("parallel", PARALLEL), ("device", DEVICES)):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}: {getattr(self, name)!r} (allowed: {', '.join(allowed)})")
+        if self.rollback and not self.save_steps:
+            raise UserError(
+                f"rollback: {self.rollback} needs checkpoints to go back to (allowed: 0, or this with --save-steps)"
+            )
         _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
 
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 COMPILE = ("auto", "on", "off")
 WIDTH_SCALINGS = ("none", "standard", "standard-no-alignment", "mup", "mup-no-alignment")
+PARALLEL = ("auto", "ddp", "fsdp2")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 BALANCES = ("auto", "none", "bias", "loss")
 Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from lamina.training import checkpoints, saving, sharding
 from lamina.training.compiling import uncompiled
+from lamina.training.distributed import Processes
 from lamina.training.experts import ExpertBalance
 from lamina.training.groups import parameter_groups
 from lamina.training.guard import DivergenceGuard
 from lamina.training.monitor import GradientNorms, Row, hidden_state_rows
+from lamina.training.order import TrainOrder
 
 
 class LayerGradNorms:
@@ -32,7 +39,7 @@ class LayerGradNorms:
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         squares = self._squares(model)  # clipping by a norm that is not finite would spoil every layer's gradient
-        norm = super()._clip_grad_norm(model)  # type: ignore[misc]
+        norm = _whole(super()._clip_grad_norm(model))  # type: ignore[misc]
         self._look(norm, squares)
         return norm
 
@@ -40,7 +47,7 @@ class LayerGradNorms:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
         squares = self._squares(model)  # without clipping Trainer calls only this one
-        norm = super()._get_grad_norm(model)  # type: ignore[misc]
+        norm = _whole(super()._get_grad_norm(model))  # type: ignore[misc]
         self._look(norm, squares)
         return norm
 
@@ -66,21 +73,48 @@ class LayerGradNorms:
         return self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
 
 
+def _whole(norm: Any) -> Any:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 class LaminaTrainer(LayerGradNorms, Trainer):
     """Trainer for pretraining: weight decay on matrices only, every step's loss seen by the guard, experts balanced.
 
-    ``rate_factors`` (of width scaling): each parameter's factor on the learning rate.
+    Args:
+        guard: sees every step's loss and gradient norm.
+        order: which blocks each step trains on.
+        processes: this one and the run's others; a model that ``sharding.shard`` shared out is used as it is.
+        experts: balances and counts them.
+        rate_factors: (of width scaling) each parameter's factor on the learning rate.
+        rate_factor: on all learning rates, after rollbacks.
+        run_state: of the checkpoint that the run goes on from.
+        on_checkpoint: called before a checkpoint is written; gives what its run state holds beside the trainer's own.
+        spared: which older checkpoint is not pruned, by its run state.
     """
 
     def __init__(
         self,
         *args: Any,
         guard: DivergenceGuard,
+        order: TrainOrder | None = None,
+        processes: Processes | None = None,
         experts: ExpertBalance | None = None,
         rate_factors: dict[str, float] | None = None,
+        rate_factor: float = 1.0,
+        run_state: dict[str, Any] | None = None,
+        on_checkpoint: Callable[[], dict[str, Any]] = dict,
+        spared: Callable[[dict[str, Any]], bool] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
+        self.processes = Processes() if processes is None else processes
+        self.sharded = sharding.is_sharded(self.model)  # type: ignore[arg-type]
+        if self.sharded:  # Trainer's accelerator would put DDP around it
+            prepare = self.accelerator.prepare_model
+            unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
+            self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
+        self.order, self.on_checkpoint, self.spared = order, on_checkpoint, spared
+        self.run_state, self.rate_factor = run_state or {}, rate_factor
         self.rate_factors = rate_factors
         self.guard = guard
         self.experts = experts
@@ -88,6 +122,26 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             self.add_callback(experts)
         self.layer_rows = []
         self.gradient_norms = None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not sharding.is_sharded(model):
+            super()._move_model_to_device(model, device)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The blocks of the training order, loaded as the arguments say."""
+        if self.order is None:
+            return super().get_train_dataloader()
+        workers = self.args.dataloader_num_workers
+        return DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=self.order,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
+        )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices decay; gains, biases and learned scales do not, whatever their names."""
@@ -125,16 +179,86 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        whole = len(inputs["input_ids"]) == self.args.per_device_train_batch_size
-        # An epoch's last batch can be smaller: not worth graphs of its own.
-        with nullcontext() if whole else uncompiled(self._plain(model)):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if loss.device.type == "cpu" and not torch.isfinite(loss):
+        if self.sharded:  # gradients are reduced once a step, not once a micro-batch
+            model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             step = self.state.global_step + 1
-            self.layer_rows = hidden_state_rows(self._plain(model), inputs["input_ids"], step)
+            whole = self.processes.gathered(inputs["input_ids"])
+            self.layer_rows = hidden_state_rows(self._plain(model), whole, step)
             self.guard.see_layers(self.layer_rows)
-            self.guard.see_loss(step, float(loss))
+            self.guard.see_loss(step, value)
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The loss over the held-out blocks, each once, however many processes share them.
+
+        Trainer's own evaluation fills up the processes' last batch with blocks that it has seen.
+        """
+        if self.processes.size == 1 or any(args) or any(kwargs.values()):
+            return super().evaluate(*args, **kwargs)
+        model: Any = self.model
+        held_out: Any = self.eval_dataset
+        rank, size = self.processes.rank, self.processes.size
+        batch = self.args.per_device_eval_batch_size * size
+        total = 0.0
+        was_training = model.training
+        model.eval()
+        try:
+            for start in range(0, len(held_out), batch):
+                chunk = range(start, min(start + batch, len(held_out)))
+                mine = chunk[rank::size]
+                # one without a block computes all the same: a sharded model needs every process
+                inputs = self._prepare_inputs(self.data_collator([held_out[i] for i in mine or chunk[:1]]))
+                with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
+                    total += float(self.compute_loss(model, inputs)) * len(mine)
+        finally:
+            model.train(was_training)
+        metrics = {"eval_loss": self.processes.mean(total) * size / len(held_out)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint that is whole or not there, then prune the old ones."""
+        step, folder = self.state.global_step, Path(str(self.args.output_dir))
+        losses = self.processes.everyones(float(self._tr_loss))
+        if not math.isfinite(sum(losses)):  # on a GPU not every step's loss is looked at
+            self.guard.see_loss(step, sum(losses))
+        self.store_flos()
+        state = {
+            "step": step,
+            "losses": losses,
+            "logged_step": self._globalstep_last_logged,
+            "guard": self.guard.to_dict(),
+            "learning_rate_factor": self.rate_factor,
+            **self.on_checkpoint(),
+        }
+        with checkpoints.draft(folder, step, self.processes) as path:
+            saving.write(self, path, state)
+        keep = self.args.save_total_limit or 1
+        self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.spared))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        saving.read_model(self, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            saving.read_optimizer(self, Path(checkpoint))
+            saving.scale_learning_rate(self, self.rate_factor / self.run_state.get("learning_rate_factor", 1.0))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            saving.read_random_state(self, Path(checkpoint))
+
+    def continue_records(self) -> None:
+        """Take up the loss gathered since the last record before the checkpoint; call when training begins."""
+        losses = self.run_state.get("losses")
+        if losses is None or self.run_state["step"] != self.state.global_step:
+            return
+        same = len(losses) == self.processes.size
+        self._tr_loss += losses[self.processes.rank] if same else sum(losses) / len(losses)
+        self._globalstep_last_logged = self.run_state["logged_step"]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Trainer's, uncompiled: evaluations are few, and their batches' shapes several."""

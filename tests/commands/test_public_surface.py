@@ -10,6 +10,7 @@ import pytest
 import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
+from lamina.preflights.settings import PreflightSettings
 from lamina.probes.settings import ProbeSettings
 from lamina.studies.settings import CompareSettings
 from lamina.training.settings import PretrainSettings
@@ -22,17 +23,38 @@ eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 """
+SCALE = "parallel device rollback rollback-factor rollback-skip"
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
 """
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
-    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed"],
+    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed", *SCALE.split()],
+    "preflight": [
+        *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
+        *(
+            "text-field",
+            "tokenizer",
+            "sequence-length",
+            "steps",
+            "batch-size",
+            "warmup",
+            "weight-decay",
+            "beta1",
+            "beta2",
+        ),
+        *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
+    ],
     "probe": PROBE.split(),
 }
-SETTINGS = {"compare": CompareSettings, "pretrain": PretrainSettings, "probe": ProbeSettings}
-EXPORTED = {"__version__", "build", "compare", "placements", "pretrain", "probe", "wire"}
+SETTINGS = {
+    "compare": CompareSettings,
+    "pretrain": PretrainSettings,
+    "preflight": PreflightSettings,
+    "probe": ProbeSettings,
+}
+EXPORTED = {"__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"}
 
 
 def test_the_package_exports_these_names():
@@ -43,6 +65,7 @@ def test_the_package_exports_these_names():
 def test_the_command_line_has_these_commands():
     assert list(COMMANDS) == [
         "compare",
+        "preflight",
         "pretrain",
         "probe",
         "placements",

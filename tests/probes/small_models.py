@@ -46,6 +46,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", TEXT),
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),
+    "beit": ("BeitConfig", "BeitForImageClassification", {**IMAGE, "layer_scale_init_value": 0.5}),
+    "yolos": ("YolosConfig", "YolosModel", {**IMAGE, "image_size": [16, 16], "use_mid_position_embeddings": True}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8}),
+    "fnet": ("FNetConfig", "FNetForMaskedLM", {k: v for k, v in TEXT.items() if k != "num_attention_heads"}),
     "siglip": ("SiglipVisionConfig", "SiglipVisionModel", IMAGE),
 }
 

@@ -309,7 +309,7 @@ def test_the_bound_of_a_fused_blocks_jacobian():
     inner = float(torch.linalg.matrix_norm(jacobian_matrix(feed_forward.module, y), ord=2))
     up, down = (getattr(feed_forward.module, name).weight.detach().double() for name in ("up_proj", "down_proj"))
     product = float(torch.linalg.matrix_norm(down @ up, ord=2))
-    sigmas = [inputs[part][0][0].double().square().mean(-1).sqrt() for part in (attention, feed_forward)]
+    sigmas = [inputs[part][0][0].detach().double().square().mean(-1).sqrt() for part in (attention, feed_forward)]
     gains = [float(part.post_norm.weight.detach().abs().max()) for part in (attention, feed_forward)]
 
     def bound(first, second, jacobian):

@@ -17,7 +17,8 @@ from tiny_contexts import (
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.jacobian import JacobianProbe, block_norms
+from lamina.probes.block_norms import block_norms
+from lamina.probes.jacobian import JacobianProbe
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, wirings_of
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
@@ -107,14 +108,11 @@ def test_the_residual_path_is_the_product_of_skips_and_norm_jacobians(placement)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_at_gain_1_the_measured_sigmas_give_the_measured_path(placement):
+def test_the_measured_sigmas_give_the_measured_path(placement):
     model = lamina_model(placement, num_layers=3)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 and "norm" in name:
-            torch.nn.init.ones_(parameter)
     frame = measured(exact(total=False, tolerance=1e-3), context_of(model, sequences=1))
     for layer in range(3):
-        # FuseNorm Eq 16 leaves out the direction that a norm takes away, which two in a row do twice: a few percent.
+        # FuseNorm Eq 16 leaves out the direction that a norm takes away: some percent with 16 channels.
         assert value(frame, "formula", "fusenorm", layer) == pytest.approx(
             value(frame, "norm", "residual_path", layer), rel=0.1
         )
@@ -154,7 +152,7 @@ def test_keels_gains_in_the_numerator_and_the_denominator():
     sublayer = Wiring(skip_scale=alpha, pre_gain=inner, post_gain=outer, path_scale=outer * alpha)
     (sigmas,) = expected_sigmas([[sublayer, sublayer]], start=outer)
     one = outer * alpha / math.sqrt(outer**2 * alpha**2 + inner**2)
-    assert block_factor([sublayer, sublayer], sigmas) == pytest.approx(one**2)
+    assert float(block_factor([sublayer, sublayer], sigmas)) == pytest.approx(one**2)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,7 @@ def test_the_published_numbers_at_128_sublayers(placement, options, published):
     context = context_of(lamina.build(llama(2), placement, **options), sequences=1)
     layers = [wirings_of(context.structure.layers[1])] * 64
     sigmas = expected_sigmas(layers, start=1.0)
-    product = math.prod(block_factor(layer, sigma) for layer, sigma in zip(layers, sigmas, strict=True))
+    product = math.prod(float(block_factor(layer, sigma)) for layer, sigma in zip(layers, sigmas, strict=True))
     exact = (1 + 1 / 128**2) ** -64 if placement == "keel" else 2.0**-64
     assert product == pytest.approx(exact, rel=1e-9)
     assert product == pytest.approx(published, rel=1e-2 if placement == "post_ln" else 1e-5)
@@ -174,10 +172,10 @@ def test_the_published_numbers_at_128_sublayers(placement, options, published):
 def test_two_norms_a_block_against_one():
     sublayer = Wiring(post_gain=1.0)
     fused = [sublayer, Wiring(skip="block_input", post_gain=1.0)]
-    assert block_factor([sublayer, sublayer], [1.1, 1.1]) ** 50 == pytest.approx(1.1 ** (-2 * 50))
-    assert block_factor(fused, [1.1, 1.1]) ** 50 == pytest.approx(1.1**-50)
+    assert float(block_factor([sublayer, sublayer], [1.1, 1.1])) ** 50 == pytest.approx(1.1 ** (-2 * 50))
+    assert float(block_factor(fused, [1.1, 1.1])) ** 50 == pytest.approx(1.1**-50)
     both = [sublayer, Wiring(skip="both", post_gain=1.0)]
-    assert block_factor(both, [2.0, 4.0]) == pytest.approx((1 + 1 / 2) / 4)
+    assert float(block_factor(both, [2.0, 4.0])) == pytest.approx((1 + 1 / 2) / 4)
 
 
 def test_a_total_norm_below_the_smallest_float32():

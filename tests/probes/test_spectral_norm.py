@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.spectral_norm import Jacobian, largest_singular_value, spectral_norm
+from lamina.probes.spectral_norm import Jacobian, largest_singular_value, spectral_norm, typical_stretch
 
 
 def random(*shape, seed=0):
@@ -48,6 +48,15 @@ def test_a_batch_is_solved_sequence_by_sequence():
         lambda x: torch.einsum("bij,bj->bi", matrices, x.flatten(1)).view(3, 4, 2), x, batch_dims=1, tolerance=1e-8
     )
     torch.testing.assert_close(found.value, torch.linalg.matrix_norm(matrices, ord=2))
+
+
+@pytest.mark.parametrize("identity", [0.0, 1.0])
+def test_the_typical_stretch_is_the_frobenius_norm_over_the_root_of_the_size(identity):
+    matrices = random(2, 6, 6)
+    jacobian = Jacobian(lambda x: torch.einsum("bij,bj->bi", matrices, x), random(2, 6))
+    found = typical_stretch(jacobian, identity=identity, batch_dims=1, samples=2000)
+    expected = torch.linalg.matrix_norm(matrices - identity * torch.eye(6, dtype=torch.float64)) / 6**0.5
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0)  # of 2000 random directions
 
 
 def test_singular_values_that_lie_close_together_near_the_identity():

@@ -18,11 +18,11 @@ from lamina.probes.wiring import find_structure
 
 # What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
 ROLES = {
-    **dict.fromkeys(("llama", "phi3", "granite", "gpt2", "opt", "bloom", "vit", "dinov2", "siglip"), "pre pre"),
-    **dict.fromkeys(("qwen3_moe", "modernbert", "gpt_neox"), "pre pre"),
+    **dict.fromkeys(("llama", "phi3", "granite", "gpt2", "opt", "bloom", "vit", "dinov2", "siglip", "beit"), "pre pre"),
+    **dict.fromkeys(("qwen3_moe", "modernbert", "gpt_neox", "yolos"), "pre pre"),
     **dict.fromkeys(("phi", "falcon", "cohere"), "pre shared"),
-    **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "deberta_v2", "albert"), "post post"),
-    "gemma2": "pre,out pre,out",
+    **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "deberta_v2", "albert", "fnet"), "post post"),
+    **dict.fromkeys(("gemma2", "glm4"), "pre,out pre,out"),
     "olmo2": "out out",
 }
 EMBEDDING_NORM = {"bert", "roberta", "electra", "distilbert", "deberta_v2", "modernbert", "bloom"}
@@ -49,7 +49,7 @@ def test_layers_and_sublayers_of_an_architecture(name: str):
     assert structure.hidden_size == 16
     assert not structure.notes
     for site in structure.layers:
-        assert [s.kind for s in site.sublayers] == ["attention", "feed_forward"]
+        assert [s.kind for s in site.sublayers] == ["mixer" if name == "fnet" else "attention", "feed_forward"]
         roles = [[n.role for n in s.norms if n.role != "inner_norm"] for s in site.sublayers]
         wanted = [[f"{r}_norm" for r in part.split(",") if r != "shared"] for part in ROLES[name].split()]
         if name == "modernbert" and site.index == 0:
@@ -60,7 +60,7 @@ def test_layers_and_sublayers_of_an_architecture(name: str):
         else:
             assert roles == wanted
     assert (structure.embedding_norm is not None) == (name in EMBEDDING_NORM)
-    assert (structure.final_norm is not None) == (ROLES[name] != "post post")
+    assert (structure.final_norm is not None) == (ROLES[name] != "post post" and name != "beit")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -81,7 +81,8 @@ def test_contributions_add_up_to_the_layer(name: str):
                         x = norm.module(x)
             if ("after", site.index, k) in found and not parallel:
                 torch.testing.assert_close(found["after", site.index, k].view_as(x), x, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found["state", site.index + 1], x, rtol=1e-5, atol=1e-6)
+        if name != "yolos" or site.index == 2:  # it adds position embeddings between its layers
+            torch.testing.assert_close(found["state", site.index + 1], x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert", "gpt2", "vit", "albert"])
@@ -183,7 +184,9 @@ def test_a_hierarchy_of_stages_is_noted():
     config = SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2)
     model = SwinForImageClassification(config).eval()
     pixels = {"pixel_values": torch.randn(1, 3, 32, 32)}
-    assert "lie outside" in find_structure(model, pixels).notes[0]
+    notes = find_structure(model, pixels).notes
+    assert "known in part only" in notes[0]  # its windows are rearranged before they are added
+    assert "lie outside" in notes[1]
     second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
     assert second.hidden_size == 16
     assert second.num_layers == 2

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import plotly.io
 import pytest
 from synthetic_probing import write_probing
 
@@ -15,6 +16,7 @@ from lamina.errors import UserError
 from lamina.probes.compact import MOST_CELLS, MOST_LINES, MOST_POINTS, compact, defuse
 from lamina.reports import report
 from lamina.reports.probing import main_numbers
+from lamina.reports.style import polish_own
 
 
 def body(page: str) -> str:
@@ -153,6 +155,30 @@ def test_long_lines_and_many_lines_are_thinned_and_small_figures_are_left_alone(
     small, said = compact(plain)
     assert said == ""
     assert np.asarray(small.data[0].y).tolist() == pytest.approx([0.1, 0.2])
+
+
+def test_a_figure_read_from_its_file_is_thinned_and_drawn_as_it_was():
+    size = MOST_CELLS + 1
+    cells = np.random.default_rng(0).random((size, size))
+    figure = go.Figure([go.Heatmap(z=cells), go.Scatter(x=np.arange(3), y=np.array([1.5, 2.5, 4.0]))])
+    read = plotly.io.from_json(figure.to_json())
+    small, said = compact(read)
+    direct, _ = compact(figure)
+    assert f"{size} × {size}" in said
+    assert np.array_equal(np.asarray(small.data[0].z), np.asarray(direct.data[0].z))
+    assert np.asarray(small.data[1].y).tolist() == [1.5, 2.5, 4.0]
+
+
+def test_a_logarithmic_axis_spans_a_decade_and_a_level_line_looks_level():
+    def axis(values, kind):
+        figure = go.Figure(go.Scatter(x=[0, 1], y=values))
+        return polish_own(figure.update_yaxes(type=kind)).layout.yaxis
+
+    low, high = axis([1.0, 1.1], "log").range
+    assert high - low >= 1
+    assert low < 0 < np.log10(1.1) < high
+    assert axis([0.60, 0.65], "linear").rangemode == "tozero"
+    assert axis([0.1, 0.65], "linear").rangemode is None
 
 
 def test_tags_that_plotly_would_follow_are_defused_and_plain_ones_kept():

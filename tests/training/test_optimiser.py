@@ -76,8 +76,8 @@ def test_weights_move_by_the_naive_adamw_step(trained, tmp_path, trainers, befor
 
 def test_any_other_trainer_argument_is_passed_through(tmp_path, trainers, corpus):
     given = flags(**SMALL, corpus=corpus, output=tmp_path / "run")
-    assert main(["pretrain", *given, "--trainer.optim", "adafactor", "--trainer.dataloader_drop_last", "true"]) == 0
-    assert trainers[0].args.dataloader_drop_last is True
+    assert main(["pretrain", *given, "--trainer.optim", "adafactor", "--trainer.dataloader_pin_memory", "false"]) == 0
+    assert trainers[0].args.dataloader_pin_memory is False
     assert type(trainers[0].optimizer.optimizer).__name__ == "Adafactor"
     assert "optim: adafactor" in (tmp_path / "run" / "config.yaml").read_text()
 

@@ -1,0 +1,209 @@
+"""The real runs that `lamina preflight`'s verdict is fitted on, and the other ones that it is judged on.
+
+    python benchmarks/preflight_calibration.py          # all stages, `runs` and `measure` going on where they were
+    python benchmarks/preflight_calibration.py measure fit judge
+
+`runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in
+(measurements.jsonl, its features at every measurement), `fit` writes lamina/preflights/calibration.json from the sets
+`grid` and `more`, `judge` writes judged.json and the tables of docs/preflight.md from `default` and `held_out`.
+
+grid: all placements x {12, 24, 48} layers x {normal, scaled} x two rates. more: drawn at random, wider in rates,
+initialisers and shapes. held_out: another draw with other depths, rates and another seed. default: the recipe of
+`lamina compare`, and one of its own. A quiet core takes about two hours for all of it; --jobs shares it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results" / "preflight"
+# so many cases of a set, a turn each in this order: what is there when it is cut short is a sample of everything
+SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46}
+LOOKED_AT = 6  # of the held-out draw, while the rules were designed: they are fitted on
+TURNS = ("grid", "held_out", "grid", "default", "grid", "more")
+GRID_LAYERS, GRID_INITS, GRID_RATES = (12, 24, 48), ("normal", "scaled"), (3e-3, 1.5e-2)
+SHAPE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size": 16, "steps": 80, "warmup": 0.1}
+DEFAULT = {"hidden_size": 48, "num_heads": 2, "sequence_length": 64, "batch_size": 16, "steps": 100, "warmup": 0.1}
+RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 3e-2, 6e-2, 0.2)
+STAGES = ("runs", "measure", "fit", "judge")
+
+
+def cases(which: str) -> Iterator[dict[str, Any]]:
+    """The settings of a set's runs, always in the same order."""
+    from lamina.placements import names
+
+    if which == "grid":
+        grid = [
+            {**SHAPE, "placement": p, "num_layers": n, "init": i, "learning_rate": r, "seed": 0}
+            for n in GRID_LAYERS
+            for i in GRID_INITS
+            for r in GRID_RATES
+            for p in names()
+        ]
+        random.Random(1).shuffle(grid)
+        yield from grid
+    elif which == "default":
+        for layers, rate in ((32, 5e-3), (20, 1.2e-2)):
+            for p in names():
+                plan = {"placement": p, "num_layers": layers, "init": "recommended"}
+                yield {**DEFAULT, **plan, "learning_rate": rate, "seed": 0}
+    elif which == "held_out":
+        yield from itertools.islice(_drawn(which), LOOKED_AT, None)
+    else:
+        yield from itertools.islice(_drawn("held_out"), LOOKED_AT)
+        yield from _drawn(which)
+
+
+def _drawn(which: str) -> Iterator[dict[str, Any]]:
+    from lamina.placements import names
+
+    draw = random.Random(f"preflight {which}")
+    depths = (8, 16, 24, 32, 48) if which == "more" else (10, 18, 30, 36, 40, 64)
+    for number in itertools.count():
+        placements = names()
+        yield {
+            "placement": placements[number % len(placements)] if which == "held_out" else draw.choice(placements),
+            "num_layers": draw.choice(depths),
+            "init": draw.choice(("recommended", "recommended", "normal", "scaled", "xavier", "small")),
+            "learning_rate": draw.choice(RATES) if which == "more" else float(f"{10 ** draw.uniform(-3.3, -0.9):.2g}"),
+            "seed": 1 if which == "more" else 2,
+            "hidden_size": draw.choice((32, 32, 48)),
+            "num_heads": 2,
+            "sequence_length": draw.choice((32, 32, 64)),
+            "batch_size": draw.choice((8, 16)),
+            "steps": draw.choice((60, 80, 120)),
+            "warmup": draw.choice((0.02, 0.1, 0.1, 0.3)),
+        }
+
+
+def all_cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every case with its set, the sets taking turns."""
+    waiting = {name: iter(list(itertools.islice(cases(name), count))) for name, count in SETS.items()}
+    ended: set[str] = set()
+    for name in itertools.cycle(TURNS):
+        if len(ended) == len(waiting):
+            return
+        case = next(waiting[name], None)
+        if case is None:
+            ended.add(name)
+        else:
+            yield name, case
+
+
+def key_of(case: dict[str, Any]) -> str:
+    """A case's identity: its settings, sorted."""
+    return json.dumps(case, sort_keys=True)
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The lines of a results file; none where it isn't there yet."""
+    path = FOLDER / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def append(name: str, record: dict[str, Any]) -> None:
+    """Add a line in one write, so that several processes may."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / name).open("ab", buffering=0) as file:
+        file.write(f"{json.dumps(record)}\n".encode())
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """A real run: its status, losses and the records that a label is made of."""
+    from lamina.training.folder import finite
+    from lamina.training.pretrain import pretrain
+    from lamina.training.settings import PretrainSettings
+
+    folder = Path(tempfile.mkdtemp(prefix="preflight-"))
+    try:
+        settings = PretrainSettings(
+            **case, eval_blocks=64, eval_steps=40, logging_steps=4, threads=1, output=str(folder / "run")
+        )
+        result = pretrain(settings, bar=False)
+        records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    kept = ("status", "reason", "eval_loss", "unigram_entropy", "steps", "seconds")
+    return finite(
+        {name: result.get(name) for name in kept}
+        | {
+            "losses": [[r["step"], round(r["loss"], 4)] for r in records if r.get("loss") is not None],
+            "eval_losses": [[r["step"], round(r["eval_loss"], 4)] for r in records if r.get("eval_loss") is not None],
+        }
+    )
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """The burn-in of a case, as `lamina preflight` does it: the features at every measurement from the middle on."""
+    import torch
+
+    from lamina.data import prepare_blocks
+    from lamina.preflights.features import Features, features
+    from lamina.preflights.running import burn_in_of
+    from lamina.preflights.settings import PreflightSettings
+    from lamina.training.folder import finite
+
+    def open_question(numbers: Features) -> bool:  # wider than what any fitted rule would go on for
+        return numbers.context < 0.1 and not (numbers.jacobian < -4 and numbers.context < 0.01)
+
+    torch.set_num_threads(1)
+    settings = PreflightSettings.from_dict(case)
+    blocks, _ = prepare_blocks(settings.corpus, settings.tokenizer, settings.sequence_length, progress=False)
+    seen = burn_in_of(settings, settings.runs()[0], blocks, open_question)
+    ends = range(min(1, len(seen.snapshots) - 1), len(seen.snapshots))
+    return finite({"stopped": seen.stopped, "features": [features(seen, end).to_dict() for end in ends]})
+
+
+def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..., Any], jobs: int) -> None:
+    """Do the cases that are not in a results file yet, ``jobs`` at a time, a line for each as it ends."""
+    done = {key_of(record["case"]) for record in read(name)}
+    todo = [(which, case) for which, case in todo if key_of(case) not in done]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for number, (which, case, result) in enumerate(pool.imap_unordered(_Act(act), todo), start=1):
+            append(name, {"set": which, "case": case, "result": result})
+            shown = f"{case['placement']} {case['num_layers']} {case['init']} {case['learning_rate']:g}"
+            print(f"{name} {number}/{len(todo)} {which}: {shown} {result.get('status', '')}", flush=True)
+
+
+class _Act:
+    def __init__(self, act: Callable[..., Any]):
+        self.act = act
+
+    def __call__(self, item: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        return *item, self.act(item[1])
+
+
+def main() -> None:
+    """Run the stages asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", choices=[*STAGES, []], help="default: all, in this order")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, a thread each")
+    parser.add_argument("--most", type=int, help="cases to train at most, those that are there included")
+    options = parser.parse_args()
+    stages = options.stages or STAGES
+    if "runs" in stages:
+        work_off("runs.jsonl", list(itertools.islice(all_cases(), options.most)), train, options.jobs)
+    if "measure" in stages:
+        work_off("measurements.jsonl", [(r["set"], r["case"]) for r in read("runs.jsonl")], measure, options.jobs)
+    if "fit" in stages or "judge" in stages:
+        import preflight_fit
+
+        if "fit" in stages:
+            preflight_fit.fit(read("runs.jsonl"), read("measurements.jsonl"))
+        if "judge" in stages:
+            preflight_fit.judge(read("runs.jsonl"), read("measurements.jsonl"))
+
+
+if __name__ == "__main__":
+    main()

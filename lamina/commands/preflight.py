@@ -1,0 +1,75 @@
+"""`lamina preflight`: will the run train? Asked before it is started."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.api import preflight
+from lamina.commands.arguments import add_settings, given_settings, make_parser
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EXAMPLES = """
+  lamina preflight --placement keel --num-layers 48 --learning-rate 5e-3
+  lamina preflight --placements post_ln,peri_ln,keel --num-layers 32 --hidden-size 48 --num-heads 2
+  lamina preflight --placement fusenorm --init normal --learning-rates 3e-3,2e-2 --warmup 0.3 --output runs/preflight
+  lamina preflight --backbone llama-71m --placement my_placement.yaml --corpus books/ --tokenizer bpe:8192 --json
+"""
+DESCRIPTION = """\
+Before a run: take its first steps at full depth, measure the layers, and say whether it will train (fine, risky, will
+not train), why, and what to change. The exit code is 0 whatever the verdict; with --strict it is 1 where any is
+"will not train"."""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, look, print."""
+    from lamina.preflights.settings import PreflightSettings
+
+    parser = make_parser("preflight", DESCRIPTION, EXAMPLES)
+    add_settings(parser, PreflightSettings)
+    parser.add_argument("--placement", type=str, default=None, help="as --placements, as `lamina pretrain` has it")
+    parser.add_argument(
+        "--learning-rate", type=str, default=None, help="as --learning-rates, as `lamina pretrain` has it"
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON, every measured number in it")
+    parser.add_argument("--strict", action="store_true", help='exit with 1 where a verdict is "will not train"')
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    given, others = given_settings(parser, argv, "json", "strict", "overwrite")
+    rows = preflight(**given, overwrite=others.overwrite)
+    print(as_json(rows) if others.json else summary(rows))
+    if given.get("output") and not others.json:
+        print(f"\nthe page:    {Path(given['output']) / 'report.html'}")
+    return int(others.strict and bool((rows["verdict"] == "will not train").any()))
+
+
+def as_json(rows: pd.DataFrame) -> str:
+    """The table as a list of objects; NaN and infinities are null."""
+    from lamina.training.folder import finite
+
+    return json.dumps(finite(rows.to_dict("records")), indent=2, ensure_ascii=False)
+
+
+def summary(rows: pd.DataFrame) -> str:
+    """A table with a line a run, then each one's reason and what to change."""
+    records: list[dict[str, Any]] = rows.to_dict("records")  # type: ignore[assignment]
+    width = max(9, *(len(row["placement"]) for row in records))
+    lines = [
+        f"{'placement':<{width}} {'rate':>8}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} {'FP16 headroom':>22}"
+    ]
+    for row in records:
+        room = f"{row['fp16_headroom']:.3g} × ({row['fp16_headroom_bits']:.1f} bits)"
+        lines.append(
+            f"{row['placement']:<{width}} {row['learning_rate']:>8g}  {row['verdict']:<14} "
+            f"{10 ** row['jacobian']:>11.2g} {row['context']:>8.3f} {room:>22}"
+        )
+    for row in records:
+        lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")
+        for name in ("reason", "change", "advice", "note"):
+            if row[name]:
+                label = {"advice": "papers"}.get(name, name)
+                lines.append(textwrap.fill(f"  {label}: {row[name]}", 110, subsequent_indent="    "))
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""What one batch says about a model: states, branches, gradients and Jacobian by layer, and what it makes of its input.
+
+One forward pass and two backward passes. Of the states only x^0 and x^N are kept; everything else is reduced to numbers
+by hooks while it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.modeling.modeling_lamina import LaminaModel
+from lamina.training.monitor import STATE_METRICS, GradientNorms, Row, state_statistics
+
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A model at one step of the burn-in.
+
+    ``rows`` is tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
+    ``loss``: nats a token on the held-out sequences; ``unigram``: what a constant prediction with the corpus' token
+    frequencies reaches on the same ones. ``context``: by how many nats the model's predictions beat their own mean over
+    all positions, ``variation``: their mean Kullback-Leibler divergence from it; 0 where the output does not depend on
+    the input.
+    """
+
+    step: int
+    loss: float
+    unigram: float
+    context: float
+    variation: float
+    rows: list[Row]
+
+    def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
+        """A metric by layer."""
+        return {row[1]: row[6] for row in self.rows if row[5] == metric and row[2] == sublayer}
+
+
+def take_snapshot(
+    model: nn.Module, input_ids: torch.Tensor, unigram: float, step: int, generator: torch.Generator
+) -> Snapshot:
+    """Measure ``model`` on held-out token ids [sequences, tokens]; leaves its mode and clears its gradients.
+
+    By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
+    cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss' gradient with respect to the state;
+    ``jacobian_gain``, the root mean square gain of the Jacobian from that state to x^N (its Frobenius norm over the
+    root of its rows, estimated with one random vector v as |J^T v| / |v|). By sub-layer: ``branch_variance``, the
+    variance of what the module returns, ``added_variance``, that of what is added to the skip (after an output norm),
+    ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
+    """
+    base = _base(model)
+    was_training = model.training
+    model.eval()
+    model.zero_grad()
+    watch = _Watch()
+    try:
+        with watch.over(base), torch.enable_grad():
+            logits = model(input_ids=input_ids, use_cache=False).logits
+            loss, context, variation = _losses(logits, input_ids)
+            vector = torch.randn(watch.last.shape, generator=generator).to(watch.last)
+            watch.collect("jacobian_gain", 1.0 / float(vector.double().norm()))
+            torch.autograd.grad(watch.last, watch.first, vector, retain_graph=True)
+            watch.collect("state_gradient_norm", 1.0)
+            loss.backward()
+        norms = GradientNorms(model)
+        gradients = norms.rows(step, norms.squares())
+    finally:
+        model.zero_grad()
+        model.train(was_training)
+    return Snapshot(
+        step=step,
+        loss=float(loss.detach()),
+        unigram=unigram,
+        context=context,
+        variation=variation,
+        rows=[*watch.rows(step), *gradients],
+    )
+
+
+def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
+    """The next token's cross-entropy, by how much it beats that of the mean prediction, and the divergence from it."""
+    log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
+    targets = input_ids[:, 1:].flatten()
+    loss = nn.functional.nll_loss(log_p, targets)
+    with torch.no_grad():
+        p = log_p.double().exp()
+        mean = p.mean(0).clamp_min(1e-30).log()
+        context = -mean[targets].mean() - loss.double()
+        variation = (p * (log_p.double() - mean)).sum(-1).mean()
+    return loss, float(context), float(variation)
+
+
+def _base(model: nn.Module) -> LaminaModel:
+    base = model if isinstance(model, LaminaModel) else model.model
+    assert isinstance(base, LaminaModel)
+    return base
+
+
+@dataclass
+class _Watch:
+    """Hooks that reduce what passes to numbers."""
+
+    values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
+    metric: str = ""
+    factor: float = 1.0
+    first: Any = None
+    last: Any = None
+
+    def collect(self, metric: str, factor: float) -> None:
+        """Name what the next backward pass measures at the states."""
+        self.metric, self.factor = metric, factor
+
+    @contextmanager
+    def over(self, base: LaminaModel) -> Iterator[None]:
+        handles = [base.layers[0].register_forward_pre_hook(lambda module, args: self._state(-1, args[0]))]
+        for index, block in enumerate(base.layers):
+            handles.append(block.register_forward_hook(self._hook(partial(self._state, index))))
+            for name in ("attention", "feed_forward"):
+                residual: Any = getattr(block, name)
+                branch = self._hook(partial(self._variance, (index, name, "branch_variance")))
+                handles.append(residual.module.register_forward_hook(branch))
+                added = self._hook(partial(self._variance, (index, name, "added_variance")))
+                last = residual.module if residual.out_norm is None else residual.out_norm
+                handles.append(last.register_forward_hook(added))
+                handles.append(residual.register_forward_hook(partial(self._skip, index, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @staticmethod
+    def _hook(see: Callable[[torch.Tensor], None]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            see(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _state(self, layer: int, state: torch.Tensor) -> None:
+        for metric, value in zip(STATE_METRICS, state_statistics(state), strict=True):
+            self.values[layer, "block", metric] = value
+        flat = state.detach().double().flatten(0, -2)
+        self.values[layer, "block", "token_similarity"] = nn.functional.normalize(flat, dim=-1).mean(0).pow(2).sum()
+        if layer < 0:
+            self.first = state
+        self.last = state
+        state.register_hook(partial(self._gradient, layer))
+
+    def _gradient(self, layer: int, gradient: torch.Tensor) -> None:
+        # double: the squares of a vanishing gradient would underflow
+        self.values[layer, "block", self.metric] = gradient.double().norm() * self.factor
+
+    def _variance(self, key: tuple[int, str, str], output: torch.Tensor) -> None:
+        self.values[key] = output.detach().double().var(correction=0)
+
+    def _skip(self, layer: int, name: str, residual: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        skip = args[0].detach()
+        if len(args) > 1 and residual.skip != "stream":  # the feed-forward's second argument is the block's input
+            skip = args[1].detach() if residual.skip == "block_input" else skip + args[1].detach()
+        scale = residual.skip_scale
+        skip = skip.double() * (scale.detach() if isinstance(scale, torch.Tensor) else scale)
+        self.values[layer, name, "skip_variance"] = skip.var(correction=0)
+
+    def rows(self, step: int) -> list[Row]:
+        """What was seen, tidy, layer by layer."""
+        order = sorted(self.values, key=lambda key: key[0])
+        return [(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order]

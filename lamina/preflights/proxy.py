@@ -1,0 +1,120 @@
+"""The model that is measured: the planned one, or one of the same depth that is narrow enough to be trained at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lamina.errors import UserError
+from lamina.modeling.backbones import count_parameters
+from lamina.modeling.building import build, make_plan
+from lamina.modeling.width import WidthScaling
+from lamina.placements import Plan
+from lamina.training.checks import backbone_config
+from lamina.training.groups import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.settings import PretrainSettings
+
+NARROWEST, FEWEST_TOKENS = 64, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proxy:
+    """What stands in for the planned run: its settings, the plan, and how weights and rates go with the width.
+
+    ``settings`` are the planned ones but for the width, heads and batch size; ``scaling`` is the planned run's own, or
+    where a narrower model stands in, the standard parametrisation's with the planned width as its base.
+    """
+
+    settings: PretrainSettings
+    plan: Plan
+    hidden_size: int
+    planned_hidden_size: int
+    planned_batch_size: int
+    scaling: WidthScaling | None
+
+    @property
+    def note(self) -> str:
+        """What differs from the planned run, as a sentence; empty where nothing does."""
+        parts = []
+        if self.hidden_size != self.planned_hidden_size:
+            parts.append(
+                f"width {self.hidden_size} in place of {self.planned_hidden_size} (weights and rates scaled as Everett "
+                "et al. 2024 say for the standard parametrisation)"
+            )
+        if self.settings.batch_size != self.planned_batch_size:
+            parts.append(f"batch size {self.settings.batch_size} in place of {self.planned_batch_size}")
+        return f"measured at {' and '.join(parts)}" if parts else ""
+
+
+def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
+    """The planned run, or with fewer blocks a batch and then narrower until ``steps`` of it take at most ``flops``.
+
+    Depth is never reduced; a batch keeps at least 256 tokens, and width is halved as long as the backbone can be so
+    narrow, to no less than 64.
+    """
+    config = backbone_config(planned, vocab_size)
+    plan = make_plan(planned.placement, config.num_hidden_layers)
+    wide = int(config.hidden_size)
+    fewest = max(1, FEWEST_TOKENS // planned.sequence_length)
+    scaling = width_scaling_of(planned)
+    settings = planned
+    while True:
+        cost = 6.0 * count_parameters(config).active * planned.sequence_length * steps
+        batch = min(planned.batch_size, max(fewest, int(min(flops / cost, planned.batch_size))))
+        width = int(config.hidden_size)
+        narrower = None if cost * batch <= flops else _narrower(planned, width, vocab_size)
+        if narrower is None:
+            break
+        # one tensor could not have the rates of an embedding and of a readout
+        settings, config = narrower
+        scaling = width_scaling_of(planned) or WidthScaling(scheme="standard", base_width=wide)
+    return Proxy(
+        settings=replace(settings, batch_size=batch),
+        plan=plan,
+        hidden_size=width,
+        planned_hidden_size=wide,
+        planned_batch_size=planned.batch_size,
+        scaling=scaling,
+    )
+
+
+def _narrower(
+    planned: PretrainSettings, width: int, vocab_size: int
+) -> tuple[PretrainSettings, PreTrainedConfig] | None:
+    if width % 2 or width // 2 < NARROWEST:
+        return None
+    settings = replace(planned, hidden_size=width // 2, num_heads=None, untie_embeddings=True)
+    try:
+        return settings, backbone_config(settings, vocab_size)
+    except UserError:
+        return None
+
+
+def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
+    """The model to measure, its weights drawn as `lamina pretrain` draws them for this seed.
+
+    Raises UserError for a width that the placement or the backbone cannot have.
+    """
+    torch.manual_seed(proxy.settings.seed)
+    return build(
+        backbone_config(proxy.settings, vocab_size),
+        proxy.plan,
+        head="causal_lm",
+        init=proxy.settings.init,
+        profile_ids=profile,
+        width_scaling=proxy.scaling,
+    )
+
+
+def optimizer_groups(model: PreTrainedModel, proxy: Proxy) -> list[dict[str, Any]]:
+    """AdamW's groups as pretraining has them: matrices decay, gains and biases don't; rates by role where scaled."""
+    if proxy.scaling is None:
+        factors = {name: 1.0 for name, _ in model.named_parameters()}
+    else:
+        factors = rate_factors(model, proxy.scaling)
+    return parameter_groups(
+        model, factors, learning_rate=proxy.settings.learning_rate, weight_decay=proxy.settings.weight_decay
+    )

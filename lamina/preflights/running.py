@@ -1,0 +1,198 @@
+"""From planned runs to a table of verdicts: burn-in, features, verdict, one row each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from lamina.data import Blocks, prepare_blocks
+from lamina.modeling.building import recommended
+from lamina.placements.custom import find
+from lamina.preflights.burn_in import BurnIn, BurningIn
+from lamina.preflights.features import Features, features
+from lamina.preflights.measuring import Snapshot
+from lamina.preflights.proxy import choose
+from lamina.preflights.settings import PreflightSettings
+from lamina.preflights.verdict import Case, Verdict, calibration, chance, judge
+from lamina.training.checks import check
+from lamina.training.folder import LAYER_COLUMNS
+from lamina.training.settings import PretrainSettings
+
+FLOPS = {"cpu": 1e12, "cuda": 1e14}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """One planned run, looked at."""
+
+    run: PretrainSettings
+    init: str
+    advice: str
+    burn_in: BurnIn
+    features: Features
+    verdict: Verdict
+
+    def row(self) -> dict[str, Any]:
+        """A row of the table: the plan, the verdict, what it rests on."""
+        proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
+        share = ffn_share(first)
+        return {
+            "placement": self.run.placement,
+            "num_layers": proxy.plan.num_layers,
+            "hidden_size": proxy.planned_hidden_size,
+            "init": self.init,
+            "learning_rate": self.run.learning_rate,
+            "warmup": self.run.warmup,
+            "steps": self.run.steps,
+            "seed": self.run.seed,
+            "verdict": self.verdict.verdict,
+            "reason": self.verdict.reason,
+            "change": self.verdict.change,
+            "chance": self.verdict.chance,
+            "advice": self.advice,
+            "fp16_headroom": self.features.headroom,
+            "fp16_headroom_bits": math.log2(self.features.headroom),
+            "ffn_variance_share": share,
+            "loss": self.burn_in.snapshots[-1].loss,
+            "unigram_loss": first.unigram,
+            **self.features.to_dict(),
+            "burn_in_steps": len(self.burn_in.losses),
+            "burn_in_warmup": self.burn_in.warmup,
+            "measured_hidden_size": proxy.hidden_size,
+            "measured_batch_size": proxy.settings.batch_size,
+            "note": proxy.note,
+        }
+
+
+def ffn_share(shot: Snapshot) -> float:
+    """The variance that the feed-forward adds over its skip's, summed over the layers.
+
+    FuseNorm's Theorem 1 asks for a variance of O(1/L) in each of L layers: this sum then stays of the order of 1
+    whatever the depth.
+    """
+    added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
+    return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
+
+
+def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
+    """Look at every planned run of the settings; nothing is written.
+
+    Raises:
+        UserError: for settings with no meaning, a corpus that can't be read.
+    """
+    runs = settings.runs()
+    for run in runs:
+        check(run)
+    with _threads(settings.threads):
+        blocks, _ = prepare_blocks(
+            settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        steps = min(settings.burn_in, settings.steps)
+        progress = tqdm(total=len(runs) * steps, unit="step", disable=not bar, leave=False, dynamic_ncols=True)
+        with progress:
+            found = []
+            for number, run in enumerate(runs):
+                progress.set_description(run.placement, refresh=False)
+                found.append(_look(settings, run, blocks, steps, device, progress))
+                progress.n = (number + 1) * steps
+    return found
+
+
+def _look(
+    settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, steps: int, device: str, progress: Any
+) -> Preflight:
+    seen = burn_in_of(settings, run, blocks, undecided, device=device, tick=lambda: progress.update(1))
+    numbers = features(seen)
+    proxy = seen.proxy
+    init = recommended(proxy.plan) if run.init == "recommended" else run.init
+    case = Case(
+        plan=proxy.plan,
+        init=init,
+        learning_rate=run.learning_rate,
+        warmup=seen.warmup,
+        steps=run.steps,
+        burn_in=len(seen.losses),
+    )
+    return Preflight(
+        run=run,
+        init=init,
+        advice=find(run.placement).advice,
+        burn_in=seen,
+        features=numbers,
+        verdict=judge(numbers, case, seen.stopped),
+    )
+
+
+def burn_in_of(
+    settings: PreflightSettings,
+    run: PretrainSettings,
+    blocks: Blocks,
+    go_on: Callable[[Features], bool],
+    *,
+    device: str = "cpu",
+    tick: Callable[[], None] = lambda: None,
+) -> BurnIn:
+    """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
+
+    A further quarter follows as long as ``go_on`` says so of the features, up to one and a half times the steps asked
+    for and to 60 % of the run's own.
+    """
+    steps = min(settings.burn_in, run.steps)
+    flops = FLOPS[device] if settings.flops is None else settings.flops
+    burning = BurningIn(
+        choose(run, blocks.stats.vocab_size, steps, flops),
+        blocks,
+        sequences=settings.sequences,
+        longest_warmup=steps // 2,
+        device=device,
+        tick=tick,
+    )
+    burning.advance(steps // 2)
+    burning.advance(steps)
+    more = max(1, steps // 4)
+    while not burning.stopped and len(burning.losses) + more <= min(1.5 * steps, 0.6 * run.steps):
+        if not go_on(features(burning.seen())):
+            break
+        burning.advance(len(burning.losses) + more)
+    return burning.seen()
+
+
+def undecided(numbers: Features) -> bool:
+    """Whether the fitted rules call it neither fine nor lost."""
+    low, high = calibration()["bands"]
+    return low <= chance(numbers, calibration()) < high
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def table(found: list[Preflight]) -> pd.DataFrame:
+    """One row a planned run."""
+    return pd.DataFrame([item.row() for item in found])
+
+
+def layer_table(found: list[Preflight]) -> pd.DataFrame:
+    """Every measurement by layer, tidy: the planned run's placement and learning rate, then the monitor's columns."""
+    rows = [
+        (item.run.placement, item.run.learning_rate, *row)
+        for item in found
+        for shot in item.burn_in.snapshots
+        for row in shot.rows
+    ]
+    return pd.DataFrame(rows, columns=["placement", "learning_rate", *LAYER_COLUMNS])

@@ -1,0 +1,248 @@
+"""Where attention looks: its entropy, its largest logit and what the first token gets, by layer and head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.registry import Probe, probe
+from lamina.probes.statistics import Running
+from lamina.probes.structure import LayerSite
+
+METRICS = ("entropy", "entropy_share", "first_token_share")
+_FARTHEST = 9000.0  # old models mask by adding -10,000
+_aten = torch.ops.aten
+_SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
+
+
+@probe
+class Attention(Probe):
+    """What every softmax over keys gets and gives, whatever computes it: seen as an operation, by no module's name.
+
+    Rows with role "head" (index = head) and role "all" (the mean over the heads; of max_logit the largest). Metrics:
+
+    - entropy: -sum_k a_k ln a_k of the attention weights, in nats, averaged over queries.
+    - entropy_share: that over ln(number of keys that the query may see: causal mask, sliding window and padding
+      count), averaged over the queries that see at least two; 1 is uniform attention.
+    - max_logit: the largest value that goes into the softmax over the whole sample, after the scale, a soft-cap and a
+      position's bias, of keys that may be seen. No standard error.
+    - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink; a causal
+      model's first query gives it 1, a key outside the window gets 0).
+
+    Averages are over the queries of a sequence, then over sequences, with their standard error. Heads that share keys
+    (GQA) are counted each. Attention runs in plain operations, so that there is a softmax to see, and one layer's
+    weights [batch, heads, queries, keys] are held at a time, as the model itself does. Padding asks and counts nothing.
+    A model with learned sinks beside the keys (GPT-OSS) has them counted as a key.
+    """
+
+    name = "attention"
+    title = "Attention"
+    summary = "entropy of the attention weights, largest logit and share on the first token, by layer and head"
+    source = "attention sinks: Xiao et al. 2023; entropy collapse: Zhai et al. 2023; logit growth: Dehghani et al. 2023"
+
+    def begin(self, context: Context) -> None:
+        self._samples: dict[int, Running] = {}
+        self._largest: dict[int, torch.Tensor] = {}
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        batches = context.batches[: context.forwards or len(context.batches)]
+        for number, inputs in enumerate(batches):
+            context.progress(number, len(batches), self.name)
+            inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}
+            self._add(context, inputs)
+        if not self._samples:
+            raise UserError(
+                "attention: no layer takes a softmax over keys (allowed: a model with softmax attention of its own)"
+            )
+        columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+        rows = [row for layer in sorted(self._samples) for row in self._rows(layer)]
+        return pd.DataFrame(rows, columns=columns)
+
+    def _add(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> None:
+        given = next(iter(inputs.values()))
+        mask = inputs.get("attention_mask")
+        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+        def see(layer: int, logits: torch.Tensor, weights: torch.Tensor) -> None:
+            by_batch = _by_sequence(logits, weights, len(given))
+            if by_batch is not None:
+                found.setdefault(layer, []).append(of_heads(*by_batch, mask))
+
+        with torch.no_grad(), context.eager_attention(), softmaxes(context.structure.layers, see):
+            context.forward(inputs, head=False)
+        for layer, parts in found.items():
+            self._samples.setdefault(layer, Running()).add(torch.cat([samples for samples, _ in parts], dim=1))
+            largest = torch.cat([largest for _, largest in parts])
+            self._largest[layer] = torch.maximum(self._largest.get(layer, largest), largest)
+
+    def _rows(self, layer: int) -> Iterator[tuple]:
+        running, largest = self._samples[layer], self._largest[layer]
+        heads = len(largest)
+        for column, metric in enumerate(METRICS):
+            means, errors = running.mean[:, column].tolist(), running.standard_error[:, column].tolist()
+            # The mean over the heads is one more column: heads of one sequence are not independent.
+            value, error = float(running.mean[heads, column]), float(running.standard_error[heads, column])
+            yield layer, "attention", "all", 0, metric, value, error
+            for head in range(heads):
+                yield layer, "attention", "head", head, metric, means[head], errors[head]
+        yield layer, "attention", "all", 0, "max_logit", float(largest.max()), math.nan
+        for head in range(heads):
+            yield layer, "attention", "head", head, "max_logit", float(largest[head]), math.nan
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import heat_map, lines
+
+        every = frame[frame["role"] == "all"]
+        shares = every[every["metric"].isin(["entropy_share", "first_token_share"])]
+        made = [
+            (
+                lines(
+                    shares,
+                    *("layer", "value"),
+                    colour="metric",
+                    title="How spread attention is, and what the first token gets",
+                    y_title="share",
+                    band="standard_error",
+                ),
+                "Entropy of the attention weights over the largest possible, and the weight on the first token; means "
+                "over the heads.",
+            ),
+            (
+                lines(
+                    every[every["metric"] == "max_logit"],
+                    *("layer", "value"),
+                    title="Largest attention logit",
+                    y_title="logit",
+                ),
+                "The largest value that goes into the softmax in a layer, over all heads and the whole sample.",
+            ),
+        ]
+        heads = frame[(frame["role"] == "head") & (frame["metric"] == "entropy_share")]
+        figure = heat_map(
+            heads,
+            *("layer", "index", "value"),
+            title="Entropy of each head",
+            x_title="layer",
+            y_title="head",
+            value_title="share",
+        )
+        made.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all alike."))
+        return made
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]
+        spread, first, logit = (every[name] for name in ("entropy_share", "first_token_share", "max_logit"))
+        heads = frame[(frame["role"] == "head") & (frame["metric"] == "max_logit")]
+        top = heads.loc[heads["value"].idxmax()] if heads["value"].notna().any() else None
+        said = []
+        if spread.notna().any():
+            said.append(
+                f"Attention is sharpest in layer {spread.idxmin()} ({spread.min():.0%} of the largest possible "
+                f"entropy) and most even in layer {spread.idxmax()} ({spread.max():.0%})."
+            )
+        if first.notna().any():
+            sinks = int((first > 0.5).sum())
+            said.append(
+                f"The first token gets {first.mean():.0%} of the attention on average, most in layer {first.idxmax()} "
+                f"({first.max():.0%}); it gets more than half in {sinks} of {len(first)} layers."
+            )
+        if top is not None:
+            said.append(
+                f"The largest attention logit is {logit.max():.3g} (layer {top['layer']}, head {top['index']}); the "
+                f"median over layers is {logit.median():.3g}."
+            )
+        return said
+
+
+def of_heads(
+    logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """METRICS of each sequence and head, [sequences, heads + 1, metrics] (last the heads' mean), and each's max logit.
+
+    ``logits``, ``weights``: [sequences, heads, queries, keys]; ``mask``: [sequences, tokens] of 0 and 1, or None.
+    """
+    sequences, heads, queries, keys = logits.shape
+    asks = torch.ones(sequences, queries, dtype=torch.bool, device=logits.device)
+    first = torch.zeros(sequences, dtype=torch.long, device=logits.device)
+    if mask is not None and mask.shape[1] == queries:
+        asks = mask.bool().to(logits.device)
+    if mask is not None and mask.shape[1] == keys:
+        first = mask.to(logits.device).argmax(1)  # where padding is on the left, the text begins behind it
+    samples, largest = [], []
+    for head in range(heads):
+        x = logits[:, head].float()
+        p = weights[:, head] if weights.dtype == torch.float32 else x.softmax(-1)
+        seen = _visible(x, logits.dtype)
+        count = seen.sum(-1)
+        counts = asks & (count > 0)
+        entropy = torch.special.entr(p.double()).sum(-1)
+        share = torch.where(asks & (count > 1), entropy / count.clamp(min=2).log(), math.nan)
+        on_first = p.gather(2, first.view(-1, 1, 1).expand(-1, queries, 1)).squeeze(2).double()
+        each = [entropy.where(counts, math.nan), share, on_first.where(counts, math.nan)]
+        samples.append(torch.stack([one.nanmean(1) for one in each], dim=1))
+        largest.append(x.masked_fill(~(seen & counts.unsqueeze(-1)), -math.inf).max())
+    table = torch.stack(samples, dim=1)
+    return torch.cat([table, table.mean(1, keepdim=True)], dim=1), torch.stack(largest).cpu()
+
+
+def _visible(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Which keys a query may see. Masks add -inf, the type's smallest number, or -10,000 in old models."""
+    return x > (x.amax(-1, keepdim=True) - _FARTHEST).clamp(min=torch.finfo(dtype).min / 2)
+
+
+def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As [batch, heads, queries, keys]; None where it is no attention over a batch's tokens (a router's choice)."""
+    if logits.ndim == 4 and len(logits) == batch:
+        return logits, weights
+    if len(logits) % batch:
+        return None
+    if logits.ndim == 4:  # windows of an image: more queries of the same head
+        return tuple(t.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3) for t in (logits, weights))  # type: ignore[return-value]
+    if logits.ndim == 3 and len(logits) > batch and logits.shape[1] == logits.shape[2]:  # batch and heads in one
+        return logits.unflatten(0, (batch, -1)), weights.unflatten(0, (batch, -1))
+    return None
+
+
+@contextmanager
+def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Call ``see(layer, input, output)`` for each softmax over the last axis within a layer, of one forward pass."""
+    sites: dict[nn.Module, list[int]] = {}
+    for site in layers:
+        sites.setdefault(site.module, []).append(site.index)
+    calls = dict.fromkeys(sites, 0)
+    inside: list[int] = []
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        inside.append(sites[module][calls[module] % len(sites[module])])
+        calls[module] += 1
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        inside.pop()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            if func in _SOFTMAX and inside and args[1] in (-1, args[0].ndim - 1):
+                see(inside[-1], args[0], output)
+            return output
+
+    handles = [module.register_forward_pre_hook(enter) for module in sites]
+    handles += [module.register_forward_hook(leave) for module in sites]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention in one kernel has no softmax to see
+    try:
+        with Watch():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for handle in handles:
+            handle.remove()

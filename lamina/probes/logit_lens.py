@@ -1,0 +1,258 @@
+"""The logit lens: what the model would predict from each state, through its own final norm and head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.context import Context
+from lamina.probes.registry import Probe, probe
+from lamina.probes.running import forward, is_causal, masked_positions
+from lamina.probes.statistics import Running
+from lamina.probes.watching import watch
+
+METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
+_LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
+_TRIED = 8  # tokens on which the tail is compared with the model itself
+
+
+@probe
+class LogitLens(Probe):
+    """Each state x^l in place of the last one: everything behind the last layer, as the model itself runs it.
+
+    That is W_U FinalNorm(x^l) in a model with a final norm and W_U x^l in one without; a head that transforms first
+    (BERT's), a scale or a soft-cap of the logits is part of it. State l is the stream before layer l; state N gives the
+    model's own predictions. Rows with role "state", sublayer "block", layer = state; metrics, averaged over the
+    predicted tokens of a sequence, then over sequences, with their standard error:
+
+    - cross_entropy: of the true token, in nats. A causal model predicts the next token (all positions but the last), a
+      masked one the tokens behind its mask: 15 % of the positions, the same in each sequence.
+    - kl_to_final: KL(p_N || p_l) in nats, p_N the model's own distribution; 0 at state N.
+    - top1_agreement: the share of positions where state l and the model put the same token first.
+
+    Trap: a state in another basis than the last one (Post-LN's early states, tied embeddings) can be worse than
+    uniform, ln(vocabulary size), which is row "uniform_cross_entropy" (layer -1, sublayer "model").
+    """
+
+    name = "logit_lens"
+    title = "Logit lens"
+    summary = "cross-entropy, KL to the final distribution and top-1 agreement of the predictions read off each state"
+    source = "nostalgebraist 2020; W_U FinalNorm(h_l) with the model's own final norm"
+    needs = frozenset({"tokens"})
+
+    def __init__(self, tokens: int = 2048):
+        """``tokens``: about how many predicted tokens to look at, as whole sequences; 0: all that there are.
+
+        Raises UserError for another value than a whole number from 0.
+        """
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+            raise UserError(f"logit_lens: option 'tokens' is {tokens!r} (allowed: a whole number, 0 for all)")
+        self.tokens = tokens
+
+    def begin(self, context: Context) -> None:
+        model: Any = context.model
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if head is None:
+            raise UserError(
+                f"logit_lens: {type(model).__name__} has no head over a vocabulary (allowed: a causal or masked "
+                "language model)"
+            )
+        ids = context.batches[0]["input_ids"][:1].to(context.device)
+        self._causal = is_causal(model, ids)
+        self._mask: Any = getattr(context.tokenizer, "mask_token_id", None)
+        if not self._causal and self._mask is None:
+            raise UserError(
+                "logit_lens: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)"
+            )
+        self._tail = Tail(context, ids[:, :_TRIED])
+
+    def finish(self, context: Context) -> pd.DataFrame:
+        count = context.structure.num_layers + 1
+        running, done = Running(), 0
+        batches = context.batches[: context.forwards or len(context.batches)]
+        total = sum(b["input_ids"].numel() for b in batches)
+        for inputs in batches:
+            for row in range(len(inputs["input_ids"])):
+                context.progress(done, min(self.tokens or total, total), "logit lens")
+                one = {name: tensor[row : row + 1].to(context.device) for name, tensor in inputs.items()}
+                sums, predicted = self._sequence(context, one)
+                if predicted:
+                    running.add((sums / predicted).unsqueeze(0))
+                done += predicted
+                if self.tokens and done >= self.tokens:
+                    break
+            if self.tokens and done >= self.tokens:
+                break
+        if not running.count:
+            raise UserError("logit_lens: no token to predict (allowed: sequences of at least 2 tokens)")
+        rows: list[tuple] = []
+        for column, metric in enumerate(METRICS):
+            for state in range(count):
+                value, error = float(running.mean[state, column]), float(running.standard_error[state, column])
+                rows.append((state, "block", "state", 0, metric, value, error))
+        rows.append((-1, "model", "head", 0, "uniform_cross_entropy", math.log(self._tail.vocabulary), math.nan))
+        columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def _sequence(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """Sums [states, metrics] over one sequence's predicted tokens, and how many those are."""
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask", torch.ones_like(ids))[0].bool()
+        if self._causal:
+            chosen = (mask[:-1] & mask[1:]).nonzero().flatten()
+            targets = ids[0, chosen + 1]
+        else:
+            text = mask.nonzero().flatten()
+            chosen = text[masked_positions(len(text)).to(ids.device)] if len(text) else text
+            targets = ids[0, chosen]
+            ids = ids.clone()
+            ids[0, chosen] = self._mask
+        states: dict[int, torch.Tensor] = {}
+
+        def see(state: int, value: torch.Tensor) -> None:
+            states[state] = value[0, chosen]
+
+        with torch.no_grad():
+            with watch(context.structure.states(), see, root=context.base):
+                output = context.forward({**inputs, "input_ids": ids}, head=False)
+            del output
+            last = len(states) - 1
+            sums = torch.zeros(last + 1, len(METRICS), dtype=torch.float64)
+            with self._tail.instead_of_the_layers(ids):
+                size = min(self._tail.chunk, ids.shape[1])
+                for start in range(0, len(chosen), size):
+                    part = slice(start, start + size)
+                    final = self._tail(states[last][part])
+                    for state in range(last + 1):
+                        logits = final if state == last else self._tail(states[state][part])
+                        sums[state] += compare(logits, final, targets[part]).cpu()
+        return sums, len(chosen)
+
+    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+        from lamina.probes.figures import lines
+
+        made = []
+        for metrics, title, unit, caption in (
+            (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
+            (("top1_agreement",), "Agreement with the final prediction", "share", "How often the same token is first"),
+        ):
+            figure = lines(
+                frame[frame["metric"].isin(metrics)],
+                *("layer", "value"),
+                colour="metric",
+                title=title,
+                x_title="state",
+                y_title=unit,
+                band="standard_error",
+            )
+            made.append((figure, f"{caption}, read off each state through the model's own final norm and head."))
+        return made
+
+    def sentences(self, frame: Any) -> Sequence[str]:
+        table = frame[frame["layer"] >= 0].pivot(index="layer", columns="metric", values="value")
+        loss, agreement = table["cross_entropy"], table["top1_agreement"]
+        last = table.index[-1]
+        uniform = float(frame.loc[frame["metric"] == "uniform_cross_entropy", "value"].iloc[0])
+        said = [
+            f"Read off the states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to {loss.iloc[-1]:.2f} (state "
+            f"{last}); uniform guessing has {uniform:.2f}."
+        ]
+        known = agreement.index[agreement >= 0.5]
+        said.append(
+            f"From state {known[0]} of {last} on the final prediction is first for at least half of the tokens."
+            if len(known) and (agreement.loc[known[0] :] >= 0.5).all()
+            else f"The final prediction is first for {agreement.iloc[-2]:.0%} of the tokens at state {table.index[-2]}."
+        )
+        worse = table.index[loss > uniform]
+        if len(worse):
+            said.append(
+                f"{len(worse)} states, {worse[0]} to {worse[-1]}, are worse than uniform guessing: they are in another "
+                "basis than the last."
+            )
+        return said
+
+
+def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """METRICS summed over tokens; ``logits``, ``final`` (the model's own): [tokens, vocabulary], ``targets``: [tokens].
+
+    KL is sum_v p (f - f_l) - logZ + logZ_l, from differences of logits: exactly 0 where they are the same.
+    """
+    size, size_final = logits.logsumexp(-1), final.logsumexp(-1)
+    cross_entropy = size.double() - logits.gather(1, targets.unsqueeze(1)).squeeze(1).double()
+    p = (final - size_final.unsqueeze(1)).exp_()
+    divergence = (p * (final - logits)).sum(-1).double() - size_final.double() + size.double()
+    same = logits.argmax(-1) == final.argmax(-1)
+    return torch.stack([cross_entropy.sum(), divergence.sum(), same.double().sum()])
+
+
+class Tail:
+    """Everything that a model does behind its last layer, on states of one's own.
+
+    The model itself runs, with each layer replaced by one that hands on the given states: so no architecture's head,
+    soft-cap or scale has to be known. Logits of at most ``chunk`` tokens should be asked for at a time.
+    """
+
+    def __init__(self, context: Context, ids: torch.Tensor):
+        """Tries it on a few tokens, ``ids`` [1, tokens].
+
+        Raises UserError where the model's own last state does not give the model's own logits.
+        """
+        self.model, self._modules = context.model, {site.module for site in context.structure.layers}
+        self._forms: dict[nn.Module, Any] = {}
+        last: list[torch.Tensor] = []
+
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            self._forms[module] = output
+
+        handles = [module.register_forward_hook(note) for module in self._modules]
+        point = context.structure.states()[context.structure.num_layers]
+        try:
+            with torch.no_grad(), watch({0: point}, lambda key, value: last.append(value), root=self.model):
+                wanted = context.forward({"input_ids": ids}).logits[0].float()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.vocabulary = wanted.shape[-1]
+        self.chunk = max(1, _LOGITS // self.vocabulary)
+        with torch.no_grad(), self.instead_of_the_layers(ids):
+            found = self(last[-1][0])
+        scale = max(float(wanted.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
+        if not torch.allclose(found, wanted, rtol=0.0, atol=0.02 * scale, equal_nan=True):
+            raise UserError(
+                f"logit_lens: {type(self.model).__name__}'s logits do not follow from its last state alone, they "
+                f"differ by {float((found - wanted).abs().max()):.3g} (allowed: a head that reads that state only)"
+            )
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [tokens, vocabulary], float32, of states [tokens, channels] (within ``instead_of_the_layers``)."""
+        self._states = states.unsqueeze(0)
+        return forward(self.model, {"input_ids": self._ids[:, : len(states)]}).logits[0].float()
+
+    @contextmanager
+    def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
+        """``ids`` [1, tokens]: any that the model takes, as many as states will be given at a time."""
+        self._ids = ids
+        before = {module: module.__dict__.get("forward") for module in self._modules}
+        for module in self._modules:
+            module.forward = self._stub(self._forms[module])
+        try:
+            yield
+        finally:
+            for module, own in before.items():
+                if own is None:
+                    del module.forward
+                else:
+                    module.forward = own
+
+    def _stub(self, form: Any) -> Any:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            return self._states if isinstance(form, torch.Tensor) else type(form)((self._states, *form[1:]))
+
+        return stub

@@ -1,0 +1,176 @@
+"""The page of a preflight: verdicts, what they rest on, and the measurements by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from lamina.reports.page import Section, figure, write_page
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.style import GREY, colours, polish, to_html
+from lamina.reports.tables import html_table, swatch
+
+PAGE = "report.html"
+_CHIPS = {"fine": "finished", "risky": "stuck", "will not train": "diverged"}
+_FIGURES = (
+    ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
+        "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
+        "burn-in. Where it falls by many orders of magnitude towards the embedding (0), the early layers get no "
+        "gradient; where it rises by as many, a small change below is a large one above."
+    )),
+    ("gradient_norm", "Backward: gradient of the weights", "gradient norm", (
+        "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out differences "
+        "of a few orders of magnitude; what lies below its epsilon does not learn."
+    )),
+    ("hidden_variance", "Forward: variance of the states", "variance", (
+        "Variance of the stream behind each block (0: the embedding's output)."
+    )),
+    ("token_similarity", "Forward: similarity of tokens", "mean cosine", (
+        "Mean cosine between the states of all pairs of tokens. At 1 all tokens look the same: nothing of the input "
+        "reaches the layers above, and the model can only learn the tokens' frequencies."
+    )),
+)  # fmt: skip
+
+
+def preflight_report(folder: Path, rows: Frame, layers: Frame, losses: Mapping[str, list[float]], command: str) -> Path:
+    """Write ``folder/report.html``.
+
+    Args:
+        folder: where to.
+        rows: the table of verdicts, a row a planned run.
+        layers: the measurements by layer: placement, learning_rate and the monitor's columns.
+        losses: the training loss at each step of the burn-in, by placement and rate as ``label_of`` writes them.
+        command: the command line that gives this page.
+    """
+    records = rows_of(rows)
+    labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
+    colour = colours(labels)
+    first = records[0]
+    sections = [Section(name="Verdict", title="Will it train?", html=_verdicts(records, labels, colour))]
+    for metric, title, quantity, caption in _FIGURES:
+        drawn = _by_layer(rows, layers, metric, quantity, colour)
+        sections.append(
+            Section(name=title.split(":")[-1].strip().capitalize(), title=title, html=figure(to_html(drawn), caption))
+        )
+    sections.append(
+        Section(
+            name="Burn-in",
+            title="Loss in the burn-in",
+            html=figure(to_html(_losses(losses, first["unigram_loss"], colour)), _BURN_IN),
+        )
+    )
+    sections.append(Section(name="Numbers", title="All numbers", html=_numbers(records, labels)))
+    return write_page(
+        folder / PAGE,
+        title="Preflight: will it train?",
+        facts=[
+            f"{first['num_layers']} layers × {first['hidden_size']} wide",
+            f"{first['steps']} steps planned, {first['burn_in_steps']} taken",
+        ],
+        command=command,
+        sections=sections,
+    )
+
+
+_BURN_IN = (
+    "Training loss of the steps taken. The dashed line is what a constant prediction with the tokens' frequencies "
+    "reaches on the held-out sequences: a model that gets below it uses its input."
+)
+
+
+def label_of(placement: str, rate: float, rows: Frame) -> str:
+    """The placement, with its learning rate where several were asked about."""
+    return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
+
+
+def _verdicts(records: list[dict[str, Any]], labels: list[str], colour: Mapping[str, str]) -> str:
+    head = ["placement", "init", "learning rate", "verdict", "why, and what to change", "FP16 headroom"]
+    body = []
+    for row, label in zip(records, labels, strict=True):
+        kind = _CHIPS.get(row["verdict"], "failed")
+        more = "".join(f"<br>{escape(str(row[name]))}" for name in ("change", "note") if row[name])
+        papers = f"<br>Papers: {escape(row['advice'])}" if row["advice"] else ""
+        cells = [
+            f'<td class="name">{swatch(colour[label])}{escape(row["placement"])}</td>',
+            f"<td>{escape(row['init'])}</td>",
+            f'<td class="number">{row["learning_rate"]:g}</td>',
+            f'<td><span class="chip {kind}">{escape(row["verdict"])}</span></td>',
+            f'<td class="reason">{escape(row["reason"])}{more}{papers}</td>',
+            f'<td class="number">{row["fp16_headroom"]:.3g} ×</td>',
+        ]
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts")
+
+
+def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:
+    skipped = {"placement", "reason", "change", "advice", "note"}
+    body = [
+        f'<tr><td class="name">{escape(name)}</td>{"".join(_number(row[name]) for row in records)}</tr>'
+        for name in records[0]
+        if name not in skipped
+    ]
+    return html_table(["", *labels], body, set(labels), "trials")
+
+
+def _number(value: Any) -> str:
+    shown = f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+    return f'<td class="number">{shown}</td>'
+
+
+def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, colour: Mapping[str, str]) -> go.Figure:
+    """A metric of the blocks against the layer, before the first step and at the last measurement, side by side."""
+    drawn = make_subplots(
+        rows=1,
+        cols=2,
+        shared_yaxes=True,
+        horizontal_spacing=0.035,
+        subplot_titles=["before the first step", "after the burn-in"],
+    )
+    chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
+    for (placement, rate), own in chosen.groupby(["placement", "learning_rate"], sort=False):
+        label = label_of(str(placement), float(rate), rows)  # type: ignore[arg-type]
+        for column, step in ((1, own["step"].min()), (2, own["step"].max())):
+            shown = own[own["step"] == step].sort_values("layer")
+            values = shown["value"].to_numpy(dtype=float)
+            drawn.add_scatter(
+                x=shown["layer"] + 1,
+                y=np.where(np.isfinite(values) & (values > 0), values, math.nan),
+                mode="lines",
+                line={"color": colour[label], "width": 2},
+                name=escape(label),
+                legendgroup=label,
+                showlegend=column == 1,
+                hovertemplate=f"{escape(label)}: %{{y:.3g}}<extra></extra>",
+                row=1,
+                col=column,
+            )
+    drawn.update_xaxes(title="layer (0: the embedding)")
+    if metric != "token_similarity":
+        drawn.update_yaxes(type="log", exponentformat="power")
+    drawn.update_yaxes(title=quantity, row=1, col=1)
+    drawn.update_layout(hovermode="x unified")
+    polish(drawn, 420)
+    return drawn.update_layout(margin_t=84, legend_y=1.12)
+
+
+def _losses(losses: Mapping[str, list[float]], unigram: float, colour: Mapping[str, str]) -> go.Figure:
+    drawn = go.Figure()
+    for label, values in losses.items():
+        drawn.add_scatter(
+            x=list(range(1, len(values) + 1)),
+            y=values,
+            mode="lines",
+            line={"color": colour[label], "width": 2},
+            name=escape(label),
+        )
+    drawn.add_hline(y=unigram, line={"color": GREY, "width": 1.2, "dash": "dash"})
+    drawn.update_xaxes(title="step")
+    drawn.update_yaxes(title="loss (nats a token)")
+    return polish(drawn, 380)

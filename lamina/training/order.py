@@ -1,0 +1,82 @@
+"""Which blocks a step trains on: one endless order, the same for any number of processes, with windows left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch.utils.data import Sampler
+
+Jump = tuple[int, int]  # (step, how many steps' worth of data the order is ahead after it)
+
+
+class TrainOrder(Sampler[list[int]]):
+    """The indices of every micro-batch of a run, for one of its processes.
+
+    The corpus' blocks are shuffled anew each time all were seen, and step ``s`` (from 1) takes the next
+    ``gradient_accumulation * batch_size`` of them, whole also where one pass ends and the next begins. A micro-batch'
+    ``batch_size`` blocks are split over the processes, so that a step's blocks do not depend on their number.
+
+    Args:
+        blocks: how many there are.
+        steps: of the run.
+        batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
+        gradient_accumulation: micro-batches in a step.
+        seed: of the shuffles.
+        jumps: data left out: after ``step`` the order is ``ahead`` steps further on (the last entry before a step
+            counts).
+        done: steps trained already: the first micro-batch is the one after them.
+        rank: of this process, among ``size``.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        *,
+        steps: int,
+        batch_size: int,
+        gradient_accumulation: int = 1,
+        seed: int = 0,
+        jumps: Sequence[Jump] = (),
+        done: int = 0,
+        rank: int = 0,
+        size: int = 1,
+    ):
+        assert blocks > 0
+        assert batch_size % size == 0
+        self.blocks, self.steps, self.done, self.seed, self.jumps = blocks, steps, done, seed, tuple(jumps)
+        self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
+        self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))
+
+    def __len__(self) -> int:
+        return self.steps * self.gradient_accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.done + 1, self.steps + 1):
+            for micro_batch in range(self.gradient_accumulation):
+                yield self.micro_batch(step, micro_batch)[self.share]
+
+    def data_step(self, step: int) -> int:
+        """The place of a step's data in the order, in steps from 1."""
+        return step + ahead(self.jumps, step)
+
+    def micro_batch(self, step: int, micro_batch: int) -> list[int]:
+        """The indices of one micro-batch of all processes."""
+        start = ((self.data_step(step) - 1) * self.gradient_accumulation + micro_batch) * self.batch_size
+        end, indices = start + self.batch_size, []
+        while start < end:
+            turn, place = divmod(start, self.blocks)
+            indices += _shuffled(self.blocks, self.seed + turn)[place : place + end - start].tolist()
+            start = min(end, (turn + 1) * self.blocks)
+        return indices
+
+
+def ahead(jumps: Sequence[Jump], step: int) -> int:
+    """How many steps' worth of data have been left out before a step's data."""
+    return next((skipped for after, skipped in reversed(jumps) if step > after), 0)
+
+
+@lru_cache(maxsize=2)
+def _shuffled(blocks: int, seed: int) -> torch.Tensor:
+    return torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,136 @@
+"""`lamina preflight`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pandas as pd
+import pytest
+from training.tiny_runs import flags, write_corpus
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+
+TINY = {
+    "num_layers": 3,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "sequence_length": 16,
+    "batch_size": 2,
+    "burn_in": 4,
+    "sequences": 2,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.txt")
+
+
+@pytest.fixture
+def custom(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "placement: mine\nequation: ['y = LN(x + A(x))']\nadvice: 'nothing above 1e-3 <b>'\nrules:\n"
+        "  - attention: {post_norm: true}\n    feed_forward: {post_norm: true}\n"
+    )
+    return path
+
+
+def argv(corpus, **given):
+    return ["preflight", *flags(**{"corpus": corpus, **TINY, **given})]
+
+
+def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
+    assert main(argv(corpus, placements="keel,pre_ln", learning_rates="1e-3,1e-2")) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].split() == ["placement", "rate", "verdict", "gain", "x0→xN", "context", "FP16", "headroom"]
+    assert [line.split()[:2] for line in lines[1:5]] == [
+        ["keel", "0.001"],
+        ["keel", "0.01"],
+        ["pre_ln", "0.001"],
+        ["pre_ln", "0.01"],
+    ]
+    assert out.count("  reason: after ") == 4
+    assert "  papers: learning rate 9e-3 at 64 and 128 sub-layers" in out
+
+
+def test_placement_and_learning_rate_are_taken_as_pretrain_takes_them(corpus, capsys):
+    assert main([*argv(corpus, placement="fusenorm", learning_rate="2e-3"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["placement"], row["learning_rate"], row["num_layers"], row["init"]) == ("fusenorm", 2e-3, 3, "scaled")
+    assert row["verdict"] in ("fine", "risky", "will not train")
+    assert row["fp16_headroom"] > 1
+    assert row["ffn_variance_share"] > 0
+
+
+def test_a_placement_of_ones_own(corpus, custom, capsys):
+    assert main([*argv(corpus, placement=custom), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["advice"] == "nothing above 1e-3 <b>"
+
+
+def test_the_folder(corpus, custom, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(argv(corpus, placements=f"{custom},peri_ln", output=out)) == 0
+    assert str(out / "report.html") in capsys.readouterr().out
+    table = pd.read_csv(out / "preflight.csv")
+    assert list(table["placement"]) == [str(custom), "peri_ln"]
+    layers = pd.read_parquet(out / "layers.parquet")
+    gains = layers[(layers["metric"] == "jacobian_gain") & (layers["placement"] == "peri_ln")]
+    assert sorted(gains["layer"].unique()) == [-1, 0, 1, 2]
+    assert sorted(gains["step"].unique())[:3] == [0, 2, 4]
+    page = (out / "report.html").read_text()
+    assert "nothing above 1e-3 &lt;b&gt;" in page
+    assert "1e-3 <b>" not in page
+    assert "lamina preflight --placements" in page
+    assert main(argv(corpus, output=out)) == 2
+    assert "is in use" in capsys.readouterr().err
+    assert main([*argv(corpus, output=out), "--overwrite"]) == 0
+
+
+def test_strict_says_by_the_exit_code_what_will_not_train(corpus, capsys):
+    assert main(argv(corpus, learning_rate="1e6", steps=40)) == 0
+    assert "will not train" in capsys.readouterr().out
+    assert main([*argv(corpus, learning_rate="1e6", steps=40), "--strict"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"placement": "keal"}, "did you mean 'keel'?"),
+        ({"placements": "keel,keel"}, "names one twice"),
+        ({"placements": ","}, "placements: none given"),
+        ({"learning_rate": "fast"}, "learning_rates: 'fast' is not a comma-separated list"),
+        ({"learning_rates": "1e-3,-1"}, "learning_rate: -1.0 (allowed: a number above 0)"),
+        ({"learning_rates": "1e-3", "learning_rate": "1e-3"}, "allowed: one of them"),
+        ({"init": "scald"}, "did you mean 'scaled'?"),
+        ({"num_layers": 0}, "num_layers: 0"),
+        ({"burn_in": 3}, "burn_in: 3 is not a whole number of at least 4"),
+        ({"sequences": 0}, "sequences: 0"),
+        ({"flops": -1.0}, "flops: -1.0"),
+        ({"warmup": 5000}, "warmup"),
+        ({"hidden_size": 17}, "hidden_size"),
+        ({"backbone": "vit-tiny"}, "no language model"),
+        ({"corpus": "no/such.txt"}, "no/such.txt"),
+        ({"burn_ins": 8}, "did you mean '--burn-in'?"),
+    ],
+)
+def test_bad_input_is_one_line(corpus, capsys, tmp_path, given, said):
+    assert main(argv(**{"corpus": corpus, "output": tmp_path / "out", **given})) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
+    assert said in lines[0]
+    assert out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_from_python(corpus):
+    rows = lamina.preflight(corpus=str(corpus), placements="pre_ln,post_ln", bar=False, **TINY)
+    assert list(rows["placement"]) == ["pre_ln", "post_ln"]
+    again = lamina.preflight(corpus=str(corpus), placements="pre_ln,post_ln", bar=False, **TINY)
+    pd.testing.assert_frame_equal(rows, again)
+    with pytest.raises(UserError, match="did you mean 'num_layers'"):
+        lamina.preflight(num_layer=3)

@@ -1,0 +1,144 @@
+"""The burn-in against a training loop written out, and the model that stands in for one too large."""
+
+import math
+
+import pytest
+import torch
+from training.tiny_runs import SMALL
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+import lamina
+from lamina.preflights.burn_in import BurningIn, rate_factor, unigram_loss, warmup_steps
+from lamina.preflights.features import features
+from lamina.preflights.proxy import build_model, choose
+from lamina.preflights.running import ffn_share
+from lamina.training.settings import PretrainSettings
+
+
+def planned(corpus, **changed):
+    return PretrainSettings(corpus=str(corpus), **{**SMALL, "steps": 20, "placement": "peri_ln", **changed})
+
+
+def burning(corpus, blocks, **changed):
+    proxy = choose(planned(corpus, **changed), blocks.stats.vocab_size, 8, 1e12)
+    return BurningIn(proxy, blocks, sequences=4, longest_warmup=4)
+
+
+def test_it_takes_the_steps_of_adamw_on_the_runs_own_batches(corpus, blocks):
+    made = burning(corpus, blocks, max_grad_norm=0.3, weight_decay=0.2, learning_rate=0.02)
+    made.advance(5)
+    torch.manual_seed(0)
+    model = lamina.build(
+        "llama-nano", "peri_ln", num_layers=2, hidden_size=16, num_heads=2, vocab_size=blocks.stats.vocab_size
+    )
+    model.train()
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    order = torch.randperm(len(blocks.train), generator=torch.Generator().manual_seed(0))
+    losses, norms = [], []
+    for step in range(5):
+        ids = torch.stack([blocks.train[int(i)]["input_ids"] for i in order[2 * step : 2 * step + 2]])
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        loss.backward()
+        norm = torch.sqrt(sum(p.grad.pow(2).sum() for p in model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, 0.3 / float(norm))
+        for group in optimizer.param_groups:
+            # two steps of warm-up in 20, then a cosine down to a tenth
+            done = (step - 2) / 18
+            group["lr"] = 0.02 * (step / 2 if step < 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        norms.append(float(norm))
+    seen = made.seen()
+    # the fused optimiser and clipping round a little differently in float32
+    assert seen.losses == pytest.approx(losses, rel=1e-4)
+    assert seen.gradient_norms == pytest.approx(norms, rel=1e-3)
+    assert [shot.step for shot in seen.snapshots] == [0, 5]
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+def test_the_rate_is_that_of_transformers_schedule(corpus, warmup):
+    settings = planned(corpus, warmup=warmup, steps=20)
+    steps = warmup_steps(settings)
+    assert steps == {0: 0, 3: 3, 0.25: 5}[warmup]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, steps, 20, min_lr_rate=0.1)
+    for step in range(20):
+        ours = rate_factor(step, warmup=steps, planned_warmup=steps, planned_steps=20, low=0.1)
+        assert ours == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+
+
+def test_a_long_warmup_is_shortened_so_that_the_peak_is_seen(corpus, blocks):
+    made = burning(corpus, blocks, warmup=0.5, learning_rate=0.02)
+    made.advance(6, measure=False)
+    assert made.warmup == 4
+    assert made.seen().learning_rates == pytest.approx([0.0, 0.005, 0.01, 0.015, 0.02, 0.02], rel=0.05)
+
+
+def test_a_loss_that_is_not_finite_ends_it(corpus, blocks):
+    made = burning(corpus, blocks, placement="pre_ln")
+    with torch.no_grad():
+        made.model.model.layers[1].feed_forward.module.down_proj.weight.fill_(math.inf)
+    made.advance(8)
+    seen = made.seen()
+    assert seen.stopped == "the loss was not finite at step 1"
+    assert len(seen.losses) == 1
+    assert [shot.step for shot in seen.snapshots] == [0]
+    assert features(seen).finite == 0.0
+
+
+def test_the_loss_of_a_constant_prediction(blocks):
+    probe = torch.stack([blocks.eval[i]["input_ids"] for i in range(3)])
+    tokens = [int(t) for i in range(len(blocks.train)) for t in blocks.train[i]["input_ids"]]
+    total = len(tokens) + blocks.stats.vocab_size
+    nats = [-math.log((tokens.count(int(t)) + 1) / total) for row in probe for t in row[1:]]
+    assert unigram_loss(blocks, probe) == pytest.approx(sum(nats) / len(nats))
+
+
+def test_the_share_of_the_feed_forward(corpus, blocks):
+    shot = burning(corpus, blocks).snapshots[0]
+    added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
+    assert ffn_share(shot) == pytest.approx(added[0] / skip[0] + added[1] / skip[1])
+    assert ffn_share(shot) > 0
+
+
+class TestStandIn:
+    def test_a_small_run_is_measured_as_it_is(self, corpus):
+        settings = planned(corpus)
+        proxy = choose(settings, 259, 8, 1e12)
+        assert proxy.settings == settings
+        assert (proxy.scaling, proxy.note) == (None, "")
+
+    def test_first_the_batch_then_the_width_never_the_depth(self, corpus):
+        settings = planned(corpus, num_layers=6, hidden_size=512, num_heads=8, sequence_length=64, batch_size=32)
+        full = choose(settings, 259, 32, math.inf)
+        assert (full.hidden_size, full.settings.batch_size) == (512, 32)
+        fewer = choose(settings, 259, 32, 1e12)
+        assert fewer.hidden_size == 512
+        assert 4 <= fewer.settings.batch_size < 32
+        narrow = choose(settings, 259, 32, 8e10)
+        assert narrow.hidden_size == 128
+        assert narrow.settings.batch_size >= 4
+        assert narrow.plan.num_layers == narrow.settings.num_layers == 6
+        assert "width 128 in place of 512" in narrow.note
+        assert choose(settings, 259, 32, 1.0).hidden_size == 64
+
+    def test_a_narrower_models_branches_have_the_planned_variance(self, corpus, blocks):
+        settings = planned(corpus, hidden_size=512, num_heads=8, init="normal", placement="pre_ln")
+        ids = torch.stack([blocks.train[i]["input_ids"] for i in range(2)])
+        spread = {}
+        for flops in (math.inf, 1.0):
+            proxy = choose(settings, blocks.stats.vocab_size, 8, flops)
+            model = build_model(proxy, blocks.stats.vocab_size, ids)
+            weight = model.model.layers[0].feed_forward.module.down_proj.weight
+            spread[proxy.hidden_size] = float(weight.detach().std()) * math.sqrt(weight.shape[1])
+        # fan_in * std^2 is what the output's variance goes by; 64 * 171 draws know their deviation to 1 %
+        assert spread[64] == pytest.approx(spread[512], rel=0.03)

@@ -1,0 +1,235 @@
+"""logit_lens against the final norm and the head applied by hand, in float64."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from probes.tiny import bert, blocks, llama, states, value
+
+import lamina
+from lamina.errors import UserError
+from lamina.probes import logit_lens
+from lamina.probes.context import Context
+from lamina.probes.logit_lens import LogitLens
+from lamina.probes.probing import make_context, probe
+from lamina.probes.running import masked_positions
+from lamina.probes.settings import ProbeSettings
+
+TOKENIZER = SimpleNamespace(mask_token_id=4)
+
+
+def measure(model, ids, spec="logit_lens", **settings):
+    return probe(model, [spec], ids, tolerance=0.0, batch_size=2, **settings)["logit_lens"]
+
+
+def naive(logits, final, targets):
+    """[sequences, tokens, vocabulary] in float64, [sequences, tokens]."""
+    p, q = final.softmax(-1), logits.softmax(-1)
+    return {
+        "cross_entropy": -q.gather(-1, targets.unsqueeze(-1)).squeeze(-1).log(),
+        "kl_to_final": (p * (p / q).log()).sum(-1),
+        "top1_agreement": (logits.argmax(-1) == final.argmax(-1)).double(),
+    }
+
+
+def expect(frame, all_logits, targets):
+    for layer, logits in enumerate(all_logits):
+        for metric, x in naive(logits, all_logits[-1], targets).items():
+            place = {"layer": layer, "role": "state"}
+            assert value(frame, metric, **place) == pytest.approx(float(x.mean()), rel=1e-4, abs=2e-6), (layer, metric)
+            error = x.mean(1).std(correction=1) / math.sqrt(len(x))
+            assert value(frame, metric, "standard_error", **place) == pytest.approx(float(error), rel=1e-3, abs=2e-6)
+
+
+@torch.no_grad()
+def test_a_causal_model_predicts_the_next_token_from_each_state():
+    model, ids = llama(), blocks()
+    model.model.norm.weight.normal_(1.0, 0.3)
+    frame = measure(model, ids)
+    norm, head = model.model.norm.weight.double(), model.lm_head.weight.double()
+    logits = []
+    for x in states(model, ids):
+        normed = x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt() * norm
+        logits.append((normed @ head.T)[:, :-1])
+    expect(frame, logits, ids[:, 1:])
+    loss = float(model(input_ids=ids, labels=ids).loss)
+    assert value(frame, "cross_entropy", layer=3) == pytest.approx(loss, rel=1e-5)
+    assert value(frame, "kl_to_final", layer=3) == 0.0
+    assert value(frame, "top1_agreement", layer=3) == 1.0
+    assert value(frame, "uniform_cross_entropy", layer=-1) == pytest.approx(math.log(61))
+    assert float(model(input_ids=ids, labels=ids).loss) == loss  # the layers are back
+
+
+@torch.no_grad()
+def test_logits_of_few_tokens_at_a_time_give_the_same(monkeypatch):
+    model, ids = llama(), blocks()
+    whole = measure(model, ids)
+    monkeypatch.setattr(logit_lens, "_LOGITS", 61 * 4)
+    parts = measure(model, ids)
+    torch.testing.assert_close(torch.tensor(parts["value"]), torch.tensor(whole["value"]), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_logits_never_stand_whole(monkeypatch):
+    model, ids = llama(), blocks(sequences=2)
+    sizes = []
+    model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[:-1].numel()))
+    monkeypatch.setattr(logit_lens, "_LOGITS", 61 * 4)
+    context = make_context(model, ProbeSettings(), ids)
+    instance = LogitLens()
+    instance.begin(context)
+    sizes.clear()
+    instance.finish(context)
+    assert max(sizes) == 4
+
+
+@torch.no_grad()
+def test_a_masked_model_predicts_what_is_behind_its_mask():
+    model, ids = bert(), blocks()
+    context = make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER)
+    instance = LogitLens()
+    instance.begin(context)
+    frame = instance.finish(context)
+    chosen = masked_positions(16)
+    hidden = ids.clone()
+    hidden[:, chosen] = TOKENIZER.mask_token_id
+    logits = [model.cls(x.float()).double()[:, chosen] for x in states(model, hidden)]  # with its transform
+    expect(frame, logits, ids[:, chosen])
+
+
+@torch.no_grad()
+def test_a_model_without_a_final_norm_is_read_by_its_head_alone():
+    model = lamina.build(llama().config, "keel", num_layers=3).eval()
+    ids = blocks()
+    frame = measure(model, ids)
+    head = model.lm_head.weight.double()
+    expect(frame, [(x @ head.T)[:, :-1] for x in states(model, ids)], ids[:, 1:])
+
+
+@torch.no_grad()
+def test_a_soft_cap_of_the_logits_counts():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            initializer_range=1.0,
+            final_logit_softcapping=3.0,
+        )
+    ).eval()
+    ids = blocks()
+    frame = measure(model, ids)
+    logits = []
+    for x in states(model, ids):
+        normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + model.model.norm.weight.double())
+        logits.append(3 * torch.tanh(normed @ model.lm_head.weight.double().T / 3)[:, :-1])
+    expect(frame, logits, ids[:, 1:])
+
+
+@torch.no_grad()
+def test_shared_layers_and_padding():
+    model = llama()
+    ids = blocks(sequences=2, tokens=10)
+    mask = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
+    context = make_context(model, ProbeSettings(batch_size=2), ids)
+    made = Context(
+        model=model,
+        base=context.base,
+        structure=context.structure,
+        batches=[{"input_ids": ids, "attention_mask": mask}],
+    )
+    frame = finished(made)
+    single = [{"input_ids": ids[:1]}, {"input_ids": ids[1:, :6]}]
+    made.batches = single
+    wanted = finished(made)
+    torch.testing.assert_close(torch.tensor(frame["value"]), torch.tensor(wanted["value"]), rtol=1e-4, atol=1e-5)
+
+
+def finished(context):
+    instance = LogitLens()
+    instance.begin(context)
+    return instance.finish(context)
+
+
+@torch.no_grad()
+def test_an_albert_runs_its_one_layer_once_a_state():
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    model = AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=61,
+            hidden_size=32,
+            embedding_size=16,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+        )
+    ).eval()
+    ids = blocks()
+    context = make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER)
+    frame = finished(context)
+    chosen = masked_positions(16)
+    hidden = ids.clone()
+    hidden[:, chosen] = TOKENIZER.mask_token_id
+    found = model(input_ids=hidden, output_hidden_states=True).hidden_states
+    expect(frame, [model.predictions(x).double()[:, chosen] for x in found], ids[:, chosen])
+
+
+def test_so_many_tokens_as_asked_for():
+    model, ids = llama(), blocks(sequences=6, tokens=16)
+    few = measure(model, ids, "logit_lens(tokens=30)")
+    first = measure(model, ids[:2])
+    torch.testing.assert_close(torch.tensor(few["value"]), torch.tensor(first["value"]))
+    assert len(few) == len(first)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, True])
+def test_another_number_of_tokens_is_refused(tokens):
+    with pytest.raises(UserError, match="logit_lens: option 'tokens' is"):
+        LogitLens(tokens=tokens)
+
+
+def test_models_without_a_vocabulary_are_refused_in_one_line():
+    from transformers import ViTConfig, ViTModel
+
+    with pytest.raises(UserError, match="logit_lens: LlamaModel has no head over a vocabulary"):
+        measure(llama().model, blocks())
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4
+    )
+    with pytest.raises(UserError, match="logit_lens"):
+        probe(ViTModel(config), ["logit_lens"], torch.randn(2, 3, 16, 16), tolerance=0.0)
+    with pytest.raises(UserError, match="mask token"):
+        measure(bert(), blocks())
+
+
+def test_a_head_that_reads_more_than_the_last_layer_is_refused():
+    model = llama()
+    context = make_context(model, ProbeSettings(), blocks())
+    early = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: early.append(output))
+
+    def add(module, args, output):
+        output.last_hidden_state = output.last_hidden_state + early[-1]
+
+    model.model.register_forward_hook(add)
+    with pytest.raises(UserError, match="do not follow from its last state alone"):
+        LogitLens().begin(context)
+
+
+def test_figures_and_sentences_are_made_of_any_result():
+    frame = measure(llama(), blocks())
+    instance = LogitLens()
+    assert [bool(figure.data) for figure, _ in instance.figures(frame)] == [True, True]
+    said = instance.sentences(frame)
+    assert f"uniform guessing has {math.log(61):.2f}" in said[0]
+    assert len(said) >= 2
