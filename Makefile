@@ -30,6 +30,7 @@ format: $(VENV)/.development
 
 bench: $(VENV)/.development bench-peers
 	$(BIN)/python benchmarks/train_step.py --output benchmarks/results/train_step.json
+	$(BIN)/python benchmarks/probes.py --output benchmarks/results/probes.json
 	$(BIN)/python benchmarks/training.py --suite cpu --output benchmarks/results/training-cpu.json
 	$(BIN)/python benchmarks/training.py --suite placements --sizes 71m --output benchmarks/results/placements-cpu.json
 	$(BIN)/python benchmarks/depth.py --output benchmarks/results/depth-cpu.json

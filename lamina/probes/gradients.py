@@ -50,6 +50,7 @@ class Gradients(Probe):
     summary = "gradient norm and variance by layer, sub-layer and role, and of the states; the spike score of a run"
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
+    over_steps = ("gradient_norm", "gradient_variance")
 
     def finish(self, context: Context) -> pd.DataFrame:
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]
@@ -147,9 +148,9 @@ class Gradients(Probe):
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
-            said.append(
-                f"The total gradient norm is {total:.3g}, that of the last layer's parameters {layers.iloc[-1]:.3g}."
-            )
+            shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
+            whose = "the layers' shared" if shared else "the last layer's"
+            said.append(f"The total gradient norm is {total:.3g}, that of {whose} parameters {layers.iloc[-1]:.3g}.")
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             what = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
             said.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")

@@ -31,7 +31,7 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * kinds + 2)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
-    # The inputs of matrix products (a norm's output, the gated activations) are computed again in the backward pass from
+    # Inputs of matrix products (a norm's output, the gated activations) are computed again in the backward pass, from
     # what is kept anyway: a quarter of the activations' memory for a little elementwise work.
     functorch: Any = torch._functorch.config  # type: ignore[attr-defined]
     if hasattr(functorch, "ban_recompute_materialized_backward"):
