@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
+export PEERS ?= $(HOME)/.cache/lamina/bench-peers
+PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
+	x-transformers==2.31.10 torch-einops-utils==0.2.0 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 loguru==0.7.3
 
-.PHONY: demo test test-all check format bench pictures clean
+.PHONY: demo test test-all check format bench bench-gpu bench-peers pictures clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume $(ARGS)
@@ -25,8 +28,24 @@ format: $(VENV)/.development
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.development
+bench: $(VENV)/.development bench-peers
 	$(BIN)/python benchmarks/train_step.py --output benchmarks/results/train_step.json
+	$(BIN)/python benchmarks/probes.py --output benchmarks/results/probes.json
+	$(BIN)/python benchmarks/training.py --suite cpu --output benchmarks/results/training-cpu.json
+	$(BIN)/python benchmarks/training.py --suite placements --sizes 71m --output benchmarks/results/placements-cpu.json
+	$(BIN)/python benchmarks/depth.py --output benchmarks/results/depth-cpu.json
+	$(BIN)/python docs/tables.py
+
+# Needs only torch, transformers, accelerate, numpy, pandas and pyarrow, of whatever Python is there (make PYTHON=...).
+bench-gpu:
+	$(PYTHON) benchmarks/training.py --suite gpu --output benchmarks/results/training-gpu.json
+	$(PYTHON) benchmarks/training.py --suite placements --sizes 740m --output benchmarks/results/placements-gpu.json
+	$(PYTHON) benchmarks/depth.py --output benchmarks/results/depth-gpu.json
+	$(PYTHON) docs/tables.py
+
+# Without their dependencies: a second torch must not come in. What is missing is left out of the comparison, and said.
+bench-peers: $(VENV)/.development
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$(PEERS)" $(PEER_PACKAGES)
 
 pictures: $(VENV)/.development
 	$(BIN)/lamina placements post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel --num-layers 4 --svg docs/placements.svg

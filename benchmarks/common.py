@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
+    "smoke": {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64},
     "nano": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 32, "num_heads": 2, "vocab_size": 257},
     "8m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_heads": 4, "vocab_size": 4096},
     "71m": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_heads": 8},
@@ -23,7 +24,7 @@ SIZES = {
     "1.3b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_heads": 16},
 }
 # Where the packages of the peers lie that this project does not need: `make bench-peers` puts them there.
-PEERS = Path(os.environ.get("LAMINA_BENCH_PEERS") or Path.home() / ".cache" / "lamina" / "bench-peers")
+PEERS = Path(os.environ.get("PEERS") or Path.home() / ".cache" / "lamina" / "bench-peers")
 
 
 def sizes_of(size: str) -> dict[str, int]:

@@ -9,10 +9,6 @@ round, so that it holds when the machine's speed drifts. Memory: the largest res
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,27 +16,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SIZES = {
-    "8m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_heads": 4, "vocab_size": 4096},
-    "nano": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 32, "num_heads": 2, "vocab_size": 257},
-}
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from common import SIZES, high_water_mark, llama_config, settings_of_machine, sizes_of, write_record  # noqa: E402
+
 PEER = "transformers LlamaForCausalLM"
 
 
 def make_step(name: str, size: str, batch: int, length: int) -> Callable[[], None]:
     """A function that does one whole training step of a model: forward, backward, clipping, AdamW."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     import lamina
 
     torch.manual_seed(0)
-    sizes = dict(SIZES[size])
-    heads = sizes.pop("num_heads")
-    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=False)
+    config = llama_config(size, length)
     model = LlamaForCausalLM(config) if name == PEER else lamina.build(config, name)
     model.train()
-    ids = torch.randint(0, sizes["vocab_size"], (batch, length))
+    ids = torch.randint(0, config.vocab_size, (batch, length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -69,15 +63,6 @@ def times(names: list[str], size: str, batch: int, length: int, rounds: int) -> 
     return seconds
 
 
-def high_water_mark() -> float:
-    """MiB that this process has held at most. ru_maxrss would count what its parent held before the exec, too."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def peak_memory(name: str, size: str, batch: int, length: int) -> float:
     """MiB of a process that does three steps of the model and nothing else."""
     command = [sys.executable, __file__, "--memory-of", name, "--size", size]
@@ -104,9 +89,6 @@ def main() -> None:
         print(high_water_mark())
         return
     import torch
-    import transformers
-
-    from lamina.training.folder import environment
 
     names = [PEER, *arguments.placements.split(",")]
     seconds = times(names, *shape, rounds=arguments.rounds)
@@ -124,25 +106,19 @@ def main() -> None:
         }
         for name in names
     ]
-    where = environment(0)
     record = {
         "benchmark": "train_step",
         "what": "one fp32 eager training step; ratios against the peer in the same run (speed above 1 is faster)",
-        "settings": {**SIZES[arguments.size], "batch_size": arguments.batch_size, "rounds": arguments.rounds}
+        "settings": {**sizes_of(arguments.size), "batch_size": arguments.batch_size, "rounds": arguments.rounds}
         | {"sequence_length": arguments.sequence_length, "threads": torch.get_num_threads()},
-        "date": datetime.date.today().isoformat(),
-        "revision": where["git_revision"],
-        "machine": {**where["machine"], "cores": os.cpu_count()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **settings_of_machine(),
         "results": rows,
     }
-    text = json.dumps(record, indent=2) + "\n"
     for row in rows:
         speed = f"{row['tokens_per_second']:>8} tokens/s  x{row['speed_ratio']:<6}"
         print(f"{row['model']:<32} {speed} {row['peak_memory_mib']:>6} MiB  x{row['memory_ratio']}")
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text, encoding="utf-8")
+        write_record(arguments.output, record)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ OURS = "lamina:pre_ln"
 WAYS = (("fp32", "off"), ("fp32", "on"), ("bf16", "off"), ("bf16", "on"))
 PLACEMENTS = ("peri_ln", "keel", "fusenorm", "post_ln", "mix_ln", "deepnorm", "layernorm_scaling", "hybridnorm")
 SHAPES = {  # batch and sequence length; a GPU's batch is what keeps it busy
+    "smoke": (2, 16),
     "nano": (16, 64),
     "8m": (8, 256),
     "71m": (8, 256),

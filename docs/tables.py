@@ -1,10 +1,11 @@
-"""Fills the README's generated tables from the registry and the committed benchmark records."""
+"""Fills the generated tables of README.md and benchmarks.md from the registry and the committed benchmark records."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from lamina.placements import get, names
 
@@ -42,14 +43,107 @@ def train_step_table() -> str:
     return "\n".join([*rows, "", where])
 
 
+def training_table(name: str) -> str:
+    """A table for each size of a record of benchmarks/training.py, with where and when it was measured."""
+    record = _record(name)
+    if record is None:
+        return _unmeasured(name)
+    lines = []
+    for part in record["parts"]:
+        lines += [
+            f"**{part['size'].upper()}**: d {part['hidden_size']}, {part['num_hidden_layers']} layers, vocabulary "
+            f"{part['vocab_size']:,}, batch {part['batch_size']} × {part['sequence_length']}",
+            "",
+            "| contender | tokens/s | speed | utilisation | of bf16 products | peak memory | memory | first step |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        rows = [row for row in part["results"] if "absent" not in row]
+        for row in rows:
+            memory = row["peak_memory_mib"]
+            cells = [_label(row), f"{row['tokens_per_second']:,}", f"{row['speed_ratio']:.2f}"]
+            cells += [f"{row['utilisation_of_own']:.2f}", f"{row['utilisation_of_bf16']:.2f}", f"{memory:,} MiB"]
+            cells += [f"{memory / rows[0]['peak_memory_mib']:.2f}", f"{row['first_step_seconds']:.1f} s"]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += [""] + [f"Left out: {_label(row)}: {row['absent']}." for row in part["results"] if "absent" in row]
+        lines += [""] if lines[-1] else []
+    products = ", ".join(f"{name} {rate:,.0f}" for name, rate in record["products_gflops_per_second"].items())
+    left_out = "".join(f" {name} left out: {why}." for name, why in record["left_out"].items())
+    return "\n".join([*lines, f"Products: {products} GFLOP/s.{left_out} {_where(record, record['threads'])}"])
+
+
+def depth_table(name: str) -> str:
+    """What compiling costs by depth, and the deep models that were trained."""
+    record = _record(name)
+    if record is None:
+        return _unmeasured(name)
+    lines = [
+        "| placement | layers | graphs | first step | a later step | compiling | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in record["compiling"]:
+        first = case["runs"][0]
+        for row, ratio in zip(first, ("", f"{case['compile_ratio']:.2f}"), strict=True):
+            lines.append(
+                f"| {row['placement']} | {row['num_layers']:,} | {row['graphs']} | {row['first_step_seconds']:.1f} s "
+                f"| {row['step_seconds']:.2f} s | {row['compile_seconds']:.1f} s | {ratio} |"
+            )
+    lines += [
+        "",
+        "| trained | blocks | width | parameters | a step | peak memory | loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in record["training"]:
+        lines.append(
+            f"| {row['placement']} | {row['num_layers']} | {row['hidden_size']} | {row['parameters']:,} "
+            f"| {row['step_seconds']:.1f} s | {row['peak_memory_mib']:,} MiB "
+            f"| {row['losses'][0]:.2f} to {row['losses'][-1]:.2f} in {len(row['losses'])} steps |"
+        )
+    return "\n".join([*lines, "", _where(record, None)])
+
+
+def _record(name: str) -> dict[str, Any] | None:
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _unmeasured(name: str) -> str:
+    return (
+        f"Not measured yet: there is no benchmarks/results/{name}.json (`make bench{'-gpu' * name.endswith('gpu')}`)."
+    )
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['name']}, {row['precision']}, {'compiled' if row['compile'] == 'on' else 'eager'}"
+
+
+def _where(record: dict[str, Any], threads: int | None) -> str:
+    machine, versions = record["machine"], record["versions"]
+    what = machine.get("gpu") or f"{machine['processor'] or machine['platform']}, {machine['cores']} cores"
+    what += f" ({machine['cpu_capability']})" if machine.get("cpu_capability") else ""
+    what += f", {threads} threads" if threads and "gpu" not in machine else ""
+    return (
+        f"{what}; torch {versions['torch']}, transformers {versions['transformers']}; {record['date']}, revision "
+        f"{record['revision']}."
+    )
+
+
+def tables() -> dict[str, str]:
+    """Every generated table by the name between its marks."""
+    found = {"placements": placements_table(), "train_step": train_step_table()}
+    for device in ("cpu", "gpu"):
+        found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}
+        found[f"depth-{device}"] = depth_table(f"depth-{device}")
+    return found
+
+
 def filled(text: str) -> str:
-    """The README with its generated tables as they are now."""
-    for name, table in (("placements", placements_table()), ("train_step", train_step_table())):
+    """A page with its generated tables as they are now."""
+    for name, table in tables().items():
         block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
         text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
     return text
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

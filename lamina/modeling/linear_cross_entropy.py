@@ -11,15 +11,13 @@ logits, [chunk, vocab_size] stands in memory instead of several times [tokens, v
 
 from __future__ import annotations
 
-import importlib.util
-import logging
+import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-logger = logging.getLogger(__name__)
 
 IGNORED = -100
 # Logits in a chunk: enough for the products to run at full speed, 64 MiB of float32 on a CPU.
@@ -46,7 +44,7 @@ class LinearLoss:
 
     def __init__(self, *, compiled: bool = False, liger: bool = True, elements: int | None = None):
         self.elements = elements
-        self.liger = liger and importlib.util.find_spec("liger_kernel") is not None
+        self.liger = _liger() if liger and torch.cuda.is_available() else None
         self.kernel: ChunkKernel = torch.compile(chunk_loss, dynamic=True) if compiled else chunk_loss
 
     def chunk(self, vocab_size: int, device: torch.device) -> int:
@@ -97,8 +95,9 @@ class LinearLoss:
             hidden = hidden * scale
         if exact and device == "cpu" and softcap is None and hasattr(functional, "linear_cross_entropy"):
             total = _torch_sum(hidden.to(dtype), weight, targets, chunk)
-        elif not exact and device == "cuda" and self.liger:
-            total = _liger_sum(hidden.to(dtype), weight.to(dtype), targets, softcap)
+        elif not exact and device == "cuda" and self.liger is not None:
+            more = {"ignore_index": IGNORED, "reduction": "sum", "softcap": softcap, "accum_dtype": torch.float32}
+            total = self.liger(hidden.to(dtype), weight.to(dtype), targets, **more)
         else:
             total = LinearCrossEntropy.apply(hidden, weight, targets, softcap, chunk, dtype, self.kernel)
         if num_items_in_batch is None:
@@ -195,13 +194,11 @@ def _torch_sum(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
         )
 
 
-def _liger_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None
-) -> torch.Tensor:
-    from liger_kernel.transformers.functional import (  # pyright: ignore[reportMissingImports]
-        liger_fused_linear_cross_entropy,
-    )
-
-    return liger_fused_linear_cross_entropy(
-        hidden, weight, targets, ignore_index=IGNORED, reduction="sum", softcap=softcap, accum_dtype=torch.float32
-    )
+def _liger() -> Callable[..., torch.Tensor] | None:
+    """Liger's loss where it is installed and can gather the weight's gradient in float32."""
+    try:
+        from liger_kernel.transformers import functional as liger  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    function = getattr(liger, "liger_fused_linear_cross_entropy", None)
+    return function if function and "accum_dtype" in inspect.signature(function).parameters else None

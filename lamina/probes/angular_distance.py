@@ -44,6 +44,7 @@ class AngularDistance(Probe):
     title = "Angular distance between layers"
     summary = "the angle between the streams before and behind each block of layers, and the best block to drop"
     source = "Gromov et al. 2024; Mix-LN Eq 8, Fig 5"
+    over_steps = ("angular_distance",)
 
     def __init__(self, tokens: str | None = None, tokens_per_batch: int | None = None):
         check_tokens(tokens, tokens_per_batch)

@@ -35,6 +35,7 @@ class Gains(Probe):
     title = "Norm gains"
     summary = "mean, spread and range of every norm's gain and of the learned scales, by depth"
     source = "Peri-LN Fig 9b (the output norm's gain by depth)"
+    over_steps = ("gain_mean",)
 
     def finish(self, context: Context) -> pd.DataFrame:
         rows: list[dict[str, Any]] = []

@@ -50,6 +50,7 @@ class Gradients(Probe):
     summary = "gradient norm and variance by layer, sub-layer and role, and of the states; the spike score of a run"
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
+    over_steps = ("gradient_norm", "gradient_variance")
 
     def finish(self, context: Context) -> pd.DataFrame:
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]

@@ -65,6 +65,7 @@ class JacobianProbe(Probe):
         "spectral norm of every block's Jacobian, its product, its distance to the identity, and the residual path"
     )
     source = "Keel (arXiv 2601.19895) Eq 14-19; FuseNorm (SpanNorm, arXiv 2601.22580) Eq 9-11, 16-19"
+    over_steps = ("norm",)
 
     def __init__(
         self,

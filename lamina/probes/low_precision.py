@@ -81,6 +81,7 @@ class LowPrecision(Probe):
     title = "Low precision"
     summary = "relative error of FP16, BF16, FP8 and INT8 round trips of the stream and of the feed-forward, by layer"
     source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
+    over_steps = ("token_error",)
 
     def __init__(self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True):
         """``fp8_scaling``: scale each tensor to FP8's largest value, or cast as it is. ``loss``: measure the loss, too.

@@ -43,6 +43,7 @@ class Similarity(Probe):
     title = "Similarity of the layers"
     summary = "the cosine between all pairs of states, its mean by distance, and each layer's block influence"
     source = "FuseNorm Fig 6, 12; ShortGPT (block influence)"
+    over_steps = ("cosine_by_distance", "block_influence")
 
     def __init__(self, tokens: str = "all", tokens_per_batch: int | None = None):
         check_tokens(tokens, tokens_per_batch)

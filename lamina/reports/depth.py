@@ -100,7 +100,7 @@ def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
     figure.update_yaxes(title=quantity, row=1, col=1)
     figure.update_layout(hovermode="x unified")
     polish(figure, 430)
-    figure.update_yaxes(**_ticks(figure))
+    figure.update_yaxes(**ticks_of(figure))
     figure.update_layout(margin_t=84, legend_y=1.1)
     return _left_titles(figure)
 
@@ -182,7 +182,7 @@ def _cells(table: Frame, log: bool) -> Frame:
     return cells.dropna(how="all", axis=1)
 
 
-def _ticks(figure: go.Figure) -> dict[str, Any]:
+def ticks_of(figure: go.Figure) -> dict[str, Any]:
     values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in cast("Any", figure.data)])
     values = np.log10(values[np.isfinite(values) & (values > 0)])
     if not len(values):

@@ -17,11 +17,13 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from lamina.reports import depth
-from lamina.reports.page import Section, callouts, figure
+from lamina.reports.page import Section, callouts, figure, sentence
 from lamina.reports.records import Frame, Trial
 from lamina.reports.style import FONT, Shown, polish, to_html
 
 _BY_DEPTH = ("layer", "size", "distance")  # what a value may be drawn against, the first that a frame has
+_TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
+_WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # what is said of a whole layer
 _ACROSS, _LINES, _QUANTITIES = 3, 7, 4  # panels in a row, steps drawn in one, quantities of a probe
 
 
@@ -38,7 +40,8 @@ class Quantity:
     def label(self) -> str:
         """What the axes call it."""
         said = {k: str(v).replace("_", " ") for k, v in self.fixed}
-        rest = [v for k, v in said.items() if k != "metric" and v not in ("all", "model", "block", "state")]
+        silent = ("all", "model", "block", "", "None", "nan")
+        rest = [v for k, v in said.items() if k not in ("metric", "index") and v not in silent]
         name = said.get("metric", self.probe.replace("_", " "))
         return name + (f" ({', '.join(rest)})" if rest else "")
 
@@ -46,7 +49,9 @@ class Quantity:
         """A row a layer (or distance), a column a step; several values of one place are averaged."""
         rows = trial.probes.get(self.probe, pd.DataFrame())
         for column, value in self.fixed:
-            rows = rows[rows[column] == value] if column in rows else rows.iloc[:0]
+            if column not in rows:
+                return pd.DataFrame()
+            rows = rows[rows[column].isna() if pd.isna(value) else rows[column] == value]
         if rows.empty or self.by not in rows:
             return pd.DataFrame()
         rows = rows[rows[self.by] >= 0]
@@ -64,10 +69,11 @@ def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quan
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
-    keys = [k for k in ("metric", "sublayer", "role") if k in frame and frame[k].notna().any()]
+    keys = [k for k in _TEXTS if k in frame and frame[k].notna().any()]
     found = []
-    for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False) if keys else [((), frame)]:
-        if rows[by].nunique() < 2:
+    for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False, dropna=False) if keys else [((), frame)]:
+        along = "start" if by == "size" and rows[by].nunique() < 2 and "start" in rows else by
+        if rows[along].nunique() < 2:
             continue
         fixed = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
         if "index" in rows and rows["index"].nunique() > 1:  # the largest of top-k, the first of several norms
@@ -79,8 +85,9 @@ def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quan
         metric = fixed.get("metric")
         if wanted and metric not in wanted:
             continue
-        rank = (wanted.index(metric) if wanted else 0, fixed.get("sublayer") not in ("model", "block", None))
-        found.append((rank, Quantity(probe=name, by=by, fixed=tuple(fixed.items()), log=log)))
+        whole = fixed.get("sublayer") in _WHOLE and fixed.get("role") in _WHOLE
+        rank = (not whole, wanted.index(metric) if wanted else 0)
+        found.append((rank, Quantity(probe=name, by=along, fixed=tuple(fixed.items()), log=log)))
     return [quantity for _, quantity in sorted(found, key=lambda one: one[0])][:_QUANTITIES]
 
 
@@ -125,8 +132,9 @@ def by_steps(shown: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
         if row == down or number + across >= len(drawn):
             picture.update_xaxes(title=quantity.by, showticklabels=True, row=row, col=column)
     if quantity.log:
-        picture.update_yaxes(type="log", exponentformat="power", dtick=1)
+        picture.update_yaxes(type="log")
     polish(picture, 400 if down == 1 else 220 * down + 90)
+    picture.update_yaxes(**(depth.ticks_of(picture) if quantity.log else {}))
     picture.update_layout(margin_t=72 if len(shown) > 1 else 52, legend_y=1.06 if down == 1 else 1 + 0.13 / down)
     return picture.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
 
@@ -195,7 +203,7 @@ def _section(name: str, shown: Sequence[Shown]) -> Section:
             html += figure(to_html(numbers), "Of the whole model, against the step.")
         if not (drawn or numbers):
             html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
-    lead = f'<p class="lead">{escape(str(told["summary"]))}</p>' if told.get("summary") else ""
+    lead = f'<p class="lead">{escape(sentence(str(told["summary"])))}</p>' if told.get("summary") else ""
     source = f'<p class="source">Source: {escape(str(told["source"]))}</p>' if told.get("source") else ""
     html = lead + html + source if html else ""
     title = str(told.get("title") or name)

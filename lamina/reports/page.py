@@ -75,6 +75,11 @@ def details(summary: str, html: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{html}</details>"
 
 
+def sentence(text: str) -> str:
+    """A text with its first letter in upper case."""
+    return text[:1].upper() + text[1:]
+
+
 def _names(text: str, colours: Mapping[str, str]) -> str:
     escaped = {escape(name): colour for name, colour in colours.items() if name}
     if not escaped:

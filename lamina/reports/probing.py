@@ -15,7 +15,7 @@ import plotly.io
 from lamina.errors import UserError
 from lamina.probes.compact import compact
 from lamina.reports import tables
-from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.page import Section, callouts, details, figure, prose, sentence, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.style import polish_own, to_html
 
@@ -112,8 +112,7 @@ def _model(model: Mapping[str, Any]) -> Section:
 
 
 def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
-    said = str(told.get("summary") or "")
-    summary = f'<p class="lead">{escape(said[:1].upper() + said[1:])}</p>'
+    summary = f'<p class="lead">{escape(sentence(str(told.get("summary") or "")))}</p>'
     if told.get("status") != "finished":
         reason = str(told.get("reason") or f"not measured ({told.get('status') or 'not reached'})")
         return _section(name, told, summary + callouts([f"Not measured: {reason}" if told.get("reason") else reason]))

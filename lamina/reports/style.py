@@ -164,4 +164,4 @@ def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
 
 
 def _power(exponent: float) -> str:
-    return f"{10**exponent:.3g}" if -3 <= exponent < 4 else f"10<sup>{exponent:.0f}</sup>"
+    return f"{10**exponent:.4g}" if -3 <= exponent < 4 else f"10<sup>{exponent:.0f}</sup>"
