@@ -32,6 +32,7 @@ def outcome(
     timed = recorder.training_steps * recorder.tokens_per_step
     loss = recorder.last_eval if math.isfinite(recorder.last_eval) else math.nan
     parameters = sum(p.numel() for p in model.parameters())
+    mix = recorder.mix(steps)
     return {
         "status": status,
         "eval_loss": loss,
@@ -44,6 +45,7 @@ def outcome(
         "parameters": parameters,
         "flops": training_flops(model, plan, settings.sequence_length) * tokens,
         "init": recommended(plan) if settings.init == "recommended" else settings.init,
+        **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
 

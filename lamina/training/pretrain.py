@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,6 +26,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks, prepare_blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.data.mixed_blocks import MixedBlocks
 from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.training import folder as run_folder
@@ -137,7 +138,9 @@ def _recorded(
         raise
     except Exception as error:
         if run_folder.disk_full(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+            full.told = not crew.first  # type: ignore[attr-defined]  # one line for all processes
+            raise full from error
         write({"status": "failed", "reason": f"{type(error).__name__}: {error}"})
         raise
     return crew.by_first(lambda: write(result))
@@ -226,6 +229,24 @@ class _Line:
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first = crew.first
+        train = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
+        order = TrainOrder(
+            len(train),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            jumps=rollbacks.jumps,
+            done=state["step"] if state else 0,
+            rank=crew.rank,
+            size=crew.size,
+            shuffled=not isinstance(train, MixedBlocks),
+        )
+        realised = _realised(train, order)
+        if realised and first and not state:
+            for name, part in realised(settings.steps).items():
+                if part["epochs"] > 1:
+                    logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
         self.recorder = RunRecorder(
             metrics=run_folder.MetricsWriter(target, resumed_step, returns) if first else run_folder.NoWriter(),
             layers=run_folder.LayersWriter(target, resumed_step) if first else run_folder.NoWriter(),
@@ -236,19 +257,8 @@ class _Line:
             track_layers=bool(settings.reports()),
             bar=bar,
             processes=crew,
+            realised=realised,
         )
-        order = TrainOrder(
-            len(blocks.train),
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
-            seed=settings.seed,
-            jumps=rollbacks.jumps,
-            done=state["step"] if state else 0,
-            rank=crew.rank,
-            size=crew.size,
-        )
-
         probing = None
         if settings.probe_every and first:
             probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step)
@@ -260,7 +270,7 @@ class _Line:
         self.trainer = LaminaTrainer(
             model=self.model,
             args=arguments,
-            train_dataset=blocks.train,
+            train_dataset=train,
             eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
             callbacks=[self.recorder, *(_tensorboard(settings) if first else []), *([probing] if probing else [])],
             guard=self.guard,
@@ -367,6 +377,13 @@ def _settle(
         settings = crew.by_first(decide)
     speed.prepare(model, settings)
     return settings
+
+
+def _realised(train: Any, order: TrainOrder) -> Callable[[int], dict[str, dict[str, float]]] | None:
+    """By the step, what each corpus of a mix has given; None where the corpus is one."""
+    if not isinstance(train, MixedBlocks):
+        return None
+    return lambda step: train.realised(order.spans(step))
 
 
 def _tensorboard(settings: PretrainSettings) -> list[Any]:
