@@ -18,7 +18,7 @@ COMMANDS = {
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
-    "report": "write the page of a run's or a study's folder again",
+    "report": "write the page of a run's, a study's or a probed checkpoint's folder again",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
 }

@@ -139,7 +139,9 @@ def _recorded(
         raise
     except Exception as error:
         if run_folder.disk_full(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+            full.told = not crew.first  # type: ignore[attr-defined]  # one line for all processes
+            raise full from error
         write({"status": "failed", "reason": f"{type(error).__name__}: {error}"})
         raise
     return crew.by_first(lambda: write(result))
