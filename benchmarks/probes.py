@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train_step import SIZES, high_water_mark
+from common import SIZES, high_water_mark, sizes_of
 
 PROBES = "hidden_states,angular_distance,similarity"
 SMOLLM2 = {
@@ -112,7 +112,7 @@ def monitor(arguments: argparse.Namespace) -> dict[str, Any]:
     from lamina.training.monitor import GradientNorms, gain_rows, hidden_state_rows
 
     torch.manual_seed(0)
-    sizes = dict(SIZES[arguments.size])
+    sizes = sizes_of(arguments.size)
     heads = sizes.pop("num_heads")
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=False)
     model = lamina.build(config, "peri_ln").train()

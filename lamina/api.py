@@ -66,7 +66,7 @@ def probe_folder(
 
 
 def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
-    """Train one model from scratch, as `lamina pretrain` does; ``settings`` are its flags with underscores.
+    """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
 
     Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
@@ -78,6 +78,10 @@ def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
     from lamina.training.settings import PretrainSettings
 
     made = PretrainSettings.from_dict(settings)
+    if made.from_model is not None:
+        from lamina.training.source import settled
+
+        made = settled(made, settings)
     result = run(made, resume=resume, overwrite=overwrite, bar=bar)
     if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
         run_report(Path(made.output))
@@ -115,3 +119,45 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
         losses = {label_of(f.run.placement, f.run.learning_rate, rows): f.burn_in.losses for f in found}
         preflight_report(target, rows, layers, losses, made.command())
     return rows
+
+
+def coord_check(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+    """Check whether any module's output grows with the width, as `lamina coord-check` does.
+
+    Returns the rows of slopes.csv; OUTPUT/result.json has the verdict, OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+    """
+    from lamina.reports.coordinates import coordinates_report
+    from lamina.studies.coordinates import coord_check as run
+    from lamina.studies.width_settings import CoordCheckSettings
+
+    made = CoordCheckSettings.from_dict(settings)
+    found = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    coordinates_report(Path(made.output))
+    return found
+
+
+def transfer(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+    """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
+
+    Returns the rows of results.csv; OUTPUT/transfer.json holds the interval, the target's rates and the risk,
+    OUTPUT/report.html is the page. In a script, call it under ``if __name__ == "__main__":``.
+
+    Raises:
+        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+    """
+    from lamina.reports.transfer import transfer_report
+    from lamina.studies.transfer import transfer as run
+    from lamina.studies.width_settings import TransferSettings
+
+    made = TransferSettings.from_dict(settings)
+    try:
+        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    except KeyboardInterrupt:  # an interrupted study gets its page of what is there
+        if (Path(made.output) / "transfer.json").is_file():
+            transfer_report(Path(made.output))
+        raise
+    transfer_report(Path(made.output))
+    return results

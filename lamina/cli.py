@@ -13,10 +13,12 @@ COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
     "preflight": "before a run: will it train, why not, and what to change",
     "pretrain": "train one model from scratch",
+    "coord-check": "check that no module's output grows with the width, before and after a few steps",
+    "transfer": "find the learning rates that are stable and best on a narrow proxy, and the wide target's from them",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
-    "report": "write the page of a run's or a study's folder again",
+    "report": "write the page of a run's, a study's or a probed checkpoint's folder again",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
 }
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         # The Trainer's and the tokenizers' own remarks are for developers; what users must know we say ourselves.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        return importlib.import_module(f"lamina.commands.{name}").run(rest) or 0
+        return importlib.import_module(f"lamina.commands.{name.replace('-', '_')}").run(rest) or 0
     except UserError as error:
         return _fail(str(error), 2, told=getattr(error, "told", False))
     except KeyboardInterrupt:

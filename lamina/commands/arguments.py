@@ -14,6 +14,9 @@ from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from lamina.errors import UserError, nearest
 
+# "from" is no name that a field can have.
+ALIASES = {"from_model": ("--from",)}
+
 
 class Parser(ArgumentParser):
     """An ArgumentParser whose errors are one UserError that suggests the nearest option."""
@@ -90,7 +93,7 @@ def add_settings(parser: Parser, settings: type, *, positional: tuple[str, ...] 
         elif entry.name == "trainer":
             parser.add_argument(flag, type=dict[str, Any], default=default, help=helps[entry.name])
         else:
-            parser.add_argument(flag, type=kind, default=default, help=helps[entry.name])
+            parser.add_argument(flag, *ALIASES.get(entry.name, ()), type=kind, default=default, help=helps[entry.name])
 
 
 def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[str, Any], Namespace]:

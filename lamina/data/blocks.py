@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from lamina.data.cache import cache_root, publish
-from lamina.data.corpus import EMBEDDED, corpus_fingerprint
+from lamina.data.corpus import EMBEDDED, corpus_fingerprint, validate_corpus
 from lamina.data.encoding import Encoder
+from lamina.data.mix import Part, parse_mix
+from lamina.data.mixed_blocks import mix
 from lamina.data.packing import Packed, pack, unigram_entropy
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, load_tokenizer
@@ -121,7 +123,7 @@ def prepare_blocks(
     A small corpus whose share of ``eval_fraction`` would not fill one block holds out as much more as that takes.
 
     Args:
-        corpus: see :func:`lamina.data.read_corpus`.
+        corpus: see :func:`lamina.data.read_corpus`; or a mix of them, A:0.7,B:0.3 (``lamina.data.mix.parse_mix``).
         tokenizer_spec: see :func:`lamina.data.load_tokenizer`.
         sequence_length: tokens a block.
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
@@ -138,10 +140,45 @@ def prepare_blocks(
     if not 0 < eval_fraction <= 0.5:
         raise UserError(f"eval_fraction must be above 0 and at most 0.5, not {eval_fraction!r}")
     root = cache_root(cache_dir)
-    fingerprint = corpus_fingerprint(corpus, text_field)
+    if parts := parse_mix(corpus):
+        return _mixed(parts, corpus, tokenizer_spec, sequence_length, eval_fraction, text_field, root, progress)
     tokenizer = load_tokenizer(
         tokenizer_spec, corpus=corpus, text_field=text_field, cache_dir=root, eval_fraction=eval_fraction
     )
+    return _prepared(corpus, tokenizer, sequence_length, eval_fraction, text_field, root, progress), tokenizer
+
+
+def _mixed(
+    parts: Sequence[Part],
+    corpus: str,
+    tokenizer_spec: str,
+    sequence_length: int,
+    eval_fraction: float,
+    text_field: str,
+    root: Path,
+    progress: bool,
+) -> tuple[Blocks, PreTrainedTokenizerFast]:
+    for part in parts:
+        validate_corpus(part.corpus)  # all of them before the first is read
+    tokenizer = load_tokenizer(
+        tokenizer_spec, corpus=corpus, text_field=text_field, cache_dir=root, eval_fraction=eval_fraction
+    )
+    blocks = [
+        _prepared(part.corpus, tokenizer, sequence_length, eval_fraction, text_field, root, progress) for part in parts
+    ]
+    return mix(parts, blocks), tokenizer
+
+
+def _prepared(
+    corpus: str,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    eval_fraction: float,
+    text_field: str,
+    root: Path,
+    progress: bool,
+) -> Blocks:
+    fingerprint = corpus_fingerprint(corpus, text_field)
     encoder = Encoder(tokenizer)
     settings = f"{_FORMAT}|{fingerprint}|{encoder.content_hash()}|{sequence_length}|{eval_fraction!r}"
     key = hashlib.sha256(settings.encode()).hexdigest()
@@ -153,7 +190,7 @@ def prepare_blocks(
             _write_meta(draft, packed, encoder, sequence_length, key)
 
         publish(folder, write, _is_whole)
-    return _open(folder), tokenizer
+    return _open(folder)
 
 
 def _pack_corpus(

@@ -135,12 +135,13 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) ->
         held_out: the same of the other split.
         vocab_size: the number of ids that the smoothing counts.
     """
-    train_counts, eval_counts = _counts(train, vocab_size), _counts(held_out, vocab_size)
+    train_counts, eval_counts = token_counts(train, vocab_size), token_counts(held_out, vocab_size)
     log_probability = np.log(train_counts + 1) - np.log(train_counts.sum() + vocab_size)
     return float(-(eval_counts * log_probability).sum() / eval_counts.sum())
 
 
-def _counts(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+def token_counts(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """How often each id occurs in [blocks, sequence_length] of ids, read a few million at a time."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     rows = max(1, 2**22 // ids.shape[1])
     for start in range(0, len(ids), rows):

@@ -6,11 +6,13 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.data.cache import cache_root, publish
 from lamina.data.corpus import EMBEDDED, corpus_fingerprint
+from lamina.data.mix import parse_mix
 from lamina.data.network import local_when_unreachable, one_line
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.errors import UserError, nearest
@@ -114,16 +116,19 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 def _trained_bpe(size: int, corpus: str, text_field: str, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
 
-    settings = f"{_BPE_FORMAT}|{corpus_fingerprint(corpus, text_field)}|{size}|{eval_fraction!r}"
+    # In a mix every part teaches the tokenizer by its length, whatever its share.
+    corpora = [part.corpus for part in parse_mix(corpus)] or [corpus]
+    prints = "+".join(corpus_fingerprint(one, text_field) for one in corpora)
+    settings = f"{_BPE_FORMAT}|{prints}|{size}|{eval_fraction!r}"
     folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     file = folder / "tokenizer.json"
     if not file.is_file():
-        trained = _train_bpe(size, corpus, text_field, eval_fraction)
+        trained = _train_bpe(size, corpora, text_field, eval_fraction)
         publish(folder, lambda draft: trained.save(str(draft / file.name)), lambda found: (found / file.name).is_file())
     return _wrap(Tokenizer.from_file(str(file)))
 
 
-def _train_bpe(size: int, corpus: str, text_field: str, eval_fraction: float) -> Tokenizer:
+def _train_bpe(size: int, corpora: list[str], text_field: str, eval_fraction: float) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -135,12 +140,18 @@ def _train_bpe(size: int, corpus: str, text_field: str, eval_fraction: float) ->
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    chars = piece_chars(count_chars(corpus, text_field))
-    segments = split_corpus(corpus, text_field, chars, eval_fraction)
-    tokenizer.train_from_iterator((segment.text for segment in segments if not segment.held_out), trainer=trainer)
+    tokenizer.train_from_iterator(_train_texts(corpora, text_field, eval_fraction), trainer=trainer)
     if tokenizer.get_vocab_size() < size:
         logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
     return tokenizer
+
+
+def _train_texts(corpora: list[str], text_field: str, eval_fraction: float) -> Iterator[str]:
+    for corpus in corpora:
+        chars = piece_chars(count_chars(corpus, text_field))
+        for segment in split_corpus(corpus, text_field, chars, eval_fraction):
+            if not segment.held_out:
+                yield segment.text
 
 
 def _pretrained(spec: str) -> PreTrainedTokenizerFast:

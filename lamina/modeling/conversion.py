@@ -149,7 +149,7 @@ def check_plan(config: LaminaConfig) -> Architecture:
     architecture = _architecture(model_type)
     assert config.plan is not None
     plan = Plan.from_dict(config.plan)
-    if _computed(plan) != _computed(resolve(architecture.placement, plan.num_layers)):
+    if computed(plan) != computed(resolve(architecture.placement, plan.num_layers)):
         raise UserError(
             f"plan: no transformers architecture has this placement ({plan.placement!r}) on the backbone "
             f"{model_type!r} (allowed: {architecture.placement})"
@@ -320,7 +320,7 @@ def _backbone_config(config: LaminaConfig) -> PreTrainedConfig:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def _computed(plan: Plan) -> tuple[Any, ...]:
+def computed(plan: Plan) -> tuple[Any, ...]:
     """What a plan computes, whatever it is called and however it starts: every backbone here has RMSNorms."""
 
     def norm(spec: Norm | None) -> Norm | None:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 IGNORED = -100
-# Logits in a chunk: enough for the products to run at full speed, 64 MiB of float32 on a CPU.
-ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
+# Logits in a chunk: enough for the products to run at full speed, 32 MiB of float32 on a CPU.
+ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 SMALLEST_CHUNK = 256  # below it the products with the head's weight wait for memory
 
 

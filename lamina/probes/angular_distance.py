@@ -164,8 +164,10 @@ def _early_or_deep(turns: np.ndarray) -> list[str]:
     half = len(turns) // 2
     early, deep = float(np.median(turns[:half])), float(np.median(turns[-half:]))
     numbers = f"the median layer of the deeper half turns the stream by {deep:.3f}, of the earlier half by {early:.3f}"
-    if max(early, deep) < 1.1 * min(early, deep):
-        return [f"Early and deep layers are as far apart: {numbers}."]
+    if max(early, deep) < 1.2 * min(early, deep):
+        return [f"Neither the early nor the deep layers are clearly the similar ones: {numbers}."]
     similar = "deep" if deep < early else "early"
-    usual = "Pre-LN" if similar == "deep" else "Post-LN"
-    return [f"The {similar} layers are the similar ones, as usual for {usual}: {numbers}."]
+    return [
+        f"The {similar} layers are the similar ones: {numbers} (Mix-LN finds the deep ones in Pre-LN and "
+        "the early ones in Post-LN models)."
+    ]

@@ -48,6 +48,7 @@ class Attention(Probe):
     title = "Attention"
     summary = "entropy of the attention weights, largest logit and share on the first token, by layer and head"
     source = "attention sinks: Xiao et al. 2023; entropy collapse: Zhai et al. 2023; logit growth: Dehghani et al. 2023"
+    over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def begin(self, context: Context) -> None:
         self._samples: dict[int, Running] = {}

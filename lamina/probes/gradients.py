@@ -148,9 +148,9 @@ class Gradients(Probe):
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
-            said.append(
-                f"The total gradient norm is {total:.3g}, that of the last layer's parameters {layers.iloc[-1]:.3g}."
-            )
+            shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
+            whose = "the layers' shared" if shared else "the last layer's"
+            said.append(f"The total gradient norm is {total:.3g}, that of {whose} parameters {layers.iloc[-1]:.3g}.")
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             what = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
             said.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")

@@ -51,10 +51,14 @@ def sentences(frame: Any) -> list[str]:
             continue
         least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
         how = f" ({_MEANT[str(meaning)]})" if several else ""
-        said.append(
-            f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit}), "
-            f"{_which(most['layer'], size)} most ({most['value']:.3g}{unit}){how}."
-        )
+        if most["value"] - least["value"] < 1e-5 * abs(whole):
+            what = "any one layer" if size == 1 else f"any {size} layers in a row"
+            said.append(f"Dropping {what} harms alike ({_words(metric)} {least['value']:.3g}{unit}){how}.")
+        else:
+            said.append(
+                f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit}), "
+                f"{_which(most['layer'], size)} most ({most['value']:.3g}{unit}){how}."
+            )
         said += _could_go(group, whole, unit) if size == 1 else []
     return said + _agreement(frame, harm)
 

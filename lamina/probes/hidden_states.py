@@ -15,10 +15,10 @@ from lamina.errors import UserError
 from lamina.probes.context import Context
 from lamina.probes.magnitudes import Seen, as_tokens, moments
 from lamina.probes.registry import Probe, probe
+from lamina.probes.stream_sentences import FP16_MAX, growth, headroom, massive
 from lamina.probes.stream_totals import BAND, StateTotals, Totals
 from lamina.probes.structure import Point
 
-FP16_MAX = 65504.0
 _MASSIVE_ROWS = 20
 
 
@@ -234,11 +234,11 @@ class HiddenStates(Probe):
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         model = frame[frame["layer"] == -1].set_index("metric")["value"]
         variance = states[states["metric"] == "variance"].set_index("layer")["value"].sort_index()
-        said = [_growth(variance, model["growth_linear_r2"], model["growth_exponential_r2"])]
+        said = [growth(variance, model["growth_linear_r2"], model["growth_exponential_r2"])]
         peaks = states[states["metric"] == "abs_max"]
         if peaks["value"].notna().all():
-            said.append(_headroom(peaks.loc[peaks["value"].idxmax()]))
-        said.append(_massive(states))
+            said.append(headroom(peaks.loc[peaks["value"].idxmax()]))
+        said.append(massive(states))
         sigma = frame[(frame["metric"] == "sigma") & (frame["role"] == "pre_norm") & (frame["layer"] >= 0)]
         if len(sigma):
             by_layer = sigma.groupby("layer")["value"].mean()
@@ -263,51 +263,6 @@ def token_text(tokenizer: Any, identifier: int | None) -> str | None:
     if tokenizer is None or identifier is None:
         return None
     return str(tokenizer.decode([identifier]))
-
-
-def _growth(variance: Any, linear: float, exponential: float) -> str:
-    last = variance.index[-1]
-    if not np.isfinite(variance).all():
-        return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
-    if variance.min() > 0 and variance.max() < 4 * variance.min():
-        return f"The hidden states' variance stays between {variance.min():.3g} and {variance.max():.3g}."
-    goes = "grows" if variance.iloc[-1] > variance.iloc[0] else "goes"
-    text = f"The hidden states' variance {goes} from {variance.iloc[0]:.3g} (state 0) to {variance.iloc[-1]:.3g} "
-    text += f"(state {last}), largest at state {variance.idxmax()} with {variance.max():.3g}"
-    if math.isnan(linear) or math.isnan(exponential):
-        return text + "."
-    kind = "linear" if linear >= exponential else "exponential"
-    return text + f"; over depth it is closer to {kind} (R^2 {linear:.2f} linear, {exponential:.2f} exponential)."
-
-
-def _headroom(peak: Any) -> str:
-    token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
-    text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
-    text += f"{peak['position']}{token}: "
-    if not peak["value"] > 0:
-        return text + "the stream is 0."
-    factor = FP16_MAX / peak["value"]
-    if factor < 1:
-        return text + f"{1 / factor:.3g} times FP16's limit of 65504, which overflows."
-    return text + f"FP16's limit of 65504 is {factor:.3g} times as large ({math.log2(factor):.1f} bits of headroom)."
-
-
-def _massive(states: Any) -> str:
-    found = states[states["metric"] == "massive_activation"]
-    ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
-    if found.empty:
-        return (
-            "No massive activations (|x| > 100 and at least 1000 times the median); the largest |x| is at most "
-            f"{ratio['value']:.3g} times its sequence's median (state {ratio['layer']})."
-        )
-    layers = sorted(found["layer"].unique())
-    most = found.loc[found["value"].abs().idxmax()]
-    channels = found["channel"].nunique()
-    return (
-        f"Massive activations (|x| > 100 and at least 1000 times the median) in {len(layers)} states, {layers[0]} to "
-        f"{layers[-1]}, in {channels} channel{'s' * (channels > 1)}; the largest is {most['value']:.4g} at channel "
-        f"{most['channel']}, token {most['position']} (state {most['layer']})."
-    )
 
 
 def _row(metric: str, value: float, error: float = math.nan) -> dict[str, Any]:

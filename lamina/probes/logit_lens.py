@@ -45,6 +45,7 @@ class LogitLens(Probe):
     title = "Logit lens"
     summary = "cross-entropy, KL to the final distribution and top-1 agreement of the predictions read off each state"
     source = "nostalgebraist 2020; W_U FinalNorm(h_l) with the model's own final norm"
+    over_steps = ("cross_entropy", "top1_agreement")
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int = 2048):

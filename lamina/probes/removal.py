@@ -47,7 +47,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
     whole; of a module that several layers share only the calls that are meant are changed.
     """
     roots = roots_of(context)
-    with ExitStack() as stack:
+    with as_written(context.model), ExitStack() as stack:
         for index in layers:
             site = context.structure.layers[index]
             if meaning == REMOVE:
@@ -61,6 +61,19 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 def roots_of(context: Context) -> list[nn.Module]:
     """Whose forward pass begins a new count of calls: a head need not call the base model (OPT's doesn't)."""
     return [context.model] if context.base is context.model else [context.model, context.base]
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Modules compiled in place run as they are written: a compiled one calls no hook inside it."""
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def contributions(site: LayerSite) -> list[Point]:

@@ -120,13 +120,21 @@ def intercept(
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient meanwhile, so that graphs hold what the states need and nothing else."""
+    """No parameter asks for a gradient meanwhile, so that graphs hold what the states need and nothing else.
+
+    What is kept in 16 bits is computed in float32 meanwhile: products with a Jacobian need more than three digits.
+    """
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in asked:
-        parameter.requires_grad_(False)
+    kept = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
     try:
+        for parameter in asked:
+            parameter.requires_grad_(False)
+        for tensor, data in kept:
+            tensor.data = data.float()
         yield
     finally:
+        for tensor, data in kept:
+            tensor.data = data
         for parameter in asked:
             parameter.requires_grad_(True)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Jacobian:
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
-        with torch.enable_grad():
+        with torch.enable_grad(), _second_derivatives():
             self.x = x.detach().requires_grad_()
             self.y = function(self.x)
             self._u = torch.zeros_like(self.y, requires_grad=True)
@@ -51,7 +52,8 @@ class Jacobian:
         """J v, in the shape of y."""
         if self._back is None:
             return torch.zeros_like(self.y)
-        (product,) = torch.autograd.grad(self._back, self._u, v.to(self.x.dtype), retain_graph=True)
+        with _second_derivatives():
+            (product,) = torch.autograd.grad(self._back, self._u, v.to(self.x.dtype), retain_graph=True)
         return product.detach()
 
     def transpose(self, u: torch.Tensor) -> torch.Tensor:
@@ -60,6 +62,20 @@ class Jacobian:
             return torch.zeros_like(self.x)
         (product,) = torch.autograd.grad(self.y, self.x, u.to(self.y.dtype), retain_graph=True)
         return product.detach()
+
+
+@contextmanager
+def _second_derivatives() -> Iterator[None]:
+    """One line in the place of PyTorch's, where an operation of the model has no second derivative."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        # J^T u always depends on u: where its graph ends before, an operation's backward pass has none of its own.
+        signs = ("derivative", "double backward", "differentiate twice", "not have been used in the graph")
+        if isinstance(error, NotImplementedError) or any(sign in text for sign in signs):
+            raise UserError(f"the Jacobian needs second derivatives, and the model has none: {text[:200]}") from error
+        raise
 
 
 def spectral_norm(

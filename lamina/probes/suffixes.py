@@ -16,6 +16,7 @@ from lamina.probes.removal import (
     BRANCH,
     REMOVE,
     argument_of,
+    as_written,
     contributions,
     refill,
     removed,
@@ -92,6 +93,8 @@ class Suffixes:
 
     def __enter__(self) -> Suffixes:
         """Let the layers' calls come by here."""
+        self._uncompiled = as_written(self.context.model)
+        self._uncompiled.__enter__()
         self._before: list[tuple[nn.Module, Any]] = []
         for module in {id(site.module): site.module for site in self.context.structure.layers}.values():
             self._before.append((module, module.__dict__.get("forward")))
@@ -110,6 +113,7 @@ class Suffixes:
                 del module.forward
             else:
                 module.forward = forward
+        self._uncompiled.__exit__(None, None, None)
 
     def _count(self, key: int, module: nn.Module, args: Any) -> None:
         self._counts[key] = self._counts.get(key, 0) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Task:
         """The metric's value and standard error (NaN where the task gives none) of the model as it is now."""
         from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model that it did not load itself
         if context.tokenizer is None:
             raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
         model = HFLM(
@@ -44,7 +46,7 @@ class Task:
             tasks=[self.name],
             task_manager=self._manager,
             limit=self.limit,
-            bootstrap_iters=0,
+            bootstrap_iters=100,  # of metrics without an error in closed form
             log_samples=False,
         )
         results = found["results"][self.name]

@@ -16,12 +16,14 @@ from lamina.errors import UserError
 from lamina.placements import Plan, diagram
 from lamina.placements.custom import parse_spec
 from lamina.reports import depth, evolution, figures, tables
+from lamina.reports.coordinates import coordinates_report
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.probing import is_probing, probing_report
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
 from lamina.reports.sentences import notices, sentences
 from lamina.reports.style import Shown, colours, to_html
+from lamina.reports.transfer import transfer_report
 
 PAGE = "report.html"
 
@@ -32,6 +34,10 @@ def report(folder: Path) -> Path:
     Raises UserError where it holds neither (study.yaml marks a study, result.json or config.yaml a run).
     """
     folder = Path(folder)
+    if (folder / "coordinates.parquet").is_file():
+        return coordinates_report(folder)
+    if (folder / "transfer.json").is_file():
+        return transfer_report(folder)
     if is_probing(folder):
         return probing_report(folder)
     if (folder / "study.yaml").is_file():

@@ -156,7 +156,7 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
                 numbers.setdefault(label, []).append((item, group.groupby("step", as_index=False)["value"].mean()))
     if not numbers:
         return None
-    labels = list(numbers)[:_QUANTITIES]
+    labels = sorted(numbers, key=lambda label: "(" in label)[:_QUANTITIES]  # the whole model's before its parts
     picture = make_subplots(rows=1, cols=len(labels), horizontal_spacing=0.08)
     named: set[str] = set()
     for number, label in enumerate(labels, start=1):
@@ -176,6 +176,7 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
             named.add(item.placement)
         picture.update_yaxes(title=label, row=1, col=number)
     picture.update_xaxes(title="step")
+    picture.update_yaxes(exponentformat="power")
     return polish(picture, 320)
 
 
@@ -200,7 +201,7 @@ def _section(name: str, shown: Sequence[Shown]) -> Section:
                 html += figure(to_html(maps), _MAPS_CAPTION.format(by=quantity.by))
         numbers = over_steps(shown, frames, name)
         if numbers is not None:
-            html += figure(to_html(numbers), "Of the whole model, against the step.")
+            html += figure(to_html(numbers), "Numbers of the model as a whole, against the step.", "The whole model")
         if not (drawn or numbers):
             html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
     lead = f'<p class="lead">{escape(sentence(str(told["summary"])))}</p>' if told.get("summary") else ""

@@ -34,6 +34,7 @@ def _picture(html: str, title: str, target: Path, height: int) -> Path:
         page = Path(place) / "figure.html"
         page.write_text(
             f"<!doctype html><meta charset=utf-8><script>{get_plotlyjs()}</script>"
+            "<style>.modebar { display: none }</style>"
             f"<body style='margin:0;background:#fff'><h3 style='font:600 16px {escape(FONT)};color:#1f2933;"
             f"margin:10px 16px 0'>{escape(title)}</h3>{html}</body>",
             encoding="utf-8",

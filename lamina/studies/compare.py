@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def compare(
     for trial in trials.values():
         plan = check(trial)
         if resume:
-            _refuse_another_plan(Path(trial.output), trial.placement, plan)
+            refuse_another_plan(Path(trial.output), trial.placement, plan)
     _, tokenizer = prepare_blocks(
         settings.corpus,
         settings.tokenizer,
@@ -76,10 +77,10 @@ def compare(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        return _compare(settings, *_alike(settings, trials, len(tokenizer)), folder, bar=bar)
+        return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
 
 
-def refuse_changes(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+def refuse_changes(folder: Path, given: dict[str, Any], free: Collection[str] = FREE) -> dict[str, Any]:
     """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
     path = folder / "study.yaml"
     if not path.is_file():
@@ -90,15 +91,16 @@ def refuse_changes(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if value == "auto" and name in ("precision", "compile"):
             continue  # decided when the study began
-        if name not in FREE and name in stored and stored[name] != value:
+        if name not in free and name in stored and stored[name] != value:
+            others = ", ".join(sorted(set(free) - {"output"}))
             raise UserError(
                 f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
-                f"another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
+                f"another of {others}; else another --output)"
             )
     return {**stored, **{k: v for k, v in given.items() if v != "auto" or k not in ("precision", "compile")}}
 
 
-def _refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
+def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
     try:
         stored = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -110,8 +112,8 @@ def _refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
         )
 
 
-def _alike(
-    settings: CompareSettings, trials: dict[str, PretrainSettings], vocab_size: int
+def alike(
+    settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, PretrainSettings]]:
     """One precision and one way to compile for all trials, or they would not be compared by placement alone."""
     from lamina.modeling import building
@@ -137,15 +139,28 @@ def _alike(
     return {**settings.to_dict(), **found}, {name: replace(trial, **found) for name, trial in trials.items()}
 
 
-def _compare(
-    settings: CompareSettings, decided: dict[str, Any], trials: dict[str, PretrainSettings], folder: Path, *, bar: bool
+def run_study(
+    settings: Any,
+    decided: dict[str, Any],
+    trials: dict[str, PretrainSettings],
+    folder: Path,
+    *,
+    bar: bool,
+    header: Mapping[str, Any] | None = None,
+    keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:
+    """Run the trials that have not ended yet in a folder that is ours; returns results.csv's rows.
+
+    ``settings`` is the study's record (``workers``, ``command()``), ``decided`` its values as study.yaml is to hold
+    them, ``header`` what goes above, ``keys`` are the trial's settings that are columns of results.csv.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
     # Two processes of one thread each beat one of two on small models.
     trials = {t: replace(s, threads=s.threads or max(1, cores // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     study = {
+        **(header or {}),
         "command": settings.command(),
         "version": run_folder.environment(0)["versions"].get("lamina"),
         "created": created,
@@ -159,26 +174,29 @@ def _compare(
     def ended(trial: str, result: dict[str, Any]) -> None:
         results[trial] = result
         progress.ended(trial, result)
-        write_results(folder, trials, results)
+        write_results(folder, trials, results, keys)
 
-    write_results(folder, trials, results)
+    write_results(folder, trials, results, keys)
     try:
         run_trials(todo, workers=workers, ended=ended, tick=progress.tick)
     finally:
         progress.close()
-    return write_results(folder, trials, results)
+    return write_results(folder, trials, results, keys)
 
 
 def write_results(
-    folder: Path, trials: dict[str, PretrainSettings], results: dict[str, dict[str, Any]]
+    folder: Path,
+    trials: dict[str, PretrainSettings],
+    results: dict[str, dict[str, Any]],
+    keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:
     """Write results.csv, a row for each trial that has ended, and return it."""
     rows = [
-        {**dict.fromkeys(COLUMNS), **results[t], **{k: getattr(s, k) for k in _FROM_SETTINGS}, "trial": t}
+        {**dict.fromkeys(COLUMNS), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
         for t, s in trials.items()
         if t in results
     ]
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    table = pd.DataFrame(rows, columns=[*COLUMNS, *(key for key in keys if key not in COLUMNS)])
     run_folder.write_text(folder / "results.csv", table.to_csv(index=False))
     return table
 

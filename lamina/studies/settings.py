@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from lamina.errors import UserError
 from lamina.placements.custom import split_specs
@@ -42,36 +43,12 @@ class CompareSettings(RunSettings):
             raise UserError(f"workers: {self.workers!r} is not a whole number of at least 1")
         if not split_specs(self.placements):
             raise UserError("placements: none given (see `lamina placements` for the names)")
-        self._list("learning_rates", self.learning_rates, float)
-        self._list("seeds", self.seeds, int)
-
-    @staticmethod
-    def _list(name: str, text: str, kind: type) -> list:
-        try:
-            values = [kind(part) for part in str(text).split(",") if part.strip()]
-        except ValueError:
-            values = []
-        if not values or len(set(values)) < len(values):
-            what = "whole numbers" if kind is int else "numbers"
-            raise UserError(f"{name}: {text!r} is not a comma-separated list of different {what}")
-        return values
+        numbers("learning_rates", self.learning_rates, float)
+        numbers("seeds", self.seeds, int)
 
     def command(self) -> str:
         """The command line that gives these settings: every flag that is not at its default."""
-        words = ["lamina", "compare"]
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            default = {} if entry.name == "trainer" else entry.default
-            if value == default:
-                continue
-            flag = f"--{entry.name.replace('_', '-')}"
-            if isinstance(value, bool):
-                words.append(flag if value else f"--no-{flag[2:]}")
-            elif isinstance(value, dict):
-                words += [f"{flag}.{key} {shlex.quote(str(item))}" for key, item in value.items()]
-            else:
-                words += [flag, shlex.quote(str(value))]
-        return " ".join(words)
+        return command_line("compare", self)
 
     def trials(self) -> dict[str, PretrainSettings]:
         """The trials by their ids, which are also their folders' names. Raises UserError for a bad value in one."""
@@ -88,10 +65,40 @@ class CompareSettings(RunSettings):
 
     def _grid(self, specs: list[str]) -> Iterator[tuple[str, float, int]]:
         # Seeds outermost: a study that is stopped early has every placement once before any twice.
-        for seed in self._list("seeds", self.seeds, int):
-            for rate in self._list("learning_rates", self.learning_rates, float):
+        for seed in numbers("seeds", self.seeds, int):
+            for rate in numbers("learning_rates", self.learning_rates, float):
                 for spec in specs:
                     yield spec, rate, seed
+
+
+def numbers(name: str, text: str, kind: type) -> list:
+    """A comma-separated list of different numbers. Raises UserError that names the setting."""
+    try:
+        values = [kind(part) for part in str(text).split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values or len(set(values)) < len(values):
+        what = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{name}: {text!r} is not a comma-separated list of different {what}")
+    return values
+
+
+def command_line(command: str, settings: Any) -> str:
+    """The command line that gives a settings record: every flag that is not at its default."""
+    words = ["lamina", command]
+    for entry in fields(settings):
+        value = getattr(settings, entry.name)
+        default = {} if entry.name == "trainer" else entry.default
+        if value == default:
+            continue
+        flag = f"--{entry.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, dict):
+            words += [f"{flag}.{key} {shlex.quote(str(item))}" for key, item in value.items()]
+        else:
+            words += [flag, shlex.quote(str(value))]
+    return " ".join(words)
 
 
 _STUDY_ONLY = {"placements", "learning_rates", "seeds", "workers", "output"}

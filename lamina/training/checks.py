@@ -15,10 +15,11 @@ import transformers
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
-from lamina.modeling.building import build, make_plan, recommended
+from lamina.modeling.building import build, recommended
 from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.probes import registry
+from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.compiling import missing_compiler
 from lamina.training.experts import choose, find_routers
@@ -40,12 +41,15 @@ def check(settings: PretrainSettings, processes: int = 1) -> Plan:
     if settings.probe_every:
         registry.make_all(settings.probes)
     config = backbone_config(settings)
-    plan = make_plan(settings.placement, config.num_hidden_layers)
+    plan = source.plan_of(settings, config.num_hidden_layers)
     initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
     arguments = training_arguments(settings, processes)
     scaling = width_scaling_of(settings)
     if scaling is not None:
         check_optimizer(arguments)
+    if settings.precision == "fp16" and arguments.device.type == "cpu":
+        # accelerate has no loss scaler for it there, and would train in float32 without a word
+        raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     # What only the modules know (groups that don't divide the width, norms that the attention has already) shows in
@@ -63,6 +67,11 @@ def check(settings: PretrainSettings, processes: int = 1) -> Plan:
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> transformers.PreTrainedConfig:
     """The backbone's configuration with the settings' sizes and room for the sequence length."""
+    if settings.from_model is not None:
+        config = source.config_of(settings.from_model, vocab_size)
+        if settings.sequence_length > config.max_position_embeddings:
+            config.max_position_embeddings = settings.sequence_length
+        return config
     config = resolve_backbone(
         settings.backbone,
         num_layers=settings.num_layers,

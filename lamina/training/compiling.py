@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from lamina.modeling.modeling_lamina import Block, Residual
@@ -30,6 +31,11 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * kinds + 2)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
+    # Inputs of matrix products (a norm's output, the gated activations) are computed again in the backward pass, from
+    # what is kept anyway: a quarter of the activations' memory for a little elementwise work.
+    functorch: Any = torch._functorch.config  # type: ignore[attr-defined]
+    if hasattr(functorch, "ban_recompute_materialized_backward"):
+        functorch.ban_recompute_materialized_backward = False
     for block in blocks:
         block.compile(backend=backend)
     return kinds

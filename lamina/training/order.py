@@ -28,6 +28,7 @@ class TrainOrder(Sampler[list[int]]):
             counts).
         done: steps trained already: the first micro-batch is the one after them.
         rank: of this process, among ``size``.
+        shuffled: False for blocks that come in an order of their own without end (a mix, which keeps its shares).
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class TrainOrder(Sampler[list[int]]):
         done: int = 0,
         rank: int = 0,
         size: int = 1,
+        shuffled: bool = True,
     ):
         assert blocks > 0
         assert batch_size % size == 0
         self.blocks, self.steps, self.done, self.seed, self.jumps = blocks, steps, done, seed, tuple(jumps)
         self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
+        self.shuffled = shuffled
         self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))
 
     def __len__(self) -> int:
@@ -61,10 +64,24 @@ class TrainOrder(Sampler[list[int]]):
         """The place of a step's data in the order, in steps from 1."""
         return step + ahead(self.jumps, step)
 
+    def spans(self, steps: int) -> list[tuple[int, int]]:
+        """The stretches of the order, in blocks from 0, that the first ``steps`` steps train on."""
+        found, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
+        later = [after for after, _ in self.jumps[1:]]
+        kept = [jump for i, jump in enumerate(self.jumps) if all(jump[0] < after for after in later[i:])]
+        for after, ahead in [*kept, (steps, 0)]:
+            upto = min(after, steps)
+            if upto > done:
+                found.append(((done + skipped) * size, (upto + skipped) * size))
+            done, skipped = max(done, upto), ahead
+        return found
+
     def micro_batch(self, step: int, micro_batch: int) -> list[int]:
         """The indices of one micro-batch of all processes."""
         start = ((self.data_step(step) - 1) * self.gradient_accumulation + micro_batch) * self.batch_size
         end, indices = start + self.batch_size, []
+        if not self.shuffled:
+            return list(range(start, end))
         while start < end:
             turn, place = divmod(start, self.blocks)
             indices += _shuffled(self.blocks, self.seed + turn)[place : place + end - start].tolist()

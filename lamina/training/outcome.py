@@ -32,6 +32,9 @@ def outcome(
     timed = recorder.training_steps * recorder.tokens_per_step
     loss = recorder.last_eval if math.isfinite(recorder.last_eval) else math.nan
     parameters = sum(p.numel() for p in model.parameters())
+    init = recommended(plan) if settings.init == "recommended" else settings.init
+    init = init if settings.from_model is None else "checkpoint"
+    mix = recorder.mix(steps)
     return {
         "status": status,
         "eval_loss": loss,
@@ -43,7 +46,9 @@ def outcome(
         "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
         "parameters": parameters,
         "flops": training_flops(model, plan, settings.sequence_length) * tokens,
-        "init": recommended(plan) if settings.init == "recommended" else settings.init,
+        "init": init,
+        **({} if settings.from_model is None else {"from": settings.from_model}),
+        **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
 

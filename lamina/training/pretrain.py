@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,10 +26,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks, prepare_blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.data.mixed_blocks import MixedBlocks
 from lamina.errors import UserError
-from lamina.modeling.building import build, make_plan
+from lamina.modeling.building import build
 from lamina.training import folder as run_folder
-from lamina.training import speed
+from lamina.training import source, speed
 from lamina.training.arguments import device_of, training_arguments
 from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, run_state, step_of
 from lamina.training.checks import DATA, backbone_config, check, merge, refuse_changes
@@ -81,6 +82,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
 
 def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overwrite: bool) -> tuple[Any, Any]:
     """The settings with those of the run to resume, and the result that it has already."""
+    settings = source.settled(settings)
     target = Path(settings.output)
     run_folder.refuse(target, resume=resume, overwrite=overwrite)
     stored = target / "config.yaml"
@@ -97,7 +99,7 @@ def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overw
 
 def _claim(held: ExitStack, settings: PretrainSettings, blocks: Blocks, *, resume: bool, overwrite: bool) -> bool:
     target = Path(settings.output)
-    plan = make_plan(settings.placement, backbone_config(settings).num_hidden_layers)
+    plan = source.plan_of(settings, backbone_config(settings).num_hidden_layers)
     if resume:
         refuse_changes(target, plan, settings, blocks.stats.fingerprint)
     held.enter_context(run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0))
@@ -137,7 +139,9 @@ def _recorded(
         raise
     except Exception as error:
         if run_folder.disk_full(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+            full.told = not crew.first  # type: ignore[attr-defined]  # one line for all processes
+            raise full from error
         write({"status": "failed", "reason": f"{type(error).__name__}: {error}"})
         raise
     return crew.by_first(lambda: write(result))
@@ -202,13 +206,16 @@ class _Line:
         target = Path(settings.output)
         config = backbone_config(settings, vocab_size=len(tokenizer))
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.plan = make_plan(settings.placement, config.num_hidden_layers)
+        self.plan = source.plan_of(settings, config.num_hidden_layers)
         torch.manual_seed(settings.seed)
         profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
         scaling = width_scaling_of(settings)
-        self.model = build(
-            config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
-        )
+        if settings.from_model is None:
+            self.model = build(
+                config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
+            )
+        else:
+            self.model = source.load(settings.from_model, config.max_position_embeddings)
         factors = None if scaling is None else rate_factors(self.model, scaling)
         settings = self.settings = _settle(settings, self.model, torch.device(device_of(settings)), crew, bar=bar)
         arguments = training_arguments(settings, crew.size)
@@ -226,6 +233,24 @@ class _Line:
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first = crew.first
+        train = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
+        order = TrainOrder(
+            len(train),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            jumps=rollbacks.jumps,
+            done=state["step"] if state else 0,
+            rank=crew.rank,
+            size=crew.size,
+            shuffled=not isinstance(train, MixedBlocks),
+        )
+        realised = _realised(train, order)
+        if realised and first and not state:
+            for name, part in realised(settings.steps).items():
+                if part["epochs"] > 1:
+                    logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
         self.recorder = RunRecorder(
             metrics=run_folder.MetricsWriter(target, resumed_step, returns) if first else run_folder.NoWriter(),
             layers=run_folder.LayersWriter(target, resumed_step) if first else run_folder.NoWriter(),
@@ -236,19 +261,8 @@ class _Line:
             track_layers=bool(settings.reports()),
             bar=bar,
             processes=crew,
+            realised=realised,
         )
-        order = TrainOrder(
-            len(blocks.train),
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
-            seed=settings.seed,
-            jumps=rollbacks.jumps,
-            done=state["step"] if state else 0,
-            rank=crew.rank,
-            size=crew.size,
-        )
-
         probing = None
         if settings.probe_every and first:
             probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step)
@@ -260,7 +274,7 @@ class _Line:
         self.trainer = LaminaTrainer(
             model=self.model,
             args=arguments,
-            train_dataset=blocks.train,
+            train_dataset=train,
             eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
             callbacks=[self.recorder, *(_tensorboard(settings) if first else []), *([probing] if probing else [])],
             guard=self.guard,
@@ -367,6 +381,13 @@ def _settle(
         settings = crew.by_first(decide)
     speed.prepare(model, settings)
     return settings
+
+
+def _realised(train: Any, order: TrainOrder) -> Callable[[int], dict[str, dict[str, float]]] | None:
+    """By the step, what each corpus of a mix has given; None where the corpus is one."""
+    if not isinstance(train, MixedBlocks):
+        return None
+    return lambda step: train.realised(order.spans(step))
 
 
 def _tensorboard(settings: PretrainSettings) -> list[Any]:

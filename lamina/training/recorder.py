@@ -38,12 +38,14 @@ class RunRecorder(TrainerCallback):
         bits_per_byte: Callable[[float], float],
         track_layers: bool,
         bar: bool,
+        realised: Callable[[int], dict[str, dict[str, float]]] | None = None,
         processes: Processes | None = None,
     ):
         self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
+        self.realised = realised  # of a mix, by the step: each corpus' part so far
         self.interrupted: str | None = None
         self.trainer: LaminaTrainer | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
@@ -68,6 +70,8 @@ class RunRecorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.training_steps += 1
+        assert self.trainer is not None
+        self.trainer.count_overflow()
         if self._since is not None:
             self.training_seconds += time.monotonic() - self._since
             self._since = None
@@ -88,12 +92,21 @@ class RunRecorder(TrainerCallback):
         loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
         record = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss}
         record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm}
+        assert self.trainer is not None
+        if (scaler := self.trainer.scaler()) is not None:
+            record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
+        if (mix := self.mix(step)) is not None:
+            record["mix"] = {name: part["share"] for name, part in mix.items()}
         self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         assert self.trainer is not None
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
+
+    def mix(self, step: int) -> dict[str, dict[str, float]] | None:
+        """What each corpus of a mix has given by ``step``; None where the corpus is one."""
+        return None if self.realised is None else self.realised(step)
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any

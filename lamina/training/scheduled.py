@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REFUSED = "not measured: "
+
 
 class ScheduledProbes(TrainerCallback):
     """Runs probes at the first step, at every ``every``-th and at the last; RUN/probes/NAME/part-STEP.parquet.
@@ -75,7 +77,7 @@ class ScheduledProbes(TrainerCallback):
         began, step = time.monotonic(), state.global_step
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)  # pyright: ignore[reportArgumentType]
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            self._note("all", step, "the weights are spread over several processes: nothing is probed")
+            self._note("all", step, f"{_REFUSED}the weights are spread over several processes")
             return
         with undisturbed(model):
             context = self._context(model, step)
@@ -126,7 +128,7 @@ class ScheduledProbes(TrainerCallback):
         for probe in probes:
             start = f"{probe.name} left out: "
             said = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
-            found += [(probe, None, [f"not measured: {reason}" for reason in said])] if said else []
+            found += [(probe, None, [f"{_REFUSED}{reason}" for reason in said])] if said else []
         return found
 
     def _describe(self, probe: Probe) -> None:
@@ -140,7 +142,8 @@ class ScheduledProbes(TrainerCallback):
         if (name, note) in self._noted:
             return
         self._noted.add((name, note))
-        logger.warning("probe %s, step %d: %s", name, step, note)
+        level = logging.WARNING if note.startswith(_REFUSED) else logging.INFO
+        logger.log(level, "probe %s, step %d: %s", name, step, note)
         (self.folder / name).mkdir(parents=True, exist_ok=True)
         with (self.folder / name / "notes.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "note": note}) + "\n")

@@ -20,7 +20,8 @@ class RunSettings:
         num_heads: attention heads (default: the backbone's, or what keeps a head's width)
         untie_embeddings: give the readout a weight of its own where the backbone ties it to the embedding
         init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
-        corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME
+        corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; or a mix of them in
+            fixed shares: A:0.7,B:0.3
         text_field: the field of a .jsonl row or of a dataset that holds the text
         tokenizer: bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder
         sequence_length: tokens in a block
@@ -207,6 +208,8 @@ class PretrainSettings(RunSettings):
 
     Args:
         placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+        from_model: go on from this model's weights with new data and a new schedule: a run's folder, a Lamina
+            checkpoint, or a transformers one that lamina convert takes; it decides placement, sizes and tokenizer
         output: the run's folder
         learning_rate: peak learning rate
         seed: of the weights, the data's order and everything else drawn
@@ -219,6 +222,7 @@ class PretrainSettings(RunSettings):
     """
 
     placement: str = "pre_ln"
+    from_model: str | None = None
     output: str = "runs/pretrain"
     learning_rate: float = 3e-3
     seed: int = 0

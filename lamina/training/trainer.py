@@ -34,6 +34,8 @@ class LayerGradNorms:
     guard: DivergenceGuard
     layer_rows: list[Row]
     gradient_norms: GradientNorms | None
+    overflows: int = 0
+    overflows_in_a_row: int = 0
     state: TrainerState
     args: TrainingArguments
 
@@ -54,7 +56,20 @@ class LayerGradNorms:
     def _squares(self, model: nn.Module) -> torch.Tensor:
         if self.gradient_norms is None:
             self.gradient_norms = GradientNorms(self._plain(model))
-        return self.gradient_norms.squares()
+        squares = self.gradient_norms.squares()
+        if (scaler := self.scaler()) is not None:  # the gradients are those of the scaled loss still
+            squares = squares / scaler.scale(torch.ones((), device=squares.device)) ** 2
+        return squares
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 training, where there is one."""
+        return getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
+
+    def count_overflow(self) -> None:
+        """After a step: note whether the loss scaler left it out, its gradients having overflowed."""
+        skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)  # type: ignore[attr-defined]
+        self.overflows += skipped
+        self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
 
     def _look(self, norm: Any, squares: torch.Tensor) -> None:
         step = self.state.global_step + 1
@@ -66,6 +81,9 @@ class LayerGradNorms:
         if recorded or not math.isfinite(value):
             assert self.gradient_norms is not None
             self.layer_rows = self.gradient_norms.rows(step, squares)
+        if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
+            self.layer_rows = []  # the scaler leaves the step out and halves its scale: nothing has diverged yet
+            return
         self.guard.see_gradient(step, value, self.layer_rows)
         self.guard.see_layers(self.layer_rows)
 

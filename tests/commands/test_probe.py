@@ -254,3 +254,18 @@ def test_a_png_of_each_figure_on_request(probe, own, monkeypatch, tmp_path):
     )
     _, folder = probe(own[0], "--png")
     assert (folder / "figures" / "mean_square-1.png").is_file()
+
+
+@pytest.mark.slow
+def test_every_probe_has_its_section_on_a_causal_model(probe):
+    code, folder = probe("all")
+    assert code == 0
+    told = result(folder)["probes"]
+    assert set(told) == set(registry.names())
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    for name, one in told.items():
+        assert one["status"] == "finished", (name, one["reason"])
+        assert one["sentences"], name
+        assert one["figures"], name
+        assert (folder / f"{name}.parquet").is_file()
+    assert "A figure is missing" not in page

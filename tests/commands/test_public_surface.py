@@ -13,6 +13,7 @@ from lamina.commands.arguments import add_settings, make_parser
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.settings import ProbeSettings
 from lamina.studies.settings import CompareSettings
+from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
 
 SHARED = """
@@ -28,9 +29,17 @@ PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
 """
+TRANSFER = """
+placement proxy-width learning-rates seeds verify-rates verify-width best-margin output workers
+"""
+COORD_CHECK = """
+placement backbone widths num-layers untie-embeddings init width-scaling base-width k-embedding k-hidden k-readout
+learning-rate steps seeds batch-size sequence-length corpus text-field tokenizer weight-decay beta1 beta2 epsilon
+max-grad-norm tolerance output threads
+"""
 OPTIONS = {
     "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
-    "pretrain": [*SHARED.split(), "placement", "output", "learning-rate", "seed", *SCALE.split()],
+    "pretrain": [*SHARED.split(), "placement", "from", "from-model", "output", "learning-rate", "seed", *SCALE.split()],
     "preflight": [
         *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
         *(
@@ -47,12 +56,16 @@ OPTIONS = {
         *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
     ],
     "probe": PROBE.split(),
+    "transfer": [*SHARED.split(), *TRANSFER.split()],
+    "coord-check": COORD_CHECK.split(),
 }
 SETTINGS = {
     "compare": CompareSettings,
     "pretrain": PretrainSettings,
     "preflight": PreflightSettings,
     "probe": ProbeSettings,
+    "transfer": TransferSettings,
+    "coord-check": CoordCheckSettings,
 }
 EXPORTED = {"__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"}
 
@@ -67,6 +80,8 @@ def test_the_command_line_has_these_commands():
         "compare",
         "preflight",
         "pretrain",
+        "coord-check",
+        "transfer",
         "probe",
         "placements",
         "backbones",

@@ -182,7 +182,7 @@ def _curve(turns):
     [
         ([0.3, 0.3, 0.2, 0.2, 0.1, 0.05, 0.05, 0.2], "deep layers are the similar ones"),
         ([0.2, 0.05, 0.05, 0.1, 0.2, 0.2, 0.3, 0.3], "early layers are the similar ones"),
-        ([0.1] * 8, "as far apart"),
+        ([0.1] * 4 + [0.115] * 4, "Neither the early nor the deep layers"),
     ],
 )
 def test_sentences_say_which_blocks_could_go_and_which_half_is_similar(turns, words):

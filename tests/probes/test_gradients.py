@@ -127,11 +127,14 @@ def test_texts_of_different_lengths_weigh_by_their_predicted_tokens(llama):
 def test_shared_and_tied_parameters_count_once():
     model = small_model("albert")
     context = context_of(model, [small_inputs(model)], Masks())
-    found = table(run(context, [Gradients()])["gradients"])
+    made = Gradients()
+    frame = run(context, [made])["gradients"]
+    found = table(frame)
     assert [key for key in found.index if key[1:] == ("block", "all")] == [(0, "block", "all")]
     assert sum(key[1:] == ("block", "state") for key in found.index) == 4
     assert any("layers 0-2 share their parameters" in note for note in context.notes)
     assert any("tied" in note for note in context.notes)
+    assert "that of the layers' shared parameters" in " ".join(made.sentences(frame))
     squares = found[0, "block", "all"] ** 2 + sum(v**2 for k, v in found.items() if k[0] == -1 and k[2] != "all")
     assert squares**0.5 == pytest.approx(found[-1, "model", "all"], rel=1e-6)
 
@@ -164,7 +167,8 @@ def test_every_parameter_of_an_architecture_has_a_place(name):
         assert (sublayer == "model") == (layer < 0), path
         assert role, path
     within = [place for place in found.values() if place[0] >= 0]
-    assert {sublayer for _, sublayer, _ in within} == {"attention", "feed_forward"}
+    kinds = {sublayer.kind for site in context.structure.layers for sublayer in site.sublayers}
+    assert {sublayer for _, sublayer, _ in within} == kinds  # nothing is left to "block"
 
 
 @pytest.mark.parametrize("placement", ["pre_ln", "peri_ln", "keel", "fusenorm", "hybridnorm"])
@@ -205,7 +209,8 @@ def test_sentences_and_figures(llama):
     said = " ".join(made.sentences(frame))
     found = table(frame)
     assert f"{found[0, 'block', 'all']:.3g} at layer 0 and {found[2, 'block', 'all']:.3g} at layer 2" in said
-    assert f"The total gradient norm is {found[-1, 'model', 'all']:.3g}" in said
+    total, last = found[-1, "model", "all"], found[2, "block", "all"]
+    assert f"The total gradient norm is {total:.3g}, that of the last layer's parameters {last:.3g}." in said
     assert len(made.figures(frame)) == 3
 
 

@@ -209,6 +209,17 @@ def test_what_was_not_found_exactly_is_said_and_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_model_in_16_bits_is_measured_in_float32_and_stays_in_16_bits():
+    model = lamina_model("peri_ln").bfloat16()
+    same = lamina.build(llama(2), "peri_ln").eval()
+    same.load_state_dict(model.state_dict())  # float32, of the same rounded values
+    frames = [measured(exact(total=False), context_of(each, sequences=1)) for each in (model, same)]
+    for layer in range(2):
+        found, expected = (value(frame, "norm", "jacobian", layer) for frame in frames)
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_images():
     model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
     from lamina.probes.probing import make_context

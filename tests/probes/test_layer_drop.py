@@ -1,6 +1,7 @@
 """Dropping layers against really deleting them from the list of layers, and against weights set to zero."""
 
 import copy
+import json
 import math
 import sys
 
@@ -283,10 +284,75 @@ def test_a_score_that_fails_leaves_the_model_whole():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_layers_compiled_in_place_are_dropped_all_the_same():
+    model = small_model("llama")
+    ids = small_inputs(model)["input_ids"]
+    plain = probe(model, "layer_drop", ids)["layer_drop"]
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    calls = [layer._compiled_call_impl for layer in model.model.layers]
+    context = context_of(model, [{"input_ids": ids}])
+    pd.testing.assert_frame_equal(LayerDrop().finish(context), plain)
+    assert [layer._compiled_call_impl for layer in model.model.layers] == calls
+
+
 def test_a_task_without_lm_eval_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match="pip install lm-eval"):
         registry.make("layer_drop(task=arc_easy)")
+
+
+@pytest.mark.slow
+def test_a_task_of_lm_eval_from_a_local_file(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")  # optional: pip install lm-eval
+    from lamina.data.tokenizers import load_tokenizer
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    words = ["red", "blue", "cat", "dog", "sea", "sun"]
+    rows = [{"text": f"The {words[i % 6]} is", "choices": [" a", f" {words[i % 5]}"], "gold": i % 2} for i in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(
+        f"""task: lamina_local
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "data.jsonl"}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_target: gold
+doc_to_choice: choices
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+""",
+        encoding="utf-8",
+    )
+    tokenizer = load_tokenizer("bytes")
+    model = stir(lamina.build(LlamaConfig(**{**CONFIG, "vocab_size": len(tokenizer)}), "post_ln", num_layers=2).eval())
+    made = LayerDrop(task="lamina_local", include_path=str(tmp_path))
+    frame = probe(model, [made], ["some text " * 9], tokenizer=tokenizer, sequence_length=32)["layer_drop"]
+    whole = frame.loc[frame["metric"] == "accuracy", "value"].iloc[0]
+    with torch.no_grad():
+
+        def right(model):
+            found = []
+            for row in rows:
+                prompt = tokenizer(row["text"])["input_ids"]
+                scores = []
+                for choice in row["choices"]:
+                    answer = tokenizer(choice, add_special_tokens=False)["input_ids"]
+                    ids = torch.tensor([prompt + answer])
+                    chances = model(input_ids=ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+                    scores.append(float(chances.gather(1, torch.tensor(answer)[:, None]).sum()))
+                found.append(int(np.argmax(scores)) == row["gold"])
+            return np.mean(found)
+
+        assert whole == pytest.approx(right(model))
+        for layer in range(2):
+            deleted = copy.deepcopy(model)
+            del deleted.model.layers[layer]
+            wanted = whole - right(deleted)
+            assert table(frame, "accuracy_drop")[layer, "remove"] == pytest.approx(wanted)
+    assert (frame["standard_error"] > 0).all()
+    with pytest.raises(UserError, match="task: 'nothere' is not among"):
+        registry.make("layer_drop(task=nothere)")
 
 
 @pytest.mark.parametrize(
@@ -341,6 +407,7 @@ def test_sentences_name_the_layers_that_could_go():
     assert "Layers that could go, one at a time: 2-3" in said[1]
     assert "drop layer 3 first, the measured harm the same" in said[2]
     assert "correlation of 1.00" in said[2]
+    assert LayerDrop().sentences(_frame([0.3] * 4))[0] == "Dropping any one layer harms alike (loss increase 0.3 nats)."
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
     assert "its branches set to zero, its norms kept" in both
     assert "No layer could go unnoticed" in both

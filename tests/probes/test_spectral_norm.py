@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.errors import UserError
 from lamina.probes.spectral_norm import Jacobian, largest_singular_value, spectral_norm, typical_stretch
@@ -93,6 +94,30 @@ def test_very_small_norms_keep_their_digits():
     matrix = 1e-30 * random(10, 10).float()
     found = spectral_norm(lambda x: matrix @ x, torch.zeros(10), tolerance=1e-4)
     assert float(found.value) == pytest.approx(float(torch.linalg.svdvals(matrix.double())[0]), rel=1e-4)
+
+
+class Once(torch.autograd.Function):
+    """Has a first derivative, not a second."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return gradient
+
+
+def fused_attention(x):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("function", [Once.apply, fused_attention])
+def test_an_operation_without_a_second_derivative_is_one_line(function):
+    with pytest.raises(UserError, match="second derivatives"):
+        spectral_norm(function, torch.ones(1, 1, 4, 8))
 
 
 def test_a_jacobian_that_is_not_finite_is_refused():

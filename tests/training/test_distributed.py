@@ -10,10 +10,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from training.tiny_runs import SMALL, layers, records, result, settings
+from training.tiny_runs import SMALL, flags, layers, records, result, settings
 from transformers import AutoModelForCausalLM
 
+from lamina.cli import main
+from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
+from lamina.training.distributed import launched, parallel_of
+from lamina.training.settings import PretrainSettings
 
 STEPS = 20
 OPTIONS = {
@@ -166,3 +170,99 @@ def test_the_guards_verdict_under_sharding_is_that_of_one_process(runs):
     assert [process[6] for process in said] == ["diverged", "diverged"]
     assert result(folder / "spoiled")["reason"] == result(folder / "spoiled-one")["reason"]
     assert "layers[1]" in result(folder / "spoiled")["reason"]
+
+
+def test_the_launchers_numbers_are_checked(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(UserError, match="WORLD_SIZE: 'two'"):
+        launched()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(UserError, match="RANK: 2 of WORLD_SIZE = 2"):
+        launched()
+
+
+@pytest.mark.parametrize(
+    ("environment", "parallel", "found"),
+    [
+        ({}, "auto", "ddp"),
+        ({}, "fsdp2", "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "auto", "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "auto", "fsdp_version: '1'"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ddp", "parallel: 'ddp'"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "auto", "DEEPSPEED"),
+    ],
+)
+def test_accelerates_configuration_decides_how_the_work_is_shared(monkeypatch, environment, parallel, found):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given = PretrainSettings(parallel=parallel)
+    if found in ("ddp", "fsdp2"):
+        assert parallel_of(given) == found
+        assert "ACCELERATE_USE_FSDP" not in os.environ  # or Trainer would shard once more
+    else:
+        with pytest.raises(UserError, match=found):
+            parallel_of(given)
+
+
+def test_a_study_in_several_processes_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", "--steps", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lamina: WORLD_SIZE: 2 processes (allowed: 1")
+
+
+FEW = {**SMALL, "steps": 4, "save_steps": 2}
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def scripts(folder):
+    """An environment in which ``lamina`` is this checkout's."""
+    folder.mkdir(exist_ok=True)
+    (folder / "lamina").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lamina.cli "$@"\n')
+    (folder / "lamina").chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sharded"), [("single", False), ("ddp", False), ("fsdp2", True)])
+def test_accelerate_launch_runs_with_the_configurations_of_the_docs(corpus, tmp_path, name, sharded):
+    command = ["accelerate", "launch", "--config_file", DOCS / "accelerate" / f"{name}.yaml"]
+    command += ["--main_process_port", str(free_port()), "--no_python", "lamina", "pretrain"]
+    command += flags(**FEW, corpus=corpus, output=tmp_path / "run", device="cpu")
+    done = subprocess.run(command, env=scripts(tmp_path / "bin"), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("the model:") == 1
+    path = tmp_path / "run" / "checkpoints" / "checkpoint-4"
+    assert len(list(path.glob("rng_state*.pth"))) == (1 if name == "single" else 2)
+    assert (path / "model").is_dir() == sharded
+
+
+@pytest.mark.slow
+def test_the_slurm_job_of_the_docs_runs_its_processes_and_queues_itself_again(corpus, tmp_path):
+    """With stand-ins for Slurm's commands: two tasks on this machine, told to stop as Slurm tells them."""
+    environment = scripts(tmp_path / "bin")
+    (tmp_path / "bin" / "srun").write_text(
+        '#!/bin/bash\npids=()\nfor i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!); done\n'
+        f"if [ ! -e {tmp_path}/told ]; then\n  touch {tmp_path}/told\n"
+        f"  while ! grep -q '\"step\": 5,' {tmp_path}/run/metrics.jsonl 2>/dev/null; do sleep 0.1; done\n"
+        '  kill -USR1 "${pids[@]}"\nfi\ncode=0\nfor p in "${pids[@]}"; do wait $p || code=$?; done\nexit $code\n'
+    )
+    (tmp_path / "bin" / "scontrol").write_text(
+        f'#!/bin/sh\n[ "$1" = show ] && echo 127.0.0.1\n[ "$1" = requeue ] && echo "$2" >> {tmp_path}/queue\nexit 0\n'
+    )
+    for name in ("srun", "scontrol"):
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment |= {"SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    environment |= {"SLURM_JOB_NODELIST": "here"}
+    options = {**FEW, "steps": 400, "save_steps": 100, "logging_steps": 1, "eval_steps": 400}
+    given = flags(**options, corpus=corpus, output=tmp_path / "run", device="cpu", parallel="fsdp2")
+    command = ["bash", str(DOCS / "slurm.sh"), *given]
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert first.returncode == 130, first.stderr[-3000:]
+    assert (tmp_path / "queue").read_text().strip() == environment["SLURM_JOB_ID"]
+    assert "SIGUSR1" in result(tmp_path / "run")["reason"]
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == list(range(1, 401))

@@ -11,6 +11,7 @@ import torch
 from own_probes import write_probes
 from training.tiny_runs import layers, records
 
+import lamina
 from lamina import build
 from lamina.errors import UserError
 from lamina.probes import registry
@@ -156,6 +157,31 @@ def test_gradients_modes_compiled_calls_and_random_states_are_as_they_were(tiny_
     assert [p.requires_grad for p in model.lm_head.parameters()] == [False]
     assert torch.equal(torch.rand(3), expected[0])
     assert (random.random(), np.random.rand()) == expected[1:]
+
+
+def test_compiled_blocks_are_not_compiled_again(tiny_llama):
+    model, graphs = build(tiny_llama, "keel").train(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.model.layers:
+        block.compile(backend=backend)
+    ids = torch.randint(0, 61, (2, 8))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    step()
+    step()
+    before = len(graphs)
+    with undisturbed(model):
+        frames = lamina.probe(model, "hidden_states,gradients", ids)
+    step()
+    assert set(frames["hidden_states"]["layer"]) >= {0, 1, 2}
+    assert len(graphs) == before > 0
 
 
 def test_an_error_inside_puts_everything_back(tiny_llama):

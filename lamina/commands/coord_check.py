@@ -1,0 +1,48 @@
+"""`lamina coord-check`: does any module's output grow with the width?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lamina.api import coord_check
+from lamina.commands.arguments import add_settings, given_settings, make_parser
+
+EXAMPLES = """
+  lamina coord-check
+  lamina coord-check --placement keel --width-scaling none --output runs/keel-plain
+  lamina coord-check --backbone llama-71m --num-layers 12 --widths 128,256,512,1024 --width-scaling mup
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, measure, write the page, print the exponents and the verdict."""
+    from lamina.studies.width_settings import CoordCheckSettings
+
+    parser = make_parser(
+        "coord-check",
+        "Train several widths a few steps on one batch and see whether any module's output grows with the width.\n"
+        "Printed is the exponent e of mean |x| ~ width^e: 0 is right, above 0 a wide model will blow up.",
+        EXAMPLES,
+    )
+    add_settings(parser, CoordCheckSettings)
+    parser.add_argument("--resume", action="store_true", help="keep the widths and seeds that the folder has already")
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    given, others = given_settings(parser, argv, "resume", "overwrite")
+    found = coord_check(**given, resume=others.resume, overwrite=others.overwrite)
+    folder = Path(given.get("output", CoordCheckSettings.output))
+    sizes: Any = found[found["metric"] == "size"]
+    last = int(sizes["step"].max())
+    print(f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps")
+    for module, rows in sizes.groupby("module", sort=False):
+        slope = rows.set_index("step")["slope"]
+        worst = next((v for v in ("broken", "grows", "shrinks") if rows["verdict"].eq(v).any()), "flat")
+        print(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    named = f" ({', '.join(result['modules'])})" if result["modules"] else ""
+    print(
+        f"\n{result['verdict']}{named}, with a tolerance of {result['tolerance']:g}\nthe page:    {folder}/report.html"
+    )
+    print(f"the numbers: {folder}/slopes.csv, {folder}/coordinates.parquet")
+    return 0

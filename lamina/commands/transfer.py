@@ -1,0 +1,63 @@
+"""`lamina transfer`: learning rates from a narrow proxy for a wide target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lamina.api import transfer
+from lamina.commands.arguments import add_settings, given_settings, make_parser
+
+EXAMPLES = """
+  lamina transfer
+  lamina transfer --placement fusenorm --backbone llama-5b --untie-embeddings --proxy-width 640 --output runs/ws
+  lamina transfer --learning-rates 1e-3,4e-3,1.6e-2,6.4e-2 --verify-rates 4e-3,6.4e-2 --verify-width 256
+  lamina transfer --output runs/ws --resume
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
+    from lamina.studies.width_settings import TransferSettings
+
+    parser = make_parser(
+        "transfer",
+        "Try learning rates on a narrow proxy: prints those that are stable and best there, and what they are for\n"
+        "each role at the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).",
+        EXAMPLES,
+    )
+    add_settings(parser, TransferSettings)
+    parser.add_argument("--resume", action="store_true", help="go on with the study in the output folder")
+    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    given, others = given_settings(parser, argv, "resume", "overwrite")
+    folder = Path(given.get("output", TransferSettings.output))
+    if others.resume and (folder / "study.yaml").is_file():
+        from lamina.studies.compare import refuse_changes
+        from lamina.studies.transfer import FREE
+
+        given = refuse_changes(folder, given, FREE)
+    transfer(**given, resume=others.resume, overwrite=others.overwrite)
+    print(told(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
+    print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
+    return 0
+
+
+def told(summary: dict[str, Any]) -> str:
+    """transfer.json as lines for the terminal."""
+    from lamina.reports.transfer import sentences
+
+    lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
+    for rate in summary["rates"]:
+        loss = "-" if rate["eval_loss"] is None else f"{rate['eval_loss']:.4f}"
+        mark = "*" if rate["best"] else " "
+        lines.append(f"{rate['learning_rate']:>13g} {rate['status']:<13} {loss:>9}{mark} {rate['risk']}")
+    lines.append("")
+    lines += sentences(summary)
+    if summary["learning_rate"] is not None:
+        width = summary["target_width"]
+        top = f"at width {width}"
+        lines += ["", f"{top:<26} {'learning rate':>13} {'weight decay':>13} {'factor':>8}"]
+        for kind, row in summary["roles"].items():
+            lines.append(f"{kind:<26} {row['learning_rate']:>13.4g} {row['weight_decay']:>13.4g} {row['factor']:>8.4g}")
+    return "\n".join(lines)

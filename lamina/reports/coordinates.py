@@ -1,0 +1,138 @@
+"""The page of a coordinate check: mean |x| against the width, the exponents, the verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from lamina.errors import UserError
+from lamina.reports import tables
+from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.records import Frame, _mapping
+from lamina.reports.style import polish, to_html
+
+_LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
+_CHIPS = {"flat": "finished", "grows": "diverged", "shrinks": "stuck", "broken": "failed"}
+_FIGURE = (
+    "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right: a line "
+    "that rises grows with a power of the width, and the model blows up when it is made wide enough. A line that falls "
+    "is a module whose part in the model fades with the width."
+)
+_SAID = {
+    "flat": "No module's output grows or shrinks with the width: a learning rate found narrow should hold wide.",
+    "grows": "Outputs grow with the width, so a learning rate found narrow will be too large for a wide model.",
+    "shrinks": "Outputs shrink with the width: a wide model learns less at the same learning rate.",
+    "broken": "Outputs are zero or not finite at some width: the learning rate is too large, or a module is dead.",
+}
+
+
+def coordinates_report(folder: Path) -> Path:
+    """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
+    folder = Path(folder)
+    try:
+        table: Frame = pd.read_parquet(folder / "coordinates.parquet")
+        slopes: Frame = pd.read_csv(folder / "slopes.csv")
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(folder)!r}: no whole coordinate check ({' '.join(str(error).split())[:200]})") from None
+    header = _mapping(folder / "study.yaml")
+    settings = header.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    scheme, placement = str(settings.get("width_scaling", "")), str(settings.get("placement", ""))
+    drawn = _figure(table)
+    return write_page(
+        folder / "report.html",
+        title=f"Coordinate check: {placement}, width scaling {scheme}",
+        facts=[
+            f"widths {settings.get('widths', '')}",
+            f"{settings.get('num_layers', '')} layers",
+            f"learning rate {settings.get('learning_rate', '')}",
+            str(header.get("created") or ""),
+        ],
+        command=str(header.get("command") or ""),
+        sections=[
+            Section(name="Verdict", title="Verdict", html=_verdict(result)),
+            Section(name="Sizes", title="Size of the outputs against the width", html=figure(to_html(drawn), _FIGURE)),
+            Section(name="Exponents", title="Exponents of the width", html=_table(slopes)),
+            Section(name="Settings", title="Settings", html=details("Settings", tables.settings_table(settings))),
+        ],
+    )
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    verdict = str(result.get("verdict", ""))
+    html = prose([_SAID.get(verdict, verdict)], {})
+    if result.get("modules"):
+        html += callouts([f"{verdict}: {', '.join(map(str, result['modules']))}."])
+    return html
+
+
+def _figure(table: Frame) -> go.Figure:
+    """Mean |x| against the width: before the first step and after the last, a line a module."""
+    sizes: Frame = table[table["metric"] == "size"]
+    steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
+    titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
+    drawn = make_subplots(rows=1, cols=len(steps), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.05)
+    means = sizes.groupby(["step", "module", "width"])["value"].mean()
+    modules = list(dict.fromkeys(sizes["module"]))
+    for column, step in enumerate(steps, start=1):
+        for number, module in enumerate(modules):
+            values = means.loc[step, module]
+            drawn.add_scatter(
+                x=list(values.index),
+                y=list(values),
+                mode="lines+markers",
+                line={
+                    "color": _LINES[number % len(_LINES)],
+                    "dash": ("solid", "dot", "dash")[number // len(_LINES) % 3],
+                },
+                name=escape(module),
+                legendgroup=module,
+                showlegend=column == 1,
+                hovertemplate=f"{escape(module)}: %{{y:.3g}} at %{{x}}<extra></extra>",
+                row=1,
+                col=column,
+            )
+    widths = sorted(set(map(int, sizes["width"])))
+    drawn.update_xaxes(type="log", title="width", tickvals=widths, ticktext=[str(width) for width in widths])
+    drawn.update_yaxes(type="log", exponentformat="power")
+    drawn.update_yaxes(title="mean |x|", col=1)
+    polish(drawn, 560)
+    return drawn.update_layout(
+        legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top", "font": {"size": 11}}, margin_r=260
+    )
+
+
+def _table(slopes: Frame) -> str:
+    """A row a module: the exponent at the start and after the last step with its range over the layers."""
+    last = int(slopes["step"].max())
+    head = ["module", "layers", "at the start", f"after {last} steps", "least", "largest", "of the change", "verdict"]
+    rows = []
+    for module in dict.fromkeys(slopes["module"]):
+        of = slopes[slopes["module"] == module]
+        sizes = of[of["metric"] == "size"].set_index("step")
+        change = of[(of["metric"] == "change") & (of["step"] == last)]["slope"]
+        worst = next((v for v in ("broken", "grows", "shrinks") if sizes["verdict"].eq(v).any()), "flat")
+        numbers = [sizes["slope"][0], *(sizes[name][last] for name in ("slope", "low", "high")), *change]
+        cells = "".join(f'<td class="number">{_exponent(float(value))}</td>' for value in numbers)
+        rows.append(
+            f'<tr><td class="name">{escape(str(module))}</td><td class="number">{int(sizes["layers"].iloc[0])}</td>'
+            f'{cells}<td><span class="chip {_CHIPS[worst]}">{worst}</span></td></tr>'
+        )
+    cells = "".join(
+        f'<th scope="col"{" class=number" if 0 < i < 7 else ""}>{escape(h)}</th>' for i, h in enumerate(head)
+    )
+    note = "<p>e in mean |x| ~ width<sup>e</sup>; the change is mean |x &minus; x before the first step|.</p>"
+    table = f'<table class="ranking"><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'{note}<div class="scroll">{table}</div>'
+
+
+def _exponent(value: float) -> str:
+    return f"{value:+.2f}" if math.isfinite(value) else '<span class="none">–</span>'

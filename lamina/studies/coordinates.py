@@ -1,0 +1,237 @@
+"""The coordinate check: does any module's output grow with the width, at the start or after a few steps?
+
+Several widths take a few optimiser steps on one and the same batch; the mean magnitude of every module's output is
+recorded before each step and after the last. Under a right scaling it is the same at all widths: the slope of log|x|
+against log(width) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from lamina.errors import UserError
+from lamina.modeling.building import build, make_plan
+from lamina.studies.width_settings import CoordCheckSettings
+from lamina.training import folder as run_folder
+from lamina.training.checks import backbone_config, check
+from lamina.training.groups import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.settings import PretrainSettings
+
+# pandas' own annotations make every selection a union of all it could ever be.
+if TYPE_CHECKING:
+    Frame: TypeAlias = Any
+else:
+    Frame = pd.DataFrame
+
+TABLE, SLOPES, RESULT = "coordinates.parquet", "slopes.csv", "result.json"
+COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
+METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
+_LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
+FREE = {"output", "seeds", "threads", "tolerance"}  # what a resumed check may change
+
+
+def coord_check(
+    settings: CoordCheckSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+) -> Frame:
+    """Run the check and leave its folder; returns ``slopes``' rows. The verdict is in result.json.
+
+    Raises:
+        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use.
+        OSError: the disk is full.
+    """
+    from lamina.data import prepare_blocks
+
+    folder = Path(settings.output)
+    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
+    given = asdict(settings)
+    if resume and (folder / "study.yaml").is_file():
+        _refuse_changes(folder, given)
+    runs = settings.runs()
+    for width in settings.all_widths:
+        check(runs[width, settings.all_seeds[0]])
+    blocks, tokenizer = prepare_blocks(
+        settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
+    )
+    count = min(settings.batch_size, len(blocks.train))
+    ids = torch.stack([blocks.train[i * len(blocks.train) // count]["input_ids"] for i in range(count)])
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    with run_folder.lock(folder):
+        used = run_folder.claim(folder, resume=resume, overwrite=overwrite)
+        run_folder.write_json(folder / "environment.json", run_folder.environment(0))
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        header = {"kind": "coord-check", "command": settings.command(), "created": created}
+        run_folder.write_yaml(folder / "study.yaml", {**header, "settings": given})
+        table = _read(folder) if used else pd.DataFrame(columns=list(COLUMNS))
+        done = set(zip(table["width"], table["seed"], strict=True))
+        table = table[[pair in runs for pair in zip(table["width"], table["seed"], strict=True)]]
+        todo = {pair: run for pair, run in runs.items() if pair not in done}
+        with tqdm(total=len(todo) * (settings.steps + 1), unit="step", disable=not bar, dynamic_ncols=True) as progress:
+            for (width, seed), run in todo.items():
+                progress.set_description(f"width {width}, seed {seed}")
+                rows = [(width, seed, *row) for row in measure(run, ids, len(tokenizer), progress)]
+                new = pd.DataFrame(rows, columns=list(COLUMNS))
+                table = new if table.empty else pd.concat([table, new], ignore_index=True)
+                _write(folder, table)
+        found = slopes(table, settings.tolerance)
+        run_folder.write_text(folder / SLOPES, found.to_csv(index=False))
+        run_folder.write_json(folder / RESULT, verdict(found, settings))
+    return found
+
+
+def measure(settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, progress: Any = None) -> Iterator[tuple]:
+    """Rows (step, layer, module, metric, value) of one width and seed; ``ids``: token ids [batch, tokens].
+
+    ``layer`` counts from 0 and is -1 outside the blocks; the module of a whole block is "block".
+    """
+    torch.manual_seed(settings.seed)
+    config = backbone_config(settings, vocab_size=vocab_size)
+    scaling = width_scaling_of(settings)
+    plan = make_plan(settings.placement, config.num_hidden_layers)
+    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=ids, width_scaling=scaling)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, ids = model.to(device).train(), ids.to(device)  # type: ignore[arg-type]
+    names = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
+    factors = names if scaling is None else rate_factors(model, scaling)
+    optimiser = torch.optim.AdamW(
+        parameter_groups(model, factors, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay),
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+    )
+    first: dict[str, torch.Tensor] = {}
+    for step in range(settings.steps + 1):
+        with outputs_of(model) as outputs, torch.set_grad_enabled(step < settings.steps):
+            loss = model(input_ids=ids, labels=ids).loss
+        first = first or outputs
+        for name, value in outputs.items():
+            yield *_row(step, name), "size", value.abs().mean().item()
+            if step:
+                yield *_row(step, name), "change", (value - first[name]).abs().mean().item()
+        if step < settings.steps:
+            optimiser.zero_grad()
+            loss.backward()
+            if settings.max_grad_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimiser.step()
+        if progress is not None:
+            progress.update(1)
+
+
+@contextmanager
+def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """What each module below the model gives in the forward pass, by its name, in float32."""
+    outputs: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            if torch.is_tensor(value) and value.is_floating_point():
+                outputs[name] = value.detach().float()
+
+        return hook
+
+    left_out = ("", "model", "model.backbone")  # the whole model; its parts are all there
+    handles = [
+        module.register_forward_hook(keep(name))
+        for name, module in model.named_modules()
+        if name not in left_out and "rotary" not in name
+    ]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def slopes(table: Frame, tolerance: float) -> Frame:
+    """The exponent e of value ~ width^e for each module and step, and whether it is flat.
+
+    The least-squares slope of log(value), averaged over the seeds, against log(width); layers of a module's name are
+    averaged, ``low`` and ``high`` are the least and the largest of them. ``verdict``: flat, grows or shrinks, None for
+    the changes (they are no part of the verdict); values that are 0 or not finite at a width give the slope NaN and
+    "broken".
+    """
+    safe = table.assign(log=np.log(table["value"].astype(float).where(table["value"] > 0)))
+    keys = ["metric", "module", "layer", "step"]
+    means: Frame = (
+        safe.groupby([*keys, "width"], sort=False)["log"].agg(lambda v: v.mean(skipna=False)).unstack("width")
+    )
+    x = np.log(np.asarray(means.columns, dtype=float))
+    x = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    each = pd.Series(means.to_numpy(dtype=float) @ x, index=means.index)
+    groups = each.groupby(level=["metric", "module", "step"], sort=False)
+    found: Frame = groups.agg(slope=lambda v: v.mean(skipna=False), low="min", high="max", layers="size").reset_index()
+    found["verdict"] = [
+        _verdict(row.slope, tolerance) if row.metric == "size" else None for row in found.itertuples(index=False)
+    ]
+    return found
+
+
+def verdict(found: Frame, settings: CoordCheckSettings) -> dict[str, Any]:
+    """What result.json says: flat, grows, shrinks or broken, and the modules that are not flat at some step.
+
+    Under muP logits that shrink by up to n^-1/2 are no fault: they start so, and outgrow it in training.
+    """
+    sizes = found[found["metric"] == "size"]
+    expected = sizes["module"].eq("lm_head") & sizes["slope"].between(-0.5 - settings.tolerance, 0)
+    faults = sizes[sizes["verdict"].ne("flat") & ~(expected & settings.width_scaling.startswith("mup"))]
+    worst = next((v for v in ("broken", "grows", "shrinks") if faults["verdict"].eq(v).any()), "flat")
+    steepest = sizes.loc[sizes["slope"].abs().idxmax()] if sizes["slope"].notna().any() else None
+    return {
+        "status": "finished",
+        "verdict": worst,
+        "modules": sorted(set(faults.loc[faults["verdict"].eq(worst), "module"])),
+        "steepest": None
+        if steepest is None
+        else {"module": steepest["module"], "step": int(steepest["step"]), "slope": float(steepest["slope"])},
+        "tolerance": settings.tolerance,
+    }
+
+
+def _verdict(slope: float, tolerance: float) -> str:
+    if not math.isfinite(slope):
+        return "broken"
+    return "grows" if slope > tolerance else "shrinks" if slope < -tolerance else "flat"
+
+
+def _row(step: int, name: str) -> tuple[int, int, str]:
+    match = _LAYER.fullmatch(name)
+    assert match is not None
+    layer, rest = match.groups()
+    return step, -1 if layer is None else int(layer), rest or "block"
+
+
+def _read(folder: Path) -> Frame:
+    try:
+        return pd.read_parquet(folder / TABLE)[list(COLUMNS)]
+    except (OSError, ValueError, KeyError):
+        return pd.DataFrame(columns=list(COLUMNS))
+
+
+def _write(folder: Path, table: Frame) -> None:
+    temporary = folder / f".{TABLE}"
+    table.to_parquet(temporary, index=False)
+    temporary.replace(folder / TABLE)
+
+
+def _refuse_changes(folder: Path, given: dict[str, Any]) -> None:
+    stored = run_folder.read_yaml(folder / "study.yaml").get("settings")
+    for name, value in given.items():
+        if name not in FREE and isinstance(stored, dict) and name in stored and stored[name] != value:
+            raise UserError(
+                f"{name}: {value!r} differs from the check's {stored[name]!r} (allowed with --resume: the same, or "
+                f"another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
+            )

@@ -1,0 +1,210 @@
+"""Learning rates tried on a narrow proxy and carried over to a wide target (FuseNorm Section 4.2 and Figure 4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pandas as pd
+import torch
+
+from lamina.modeling.building import build, make_plan
+from lamina.modeling.width import scaled_weights
+from lamina.studies.compare import FREE as COMPARE_FREE
+from lamina.studies.compare import alike, refuse_another_plan, refuse_changes, run_study
+from lamina.studies.width_settings import TransferSettings
+from lamina.training import folder as run_folder
+from lamina.training.checks import backbone_config, check
+from lamina.training.groups import width_scaling_of
+from lamina.training.settings import PretrainSettings
+
+if TYPE_CHECKING:
+    Frame: TypeAlias = Any
+else:
+    Frame = pd.DataFrame
+
+SUMMARY = "transfer.json"
+# What a resumed transfer may change: which rates there are and how they are read, not what a trial computes.
+FREE = (COMPARE_FREE - {"placements"}) | {"verify_rates", "verify_width", "hidden_size", "best_margin"}
+KEYS = ("placement", "hidden_size", "learning_rate", "seed")
+HEADROOM = 2.0  # a rate this factor below the first that fails is well inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A learning rate on one width: ``status`` is the worst of its seeds', ``eval_loss`` their mean where all finished.
+
+    ``best``: within the margin of the lowest loss. ``risk`` says what to expect of it at another width.
+    """
+
+    learning_rate: float
+    status: str
+    eval_loss: float
+    best: bool = False
+    risk: str = ""
+
+
+def transfer(
+    settings: TransferSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+) -> pd.DataFrame:
+    """Train the proxy at every rate (and a wider model at those to verify); returns results.csv's rows.
+
+    Raises:
+        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings that
+            differ from those of the study to resume.
+        OSError: the disk is full.
+        KeyboardInterrupt: after the running trials have ended as `interrupted` and the numbers are written.
+    """
+    from lamina.data import prepare_blocks
+
+    folder = Path(settings.output)
+    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
+    if resume and run_folder.in_use(folder):
+        refuse_changes(folder, settings.to_dict(), FREE)
+    trials = settings.trials()
+    plans = {trial.hidden_size: trial for trial in trials.values()}  # only the width decides what the modules can do
+    checked = {width: check(trial) for width, trial in plans.items()}
+    for trial in trials.values() if resume else ():
+        refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
+    rates = role_rates(settings)  # a target that cannot be built is known before hours of training
+    _, tokenizer = prepare_blocks(
+        settings.corpus,
+        settings.tokenizer,
+        settings.sequence_length,
+        eval_fraction=settings.eval_fraction,
+        text_field=settings.text_field,
+        progress=bar,
+    )
+    with run_folder.lock(folder):
+        run_folder.claim(folder, resume=resume, overwrite=overwrite)
+        try:
+            decided, trials = alike(settings, trials, len(tokenizer))
+            results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
+        finally:
+            if (folder / "results.csv").is_file():
+                summary = summarize(pd.read_csv(folder / "results.csv"), settings, rates)
+                run_folder.write_json(folder / SUMMARY, summary)
+    return results
+
+
+def role_rates(settings: TransferSettings) -> dict[str, float]:
+    """The factor on the learning rate of each kind of weight at the target's width."""
+    trial = next(iter(settings.trials().values()))
+    target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
+    check(target)
+    config = backbone_config(target)
+    scaling = width_scaling_of(target)
+    assert scaling is not None
+    with torch.device("meta"):
+        model = build(config, make_plan(target.placement, config.num_hidden_layers), init="normal")
+    factors: dict[str, float] = {}
+    for scaled in scaled_weights(model, scaling):
+        fixed = scaled.kind == "hidden" and scaled.rate != scaling.rate(
+            "hidden", settings.target_width / settings.proxy_width
+        )
+        factors["hidden, of a fixed fan-in" if fixed else scaled.kind] = scaled.rate
+    return factors
+
+
+def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> dict[str, Any]:
+    """What transfer.json holds: the rates by width, the intervals, the target's rates by role, how sure that is."""
+    narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
+    wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
+    others = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
+    stable, best = _stable(narrow), [rate for rate in narrow if rate.best]
+    chosen = min(best, key=lambda rate: rate.eval_loss, default=None)
+    above = [r for r in narrow if stable and r.learning_rate > stable[-1].learning_rate]
+    eta = chosen.learning_rate if chosen else math.nan
+    return {
+        "placement": settings.placement,
+        "width_scaling": settings.width_scaling,
+        "proxy_width": settings.proxy_width,
+        "target_width": settings.target_width,
+        "rates": [asdict(rate) for rate in narrow],
+        "stable": [stable[0].learning_rate, stable[-1].learning_rate] if stable else None,
+        "first_failing_above": above[0].learning_rate if above else None,
+        "best": [best[0].learning_rate, best[-1].learning_rate] if best else None,
+        "learning_rate": None if chosen is None else eta,
+        "risk": chosen.risk if chosen else "nothing finished on the proxy",
+        "at_the_grids_edge": bool(chosen and chosen in (narrow[0], narrow[-1])),
+        "roles": {
+            kind: {
+                "learning_rate": None if chosen is None else eta * factor,
+                "weight_decay": 0.0 if kind == "vector" else settings.weight_decay / factor,
+                "factor": factor,
+            }
+            for kind, factor in factors.items()
+        },
+        "verified": {
+            str(width): [
+                {**asdict(rate), "agrees": _agrees(narrow, rate), "proxy": _status(narrow, rate.learning_rate)}
+                for rate in rates
+            ]
+            for width, rates in others.items()
+        },
+    }
+
+
+def judged(results: Frame, margin: float) -> list[Rate]:
+    """The rates of one width from small to large, each with its status, its loss and its risk elsewhere."""
+    rates = []
+    for rate, trials in results.groupby("learning_rate"):
+        statuses = list(trials["status"])
+        worst = max(statuses, key=_severity)
+        loss = float(trials["eval_loss"].mean()) if worst == "finished" else math.nan
+        rates.append(Rate(learning_rate=float(rate), status=worst, eval_loss=loss))
+    lowest = min((r.eval_loss for r in rates if r.status == "finished"), default=math.nan)
+    rates = [Rate(**{**asdict(r), "best": r.eval_loss <= lowest + margin}) for r in rates]
+    return [Rate(**{**asdict(r), "risk": _risk(rates, r)}) for r in rates]
+
+
+def _risk(rates: list[Rate], rate: Rate) -> str:
+    best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
+    if rate.status == "stuck" and best and rate.learning_rate < best.learning_rate:
+        return "too slow on the proxy, and expected to be"
+    if rate.status in ("diverged", "stuck"):
+        return "fails on the proxy, and is expected to fail"
+    if rate.status != "finished":
+        return "not known"
+    failing = [r.learning_rate for r in rates if _fails(r) and r.learning_rate > rate.learning_rate]
+    if not failing:
+        return "stable on the proxy, where no larger rate failed"
+    if min(failing) / rate.learning_rate <= HEADROOM * (1 + 1e-9):
+        return f"stable on the proxy, but at the edge: {min(failing):g} fails there"
+    return f"stable on the proxy, {min(failing) / rate.learning_rate:.3g} times below the first rate that fails there"
+
+
+def _stable(rates: list[Rate]) -> list[Rate]:
+    """The unbroken stretch of finished rates that holds the best one."""
+    best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
+    if best is None:
+        return []
+    low = high = rates.index(best)
+    while low > 0 and rates[low - 1].status == "finished":
+        low -= 1
+    while high + 1 < len(rates) and rates[high + 1].status == "finished":
+        high += 1
+    return rates[low : high + 1]
+
+
+def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
+    """Whether a rate is stable at both widths or fails at both; None where the proxy was not trained at it."""
+    status = _status(narrow, wide.learning_rate)
+    if status is None or "failed" in (status, wide.status) or "interrupted" in (status, wide.status):
+        return None
+    return (status == "finished") == (wide.status == "finished")
+
+
+def _status(rates: list[Rate], learning_rate: float) -> str | None:
+    return next((r.status for r in rates if math.isclose(r.learning_rate, learning_rate)), None)
+
+
+def _fails(rate: Rate) -> bool:
+    return rate.status in ("diverged", "stuck")
+
+
+def _severity(status: str) -> int:
+    order = ("finished", "stuck", "diverged", "interrupted", "failed")
+    return order.index(status) if status in order else len(order)

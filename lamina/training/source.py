@@ -1,0 +1,135 @@
+"""Going on from a checkpoint: what it decides, and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lamina.errors import UserError
+from lamina.modeling import conversion
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.building import make_plan
+from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.placements import Plan
+from lamina.training.settings import PretrainSettings
+
+DECIDED = ("placement", "backbone", "num_layers", "hidden_size", "num_heads", "untie_embeddings", "init", "tokenizer")
+_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def model_folder(source: str) -> str:
+    """Where the checkpoint of ``source`` is: a run's folder holds it as model/."""
+    inner = Path(source) / "model"
+    return str(inner) if (inner / "config.json").is_file() else source
+
+
+def settled(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
+    """The settings with what the checkpoint of ``from_model`` decides filled in; the same ones where there is none.
+
+    ``given``: what the user gave; if not known, whatever differs from its default. Raises UserError for a given value
+    that is not the checkpoint's, a checkpoint that cannot be read, an output folder that holds it.
+    """
+    if settings.from_model is None:
+        return settings
+    folder = model_folder(settings.from_model)
+    output, path = Path(settings.output).resolve(), Path(folder).resolve()
+    if Path(folder).exists() and output in (path, *path.parents):
+        raise UserError(f"output: {settings.output!r} holds the model to go on from (allowed: another folder)")
+    plan, config = _read(folder)
+    options = ", ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.options.items())
+    found: dict[str, Any] = {
+        "placement": plan.placement + (f"({options})" if options else ""),
+        "backbone": folder,
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "untie_embeddings": False,
+        "init": "recommended",
+        "tokenizer": folder if _has_tokenizer(folder) else settings.tokenizer,
+    }
+    if given is None:
+        defaults = {f.name: f.default for f in fields(settings) if f.default is not MISSING}
+        given = {name: getattr(settings, name) for name in DECIDED if getattr(settings, name) != defaults.get(name)}
+    for name in DECIDED:
+        if name in given and given[name] != found[name] and not _same(name, given[name], found, plan, config):
+            raise UserError(
+                f"{name}: {given[name]!r}, but the checkpoint {settings.from_model!r} has {found[name]!r} "
+                "(allowed with --from: none, or the same)"
+            )
+    return replace(settings, **found)
+
+
+def _same(name: str, value: Any, found: dict[str, Any], plan: Plan, config: Any) -> bool:
+    """Whether a value written another way means what the checkpoint has."""
+    if value is None:
+        return True
+    if name == "placement":
+        return conversion.computed(make_plan(value, plan.num_layers)) == conversion.computed(plan)
+    if name == "backbone":
+        sizes = {"num_layers": found["num_layers"], "hidden_size": found["hidden_size"]}
+        other = resolve_backbone(value, **sizes, num_heads=found["num_heads"])
+        return all(getattr(other, field, None) == getattr(config, field, None) for field in _SHAPE)
+    if name == "untie_embeddings":
+        return not value or not config.tie_word_embeddings
+    if name == "tokenizer" and value != found["tokenizer"]:
+        from lamina.data.encoding import Encoder
+        from lamina.data.tokenizers import load_tokenizer
+
+        if value.startswith("bpe:"):
+            return False  # trained on the new text, it would not be the old one
+        return (
+            Encoder(load_tokenizer(value)).content_hash() == Encoder(load_tokenizer(found["tokenizer"])).content_hash()
+        )
+    return False
+
+
+def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
+    """The checkpoint's plan as it was saved; without one the placement's."""
+    if settings.from_model is None:
+        return make_plan(settings.placement, num_layers)
+    return _read(model_folder(settings.from_model))[0]
+
+
+def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
+    """The checkpoint's backbone. Raises UserError for a tokenizer with more tokens than it has."""
+    config: Any = resolve_backbone(_read(model_folder(source))[1])
+    if vocab_size is not None and vocab_size > config.vocab_size:
+        raise UserError(
+            f"tokenizer: it has {vocab_size} tokens, the checkpoint {source!r} has {config.vocab_size} "
+            "(allowed: its own)"
+        )
+    return config
+
+
+def load(source: str, max_position_embeddings: int) -> PreTrainedModel:
+    """The checkpoint as a Lamina model in float32, to be trained. Raises UserError as conversion does."""
+    folder = model_folder(source)
+    loaded: Any = conversion.load(folder, dtype=torch.float32)
+    model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
+    model.config.get_text_config().max_position_embeddings = max_position_embeddings
+    return model.train()
+
+
+@lru_cache(maxsize=4)
+def _read(folder: str) -> tuple[Plan, Any]:
+    config: Any = conversion.read_config(folder)
+    if isinstance(config, LaminaConfig):
+        if config.plan is None:
+            raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
+        return Plan.from_dict(config.plan), config.get_text_config()
+    architecture = conversion.ARCHITECTURES[config.model_type]
+    return make_plan(architecture.placement, config.num_hidden_layers), config
+
+
+def _has_tokenizer(folder: str) -> bool:
+    if not Path(folder).is_dir():
+        return True  # on the hub: what is missing there is said when it is loaded
+    return any(
+        (Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    )

@@ -1,0 +1,143 @@
+"""The coordinate check: its slopes, its verdict, and that width scaling is what makes it flat."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from training.tiny_runs import flags
+
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.reports import report
+from lamina.studies.coordinates import coord_check, outputs_of, slopes, verdict
+from lamina.studies.width_settings import CoordCheckSettings
+
+TINY = {"num_layers": 2, "batch_size": 4, "sequence_length": 32, "threads": 1}
+
+
+def settings(corpus, output, **changed):
+    return CoordCheckSettings(corpus=str(corpus), output=str(output), **{**TINY, "seeds": "0,1", **changed})
+
+
+def of_size(found):
+    return found[found["metric"] == "size"].set_index(["module", "step"])
+
+
+@pytest.mark.parametrize("placement", ["pre_ln", "fusenorm", "keel"])
+def test_full_alignment_is_flat_where_no_scaling_is_not(corpus, tmp_path, placement):
+    given = {"placement": placement, "widths": "32,64,128", "learning_rate": 3e-3}
+    right = coord_check(settings(corpus, tmp_path / "right", **given), bar=False)
+    plain = coord_check(settings(corpus, tmp_path / "plain", width_scaling="none", **given), bar=False)
+    assert set(of_size(right).verdict) == {"flat"}
+    for folder, expected in (("right", "flat"), ("plain", "grows")):
+        assert json.loads((tmp_path / folder / "result.json").read_text())["verdict"] == expected
+    # A fixed standard deviation of 0.02: a sum over n channels grows as n^(1/2), from the first step on.
+    plain = of_size(plain)
+    assert plain.slope["lm_head", 0] == pytest.approx(0.5, abs=0.1)
+    assert plain.slope["attention.module.q_proj", 0] == pytest.approx(0.5, abs=0.1)
+    assert (plain.verdict["feed_forward.module", 3], plain.verdict["lm_head", 3]) == ("grows", "grows")
+
+
+def test_under_mup_the_readout_starts_with_the_root_of_the_width_below_and_that_is_no_fault(corpus, tmp_path):
+    found = of_size(coord_check(settings(corpus, tmp_path / "mup", widths="32,64,128", width_scaling="mup"), bar=False))
+    assert found.slope["lm_head", 0] == pytest.approx(-0.5, abs=0.1)
+    assert json.loads((tmp_path / "mup" / "result.json").read_text())["verdict"] == "flat"
+
+
+def made_up(exponents, widths=(10, 20, 40), seeds=(0, 1)):
+    rows = []
+    for seed in seeds:
+        for (module, layer, step), e in exponents.items():
+            # the seeds' constants differ; their logarithms are averaged, so that the slope does not move
+            rows += [(w, seed, step, layer, module, "size", (seed + 1) * 3.0 * float(w) ** e) for w in widths]
+    return pd.DataFrame(rows, columns=["width", "seed", "step", "layer", "module", "metric", "value"])
+
+
+def test_the_slope_is_the_exponent_and_layers_are_averaged():
+    found = of_size(slopes(made_up({("q", 0, 0): 0.5, ("q", 1, 0): 0.1, ("head", -1, 0): -1.0}), 0.3))
+    row = found.loc["q", 0]
+    assert (row.slope, row.low, row.high) == pytest.approx((0.3, 0.1, 0.5))
+    assert row.layers == 2
+    assert found.slope["head", 0] == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "expected"), [(0.0, "flat"), (0.29, "flat"), (0.31, "grows"), (-0.31, "shrinks"), (-0.29, "flat")]
+)
+def test_the_verdict_is_by_the_tolerance(exponent, expected):
+    chosen = CoordCheckSettings(tolerance=0.3)
+    found = slopes(made_up({("q", 0, 0): 0.0, ("q", 0, 1): exponent}), 0.3)
+    result = verdict(found, chosen)
+    assert result["verdict"] == expected
+    assert result["modules"] == ([] if expected == "flat" else ["q"])
+
+
+def test_a_value_that_is_not_finite_is_broken_and_not_flat():
+    table = made_up({("q", 0, 0): 0.0, ("r", 0, 0): 0.0})
+    table.loc[(table.module == "q") & (table.width == 40), "value"] = np.nan
+    found = slopes(table, 0.3)
+    assert of_size(found).verdict["q", 0] == "broken"
+    result = verdict(found, CoordCheckSettings())
+    assert (result["verdict"], result["modules"]) == ("broken", ["q"])
+
+
+def test_the_sizes_are_the_mean_magnitudes_of_the_modules_outputs():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+    x = torch.randn(5, 3)
+    with outputs_of(model) as outputs:
+        model(x)
+    assert torch.equal(outputs["0"], x @ model[0].weight.T + model[0].bias) or torch.allclose(
+        outputs["0"], x @ model[0].weight.T + model[0].bias, atol=1e-6
+    )
+    assert torch.equal(outputs["1"], outputs["0"].relu())
+    assert not model[0]._forward_hooks
+
+
+def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
+    folder = tmp_path / "check"
+    argv = ["coord-check", *flags(**TINY, corpus=corpus, output=folder, widths="16,32", steps=1)]
+    assert main([*argv, "--seeds", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "attention.module.q_proj" in out
+    assert str(folder / "report.html") in out
+    assert {p.name for p in folder.iterdir()} >= {"coordinates.parquet", "slopes.csv", "result.json", "study.yaml"}
+    page = (folder / "report.html").read_text()
+    assert "Exponents of the width" in page
+    assert "plotly-graph-div" in page
+    (folder / "report.html").unlink()
+    assert report(folder).is_file()
+
+    before = pd.read_parquet(folder / "coordinates.parquet")
+    assert set(before.columns) == {"width", "seed", "step", "layer", "module", "metric", "value"}
+    assert main(argv) == 2
+    assert "in use" in capsys.readouterr().err
+    assert main([*argv, "--seeds", "0,1", "--resume"]) == 0  # seeds may be added
+    after = pd.read_parquet(folder / "coordinates.parquet")
+    assert after[after.seed == 0].reset_index(drop=True).equals(before)
+    assert len(after) == 2 * len(before)
+    assert main([*argv, "--steps", "2", "--resume"]) == 2
+    assert "steps: 2 differs from the check's 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"widths": "64"}, "widths: '64' is one width"),
+        ({"widths": "64,x"}, "widths: '64,x' is not a comma-separated list"),
+        ({"seeds": "1,1"}, "seeds: '1,1' is not"),
+        ({"tolerance": 0.0}, "tolerance: 0.0"),
+        ({"steps": 0}, "steps: 0 is not a whole number of at least 1"),
+        ({"width_scaling": "none", "base_width": 48}, "base_width: 48 has no meaning"),
+    ],
+)
+def test_settings_without_meaning_are_one_line(given, message):
+    with pytest.raises(UserError, match=message):
+        CoordCheckSettings(**given)
+
+
+def test_a_width_that_the_backbone_cannot_have_is_refused_before_anything_is_written(corpus, tmp_path):
+    with pytest.raises(UserError, match="hidden_size: 33"):
+        coord_check(settings(corpus, tmp_path / "check", widths="32,33"), bar=False)
+    assert not (tmp_path / "check").exists()
