@@ -12,7 +12,7 @@ from lamina.errors import UserError, nearest
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
     "preflight": "before a run: will it train, why not, and what to change",
-    "pretrain": "train one model from scratch",
+    "pretrain": "train one model, from scratch or from a checkpoint",
     "coord-check": "check that no module's output grows with the width, before and after a few steps",
     "transfer": "find the learning rates that are stable and best on a narrow proxy, and the wide target's from them",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",

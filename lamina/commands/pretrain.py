@@ -1,4 +1,4 @@
-"""`lamina pretrain`: one model from scratch."""
+"""`lamina pretrain`: one model, from scratch or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ EXAMPLES = """
   lamina pretrain --placement keel --num-layers 64 --steps 1000 --output runs/keel-64
   lamina pretrain --backbone llama-71m --placement peri_ln --corpus books/ --tokenizer bpe:8192 --save-steps 200
   lamina pretrain --placement keel --trainer.optim adafactor --report-to tensorboard --output runs/keel-af
+  lamina pretrain --from runs/keel-64 --corpus web/:0.7,code/:0.3 --learning-rate 1e-3 --output runs/keel-64b
   lamina pretrain --output runs/keel-64 --resume
   torchrun --nproc_per_node 8 --no-python lamina pretrain --parallel fsdp2 --save-steps 500 --rollback 2 --output runs/x
 """
@@ -22,9 +23,7 @@ def run(argv: list[str]) -> int:
     from lamina.training.folder import read_yaml
     from lamina.training.settings import PretrainSettings
 
-    parser = make_parser(
-        "pretrain", "Train one model from scratch; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES
-    )
+    parser = make_parser("pretrain", "Train one model; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES)
     add_settings(parser, PretrainSettings)
     parser.add_argument("--resume", action="store_true", help="go on from the output folder's last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
