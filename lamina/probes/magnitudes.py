@@ -142,8 +142,13 @@ class Seen:
         return result
 
     def put(self, value: torch.Tensor, result: Moments) -> None:
-        """Note the result for as long as the tensor lives and stays as it is."""
-        self._found[id(value)] = (weakref.ref(value), _version(value), result)
+        """Note the result for as long as the tensor lives and stays as it is.
+
+        No longer: what is kept between the activations that come and go would hold their memory apart.
+        """
+        number, found = id(value), self._found
+        reference = weakref.ref(value, lambda _: found.pop(number, None))
+        found[number] = (reference, _version(value), result)
 
     def clear(self) -> None:
         """Forget all, at the end of a forward pass."""
