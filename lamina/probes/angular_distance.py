@@ -118,8 +118,10 @@ class AngularDistance(Probe):
         distances = frame[frame["metric"] == "angular_distance"]
         num_layers = int(distances["size"].max())
         by_block = distances.set_index(["size", "start"])["value"]
-        best = frame[frame["metric"] == "best_start"].set_index("size")["value"].astype(int)
-        sizes = [size for size in _powers(num_layers) if size < num_layers]
+        best = frame[frame["metric"] == "best_start"].set_index("size")["value"].dropna().astype(int)
+        if not len(best):
+            return ["No angle is finite: the states hold NaN or infinite values."]
+        sizes = [size for size in _powers(num_layers) if size < num_layers and size in best.index]
         if not sizes:
             return [f"The one layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."]
         blocks = [

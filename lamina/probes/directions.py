@@ -14,6 +14,7 @@ TOKENS = ("last", "first", "all")
 # Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.
 _TILE = 32
 _SMALLEST_BUDGET = 2**26
+_SHORTEST = 1e-30  # a vector of zeros (an untrained class token) has no direction: cosine 0 with all others
 
 
 class Directions:
@@ -52,7 +53,7 @@ class Directions:
             if self._held.shape != shape or self._held.device != state.device:
                 self._held = torch.zeros(shape, device=state.device)
         norms = torch.linalg.vector_norm(state, dim=-1, keepdim=True, dtype=torch.float32)
-        torch.div(state, norms, out=self._held[:, index])
+        torch.div(state, norms.clamp_min_(_SHORTEST), out=self._held[:, index])
         if self._mask is not None:
             self._held[:, index].masked_fill_(~self._mask[..., None], 0.0)
 
@@ -81,7 +82,8 @@ class Directions:
         for sequence in range(batch):
             for start in range(0, tokens, step):
                 unit = self._held[sequence, : self.states, start : start + step].transpose(0, 1).double()
-                unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True)  # to 1e-16, not 1e-7
+                lengths = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
+                unit = unit / lengths.clamp_min(_SHORTEST)  # to 1e-16, not 1e-7
                 angles = (unit @ unit.mT).clamp_(-1.0, 1.0).acos_()
                 if self._mask is not None:
                     angles[~self._mask[sequence, start : start + step]] = 0.0

@@ -234,3 +234,25 @@ def test_the_page_says_what_the_stream_is():
 
 def test_ranges():
     assert ranges([5, 0, 1, 2, 8, 7]) == "0-2, 5, 7-8"
+
+
+def test_a_token_of_zeros_has_no_direction_and_breaks_nothing():
+    """An untrained ViT's class token and its position are zeros: a right angle to all, not NaN."""
+    model = small_model("vit")
+    with torch.no_grad():
+        embeddings = model.vit.embeddings
+        embeddings.cls_token.zero_()
+        embeddings.position_embeddings.zero_()
+    frame = probe(model, ["angular_distance(tokens=first)"], torch.rand(3, 3, 16, 16))["angular_distance"]
+    turned = frame[(frame["metric"] == "angular_distance") & (frame["start"] == 0)]
+    assert (turned["value"] - 0.5).abs().max() < 1e-12
+    assert frame["value"].notna().all()
+
+
+def test_states_that_are_not_finite_are_said_not_hidden():
+    model = small_model("llama")
+    hook = model.model.embed_tokens.register_forward_hook(lambda m, a, out: out * float("nan"))
+    frame = probe(model, ["angular_distance"], torch.randint(3, 40, (3, 7)))["angular_distance"]
+    hook.remove()
+    assert frame[frame["metric"] == "angular_distance"]["value"].isna().all()
+    assert "No angle is finite" in AngularDistance().sentences(frame)[0]
