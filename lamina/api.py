@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +26,8 @@ def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, 
     from lamina.studies.settings import CompareSettings
 
     made = CompareSettings.from_dict(settings)
-    try:
-        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    except KeyboardInterrupt:  # an interrupted study gets its page of what is there
-        if (Path(made.output) / "results.csv").is_file():
-            study_report(Path(made.output))
-        raise
-    study_report(Path(made.output))
-    return results
+    with _page(study_report, Path(made.output), "results.csv"):
+        return run(made, resume=resume, overwrite=overwrite, bar=bar)
 
 
 def probe_folder(
@@ -53,13 +49,8 @@ def probe_folder(
 
     made = ProbeSettings.from_dict(settings)
     folder = Path(made.output)
-    try:
+    with _page(probing_report, folder, "result.json"):
         result = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    except KeyboardInterrupt:  # what is there gets its page
-        if (folder / "result.json").is_file():
-            probing_report(folder)
-        raise
-    probing_report(folder)
     if png:
         draw(folder)
     return result
@@ -153,11 +144,17 @@ def transfer(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
     from lamina.studies.width_settings import TransferSettings
 
     made = TransferSettings.from_dict(settings)
+    with _page(transfer_report, Path(made.output), "transfer.json"):
+        return run(made, resume=resume, overwrite=overwrite, bar=bar)
+
+
+@contextmanager
+def _page(report: Callable[[Path], Any], folder: Path, result: str) -> Iterator[None]:
+    """Write the page once the work is done; an interrupted one gets that of what is there, if its ``result`` is."""
     try:
-        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    except KeyboardInterrupt:  # an interrupted study gets its page of what is there
-        if (Path(made.output) / "transfer.json").is_file():
-            transfer_report(Path(made.output))
+        yield
+    except KeyboardInterrupt:
+        if (folder / result).is_file():
+            report(folder)
         raise
-    transfer_report(Path(made.output))
-    return results
+    report(folder)

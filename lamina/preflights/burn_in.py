@@ -14,8 +14,8 @@ from torch import nn
 from lamina.data import Blocks
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model, optimizer_groups
+from lamina.training.line import spread
 from lamina.training.monitor import GradientNorms
-from lamina.training.pretrain import spread
 from lamina.training.settings import PretrainSettings
 
 MOST_TOKENS = 1_000_000  # for the frequencies of tokens

@@ -73,6 +73,7 @@ def _second_derivatives() -> Iterator[None]:
         text = " ".join(str(error).split())
         # J^T u always depends on u: where its graph ends before, an operation's backward pass has none of its own.
         signs = ("derivative", "double backward", "differentiate twice", "not have been used in the graph")
+        # Where an operation has no derivative at all, PyTorch raises NotImplementedError, a RuntimeError.
         if isinstance(error, NotImplementedError) or any(sign in text for sign in signs):
             raise UserError(f"the Jacobian needs second derivatives, and the model has none: {text[:200]}") from error
         raise

@@ -46,10 +46,10 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     return Structure(
         layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
         hidden_size=width,
-        embedding=_embedding(model),
+        embedding=_asked(model, "get_input_embeddings"),
         embedding_norm=_outer_norm("embedding_norm", record, before=first),
         final_norm=_outer_norm("final_norm", record, after=last),
-        head=_head(model),
+        head=_asked(model, "get_output_embeddings"),
         notes=notes,
     )
 
@@ -193,16 +193,10 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
     return None
 
 
-def _embedding(model: nn.Module) -> nn.Module | None:
+def _asked(model: nn.Module, method: str) -> nn.Module | None:
+    """What a transformers model answers; it raises NotImplementedError where it has no such part."""
     try:
-        return model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    try:
-        return model.get_output_embeddings()  # type: ignore[operator]
+        return getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from probes.tiny import bert, blocks, llama, value
+from probes.tiny import albert, bert, blocks, gemma2, llama, value
 from torch import nn
 
 from lamina.errors import UserError
@@ -93,21 +93,7 @@ def test_an_encoder_sees_both_sides():
 
 
 def gemma(**more):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            initializer_range=3.0,
-            **more,
-        )
-    ).eval()
+    return gemma2(initializer_range=3.0, **more)
 
 
 def test_a_window_and_a_soft_cap_count():
@@ -147,20 +133,7 @@ def run_on(context, batches):
 
 
 def test_shared_layers_are_told_apart():
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    model = AlbertForMaskedLM(
-        AlbertConfig(
-            vocab_size=61,
-            hidden_size=32,
-            embedding_size=16,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    ).eval()
+    model = albert(initializer_range=0.5)
     ids = blocks()
     frame = measure(model, ids)
     for layer, weights in enumerate(own_weights(model, input_ids=ids)):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from probes.tiny import blocks, llama, value
+from probes.tiny import blocks, gemma2, llama, value
 from torch import nn
 
 import lamina
@@ -46,19 +46,7 @@ def test_every_norm_of_a_llama():
 
 @torch.no_grad()
 def test_gemmas_gain_is_one_more_than_its_weight():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    model = Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-    )
+    model = gemma2()
     layer = model.model.layers[1]
     layer.post_feedforward_layernorm.weight.fill_(0.25)
     frame = measure(model)

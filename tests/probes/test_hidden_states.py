@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from probes.tiny import bert, blocks, llama, outputs, states, value
+from probes.tiny import albert, bert, blocks, llama, outputs, states, value
 
 import lamina
 from lamina.errors import UserError
@@ -263,19 +263,7 @@ def test_one_tensor_watched_at_two_points_is_not_mistaken_for_another():
 
 
 def test_shared_layers_each_have_a_state():
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    model = AlbertForMaskedLM(
-        AlbertConfig(
-            vocab_size=61,
-            hidden_size=32,
-            embedding_size=16,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        )
-    ).eval()
+    model = albert()
     ids = blocks()
     frame = measure(model, ids)
     with torch.no_grad():

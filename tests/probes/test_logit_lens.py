@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from probes.tiny import bert, blocks, llama, states, value
+from probes.tiny import albert, bert, blocks, gemma2, llama, states, value
 
 import lamina
 from lamina.errors import UserError
@@ -109,21 +109,7 @@ def test_a_model_without_a_final_norm_is_read_by_its_head_alone():
 
 @torch.no_grad()
 def test_a_soft_cap_of_the_logits_counts():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    model = Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            initializer_range=1.0,
-            final_logit_softcapping=3.0,
-        )
-    ).eval()
+    model = gemma2(initializer_range=1.0, final_logit_softcapping=3.0)
     ids = blocks()
     frame = measure(model, ids)
     logits = []
@@ -160,20 +146,7 @@ def finished(context):
 
 @torch.no_grad()
 def test_an_albert_runs_its_one_layer_once_a_state():
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    model = AlbertForMaskedLM(
-        AlbertConfig(
-            vocab_size=61,
-            hidden_size=32,
-            embedding_size=16,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-        )
-    ).eval()
+    model = albert(initializer_range=0.3)
     ids = blocks()
     context = make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER)
     frame = finished(context)

@@ -1,7 +1,16 @@
 """Models small enough for a test, and their states caught by hooks of the test's own."""
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 
 def llama(layers=3, width=32, **more):
@@ -31,6 +40,34 @@ def bert(layers=2, **more):
         **more,
     )
     return BertForMaskedLM(config).eval()
+
+
+def albert(**more):
+    config = AlbertConfig(
+        vocab_size=61,
+        hidden_size=32,
+        embedding_size=16,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **more,
+    )
+    return AlbertForMaskedLM(config).eval()
+
+
+def gemma2(**more):
+    config = Gemma2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        **more,
+    )
+    return Gemma2ForCausalLM(config).eval()
 
 
 def blocks(sequences=6, tokens=16, vocabulary=61):

@@ -1,7 +1,9 @@
 import pytest
 from training.tiny_runs import settings, write_corpus
 
+from lamina.training import line
 from lamina.training import pretrain as pretraining
+from lamina.training.trainer import LaminaTrainer
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +44,12 @@ def trainers(monkeypatch):
     """Every LaminaTrainer that a test's runs make, in their order."""
     made = []
 
-    class Kept(pretraining.LaminaTrainer):
+    class Kept(LaminaTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(pretraining, "LaminaTrainer", Kept)
+    monkeypatch.setattr(line, "LaminaTrainer", Kept)
     return made
 
 
@@ -56,13 +58,13 @@ def before_step(monkeypatch):
     """Call ``act(trainer, model)`` right before the forward pass of a step (counted from 1)."""
 
     def install(step, act):
-        original = pretraining.LaminaTrainer.training_step
+        original = LaminaTrainer.training_step
 
         def training_step(self, model, *args, **kwargs):
             if self.state.global_step + 1 == step:
                 act(self, model)
             return original(self, model, *args, **kwargs)
 
-        monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+        monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
 
     return install

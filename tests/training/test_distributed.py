@@ -18,6 +18,7 @@ from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.distributed import launched, parallel_of
 from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
 
 STEPS = 20
 OPTIONS = {
@@ -61,17 +62,17 @@ def runs(corpus, session_cache, tmp_path_factory):
         patch.setenv("LAMINA_CACHE", str(session_cache))
         pretraining.pretrain(given("one"), bar=False)
         (folder / "one-then-two").mkdir()
-        half = pretraining.LaminaTrainer.training_step
+        half = LaminaTrainer.training_step
 
         def stop(self, *args, **kwargs):
             if self.state.global_step == 12:
                 raise RuntimeError("pulled the plug")
             return half(self, *args, **kwargs)
 
-        patch.setattr(pretraining.LaminaTrainer, "training_step", stop)
+        patch.setattr(LaminaTrainer, "training_step", stop)
         with pytest.raises(RuntimeError, match="plug"):
             pretraining.pretrain(given("one-then-two"), bar=False)
-        patch.setattr(pretraining.LaminaTrainer, "training_step", half)
+        patch.setattr(LaminaTrainer, "training_step", half)
         said = train(
             folder,
             [
@@ -85,7 +86,7 @@ def runs(corpus, session_cache, tmp_path_factory):
             ],
         )
         pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
-        patch.setattr(pretraining.LaminaTrainer, "training_step", _spoiled(half, 4))
+        patch.setattr(LaminaTrainer, "training_step", _spoiled(half, 4))
         pretraining.pretrain(given("spoiled-one"), bar=False)
     return folder, said
 

@@ -8,6 +8,7 @@ from training.tiny_runs import records, result, settings
 
 from lamina.training import pretrain as pretraining
 from lamina.training.order import TrainOrder
+from lamina.training.trainer import LaminaTrainer
 
 
 @pytest.fixture
@@ -42,13 +43,13 @@ def test_the_shares_are_in_the_log_and_the_result(trained, tmp_path, mix):
 
 def test_the_model_is_given_the_blocks_in_these_shares(trained, monkeypatch):
     seen = []
-    original = pretraining.LaminaTrainer.training_step
+    original = LaminaTrainer.training_step
 
     def training_step(self, model, inputs, *args, **kwargs):
         seen.append((inputs["input_ids"] == ord(",")).any(dim=1).sum().item())  # only the other corpus has commas
         return original(self, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
     trained(steps=5, batch_size=4, sequence_length=64)
     assert seen == [1] * 5
 

@@ -13,6 +13,8 @@ from lamina import build
 from lamina.data import prepare_blocks
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.training import pretrain as pretraining
+from lamina.training.checks import backbone_config
+from lamina.training.trainer import LaminaTrainer
 
 
 def naive_norms(model) -> dict[tuple[int, str, str], float]:
@@ -75,19 +77,19 @@ def test_sublayers_embedding_and_readout_make_up_the_total_norm(trained, tmp_pat
 @pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 2), (1, 4)])
 def test_accumulated_gradients_are_those_of_one_large_batch(tiny, tmp_path, monkeypatch, batch, accumulation):
     seen = []
-    original = pretraining.LaminaTrainer.training_step
+    original = LaminaTrainer.training_step
 
     def training_step(self, model, inputs, *args, **kwargs):
         if self.state.global_step == 0:
             seen.append(inputs["input_ids"].clone())
         return original(self, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
     chosen = tiny(batch_size=batch, gradient_accumulation=accumulation, max_grad_norm=1e-2)
     pretraining.pretrain(chosen, bar=False)
     _, tokenizer = prepare_blocks(chosen.corpus, chosen.tokenizer, chosen.sequence_length, progress=False)
     torch.manual_seed(chosen.seed)
-    model = build(pretraining.backbone_config(chosen, vocab_size=len(tokenizer)), chosen.placement)
+    model = build(backbone_config(chosen, vocab_size=len(tokenizer)), chosen.placement)
     ids = torch.cat(seen)
     assert ids.shape == (4, chosen.sequence_length)
     logits = model(input_ids=ids).logits[:, :-1]

@@ -12,6 +12,7 @@ from training.tiny_runs import SMALL, flags, layers, records, result
 
 from lamina.cli import main
 from lamina.training import pretrain as pretraining
+from lamina.training.trainer import LaminaTrainer
 
 LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
 
@@ -28,7 +29,7 @@ def stop_at(monkeypatch):
     """Do something in the middle of a step, once."""
 
     def install(step, act):
-        original = pretraining.LaminaTrainer.training_step
+        original = LaminaTrainer.training_step
         done = []
 
         def training_step(self, *args, **kwargs):
@@ -37,7 +38,7 @@ def stop_at(monkeypatch):
                 act()
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+        monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
 
     return install
 
@@ -169,15 +170,15 @@ def test_a_run_killed_after_its_last_checkpoint_gets_its_result(trained, tmp_pat
 
 def test_an_interruption_in_the_last_evaluation_loses_nothing(trained, tmp_path, whole, monkeypatch):
     options = {**LONG, "save_steps": 0}
-    original = pretraining.LaminaTrainer.evaluate
+    original = LaminaTrainer.evaluate
 
     def evaluate(self, *args, **kwargs):
         if self.state.global_step == 12:
-            monkeypatch.setattr(pretraining.LaminaTrainer, "evaluate", original)
+            monkeypatch.setattr(LaminaTrainer, "evaluate", original)
             interrupt()
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(pretraining.LaminaTrainer, "evaluate", evaluate)
+    monkeypatch.setattr(LaminaTrainer, "evaluate", evaluate)
     found = trained(**options)
     assert found["status"] != "interrupted" or list((tmp_path / "run" / "checkpoints").glob("checkpoint-12"))
     trained(resume=True, **options)

@@ -13,6 +13,7 @@ from lamina.training import pretrain as pretraining
 from lamina.training.order import TrainOrder
 from lamina.training.rollback import Rollbacks
 from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
 
 OPTIONS = {
     "steps": 16, "logging_steps": 1, "save_steps": 4, "eval_steps": 8, "rollback": 2,
@@ -23,7 +24,7 @@ OPTIONS = {
 def spoiled_data(monkeypatch, *places):
     """Blocks of these steps of the data's order make the loss NaN, whichever step trains on them."""
     seen = []
-    original = pretraining.LaminaTrainer.training_step
+    original = LaminaTrainer.training_step
 
     def training_step(self, model, inputs, *args, **kwargs):
         step = self.state.global_step + 1
@@ -35,7 +36,7 @@ def spoiled_data(monkeypatch, *places):
             self.guard.see_loss(step, float("nan"))
         return loss
 
-    monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
     return seen
 
 
@@ -112,14 +113,14 @@ def test_a_run_stopped_after_a_return_goes_on_with_it(trained, tmp_path, monkeyp
     """The learning rate, the data left out and the number of returns survive the process."""
     spoiled_data(monkeypatch, 7)
     trained("whole", **OPTIONS)
-    original, left = pretraining.LaminaTrainer.training_step, [signal.SIGTERM]
+    original, left = LaminaTrainer.training_step, [signal.SIGTERM]
 
     def stop(self, *args, **kwargs):
         if self.state.global_step + 1 == 10 and left:
             os.kill(os.getpid(), left.pop())
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", stop)
+    monkeypatch.setattr(LaminaTrainer, "training_step", stop)
     assert trained(**OPTIONS)["status"] == "interrupted"
     trained(resume=True, **OPTIONS)
     assert records(tmp_path / "run") == records(tmp_path / "whole")
@@ -148,7 +149,7 @@ def test_a_kill_right_after_the_decision_changes_nothing(trained, tmp_path, monk
 
 def test_the_last_good_checkpoint_is_not_pruned(trained, tmp_path, monkeypatch):
     """The loss stays up long before the guard gives up, and checkpoints are taken meanwhile."""
-    original = pretraining.LaminaTrainer.training_step
+    original = LaminaTrainer.training_step
 
     def training_step(self, model, *args, **kwargs):
         loss = original(self, model, *args, **kwargs)
@@ -156,7 +157,7 @@ def test_the_last_good_checkpoint_is_not_pruned(trained, tmp_path, monkeypatch):
             loss = loss + 5.0
         return loss
 
-    monkeypatch.setattr(pretraining.LaminaTrainer, "training_step", training_step)
+    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
     found = trained(**{**OPTIONS, "save_steps": 2}, keep=1, divergence_patience=9)
     (told,) = found["rollbacks"]
     assert (told["step"], told["diverged_at"], told["skipped"]) == (4, 14, (5, 14))

@@ -54,7 +54,7 @@ def test_the_result_holds_the_fields_of_the_design(run):
 
 def test_the_saved_model_has_the_reported_eval_loss(run, tiny):
     from lamina.data import prepare_blocks
-    from lamina.training.pretrain import spread
+    from lamina.training.line import spread
 
     model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -84,9 +84,9 @@ def test_parts_and_notes_behind_the_resumed_step_are_dropped(tmp_path):
 
 def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained, tmp_path, own, monkeypatch):
     trained("whole", probe_every=1, probes=own, steps=6)
-    from lamina.training import pretrain as pretraining
+    from lamina.training.trainer import LaminaTrainer
 
-    original = pretraining.LaminaTrainer.training_step
+    original = LaminaTrainer.training_step
 
     def stops(self, *args, **kwargs):
         if self.state.global_step == 3:
@@ -94,7 +94,7 @@ def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained,
         return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining.LaminaTrainer, "training_step", stops)
+        patch.setattr(LaminaTrainer, "training_step", stops)
         assert trained(probe_every=1, probes=own, steps=6, save_steps=2)["status"] == "interrupted"
     assert list(parts(tmp_path / "run")) == [0, 1, 2, 3]
     assert trained(resume=True, probe_every=1, probes=own, steps=6, save_steps=2)["status"] in ENDED

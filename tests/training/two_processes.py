@@ -13,8 +13,9 @@ from torch import distributed
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
 
-_STEP = pretraining.LaminaTrainer.training_step
+_STEP = LaminaTrainer.training_step
 
 
 def at_step(step, act, rank):
@@ -25,7 +26,7 @@ def at_step(step, act, rank):
             act(self, model)
         return _STEP(self, model, *args, **kwargs)
 
-    pretraining.LaminaTrainer.training_step = training_step
+    LaminaTrainer.training_step = training_step
 
 
 def terminate(trainer, model):
@@ -43,7 +44,7 @@ def main(path):
     torch.set_num_threads(1)
     said = []
     for run in json.loads(Path(path).read_text()):
-        pretraining.LaminaTrainer.training_step = _STEP
+        LaminaTrainer.training_step = _STEP
         if "terminate" in run:
             at_step(run["terminate"], terminate, rank=1)
         if "spoil" in run:
