@@ -20,9 +20,11 @@ from torch import nn
 from torch.nn import functional
 
 IGNORED = -100
-# Logits in a chunk: enough for the products to run at full speed, 32 MiB of float32 on a CPU.
-ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+# Logits in a chunk: enough for the products to run at full speed, 64 MiB of float32 on a CPU.
+ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
 SMALLEST_CHUNK = 256  # below it the products with the head's weight wait for memory
+LARGEST_CHUNK = 512  # on a CPU, unless its logits are few: above it nothing is gained, and they leave the caches
+FEW = 2**21
 
 
 class ChunkKernel(Protocol):
@@ -51,6 +53,8 @@ class LinearLoss:
         """Tokens in a chunk: a power of 2."""
         elements = self.elements or ELEMENTS.get(device.type, ELEMENTS["cpu"])
         most = max(elements // vocab_size, 1 if self.elements else SMALLEST_CHUNK)
+        if device.type == "cpu" and not self.elements:
+            most = min(most, max(LARGEST_CHUNK, FEW // vocab_size))
         return 1 << (most.bit_length() - 1)
 
     def __call__(

@@ -1,6 +1,8 @@
 """Precision and compilation: what a trial decides, that it disturbs nothing, and that a run keeps to it."""
 
 import json
+import resource
+import sys
 from functools import partial
 
 import pytest
@@ -165,6 +167,20 @@ def test_prepare_sets_the_loss_and_the_blocks():
     assert compiled(prepared)
     speed.prepare(prepared, of(compile="off"))
     assert not compiled(prepared)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_freed_memory_is_kept_for_the_next_step():
+    speed.keep_freed_memory()
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        kept = [torch.ones(2**21) for _ in range(8)]  # 8 MiB each, 2,048 pages
+        del kept
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert min(faults() for _ in range(3)) < 2048
 
 
 def test_a_compiler_asked_for_must_be_there(monkeypatch):
