@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.probes.following import read_layer
 from lamina.probes.running import takes_cache
 from lamina.probes.structure import FeedForward, LayerSite, NormSite, Point, Structure, Sublayer
 from lamina.probes.tracing import Call, Op, Trace, trace
-from lamina.probes.wired import Branch, Layer, read_layer
+from lamina.probes.wired import Branch, Layer
 
 
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
