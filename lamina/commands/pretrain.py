@@ -20,7 +20,6 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, say how it ended."""
-    from lamina.training.folder import read_yaml
     from lamina.training.settings import PretrainSettings
 
     parser = make_parser("pretrain", "Train one model; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES)
@@ -28,11 +27,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the output folder's last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     given, others = given_settings(parser, argv, "resume", "overwrite")
-    stored = Path(given.get("output", PretrainSettings.output)) / "config.yaml"
-    if others.resume and stored.is_file():
-        from lamina.training.checks import merge
+    if others.resume:
+        from lamina.training.checks import FREE, merge
+        from lamina.training.resuming import stored_settings
 
-        given = merge(read_yaml(stored), given)
+        stored = stored_settings(Path(given.get("output", PretrainSettings.output)), FREE)
+        given = given if stored is None else merge(stored, given)
     result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)
     if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
         return 130 if result["status"] == "interrupted" else 0

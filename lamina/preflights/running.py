@@ -22,8 +22,8 @@ from lamina.preflights.proxy import choose
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, calibration, chance, judge
 from lamina.training.checks import check
-from lamina.training.folder import LAYER_COLUMNS
 from lamina.training.settings import PretrainSettings
+from lamina.training.writers import LAYER_COLUMNS
 
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
 

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
+_NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading an altered one raises
 
 
 def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] = lambda state: True) -> Path | None:
@@ -46,16 +47,21 @@ def run_state(path: Path) -> dict[str, Any]:
     return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
 
 
+def listed_state(path: Path) -> dict[str, Any] | None:
+    """A checkpoint's run state if that file is as its manifest lists it, whatever became of the others; else None."""
+    try:
+        return run_state(path) if _listed(path)[RUN_STATE][1] == _hash(path / RUN_STATE) else None
+    except (OSError, *_NO_MANIFEST):
+        return None
+
+
 def what_is_broken(path: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file: missing, cut short or altered. None where it is whole."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        listed = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-        if manifest["checksum"] != _checksum(listed):
-            return f"{MANIFEST} is altered"
+        listed = _listed(path)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, *_NO_MANIFEST):
         return f"{MANIFEST} is cut short or altered"
     for name, (size, digest) in listed.items():
         try:
@@ -147,6 +153,15 @@ def _publish(path: Path, final: Path, listed: dict[str, tuple[int, str]]) -> Non
         discard(final)
     os.replace(path, final)
     _sync(final.parent)
+
+
+def _listed(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and digest of a checkpoint's files, by its manifest. Raises one of _NO_MANIFEST where that is altered."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    listed = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    if manifest["checksum"] != _checksum(listed):
+        raise ValueError(f"{MANIFEST} is altered")
+    return listed
 
 
 def _settled(path: Path) -> tuple[int, str]:

@@ -24,6 +24,7 @@ from lamina.training.arguments import training_arguments
 from lamina.training.compiling import missing_compiler
 from lamina.training.experts import choose, find_routers
 from lamina.training.groups import check_optimizer, width_scaling_of
+from lamina.training.resuming import known_of, plan_digest
 from lamina.training.settings import PretrainSettings
 
 DATA = "data.json"  # which text the run began with
@@ -108,14 +109,18 @@ def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 
 def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerprint: str) -> None:
     """Raise UserError where the text or the placement is not what it was when the run in ``folder`` began."""
-    stored = _stored(folder / DATA).get("fingerprint")
+    known = known_of(folder)
+    stored = known.get("text", _stored(folder / DATA).get("fingerprint"))
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run in "
             f"{str(folder)!r} began (allowed with --resume: the same text; else another --output, or --overwrite)"
         )
     before = _stored(folder / "plan.json")
-    if before and before != json.loads(json.dumps(plan.to_dict())):
+    same = (
+        before == json.loads(json.dumps(plan.to_dict())) if "plan" not in known else known["plan"] == plan_digest(plan)
+    )
+    if not same and (before or known):
         raise UserError(
             f"placement: {settings.placement!r} is not what it was when the run in {str(folder)!r} began (allowed with "
             "--resume: the same; else another --output, or --overwrite)"
@@ -124,6 +129,7 @@ def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerp
 
 def _stored(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return stored if isinstance(stored, dict) else {}

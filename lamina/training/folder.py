@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,15 +21,15 @@ import yaml
 
 from lamina.errors import UserError
 
-LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
-
-
 LOCK = ".lock"
+ENVIRONMENT = "environment.json"
 
 
 def in_use(folder: Path) -> bool:
-    """Whether the folder holds anything but a lock."""
-    return folder.is_dir() and any(child.name != LOCK for child in folder.iterdir())
+    """Whether the folder holds anything but a lock, or the first file of a run that was killed before it had a name."""
+    return folder.is_dir() and any(
+        child.name != LOCK and not child.name.startswith(f".{ENVIRONMENT}.") for child in folder.iterdir()
+    )
 
 
 def refuse(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -62,7 +62,8 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
     refuse(folder, resume=resume, overwrite=overwrite)
     used = in_use(folder)
     if used and overwrite:
-        for child in folder.iterdir():
+        # the file by which the folder is known as ours goes last, so that a kill leaves one that can be overwritten
+        for child in sorted(folder.iterdir(), key=lambda child: child.name == ENVIRONMENT):
             if child.name == LOCK:
                 continue
             if child.is_dir() and not child.is_symlink():
@@ -76,10 +77,10 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        data = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        data = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
         return "lamina" in data["versions"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return any(folder.glob("checkpoints/checkpoint-*/manifest.json"))  # the file may be what was damaged
 
 
 @contextmanager
@@ -169,111 +170,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and "status" in data else None
-
-
-class MetricsWriter:
-    """metrics.jsonl: a line a record, written through at once."""
-
-    def __init__(self, folder: Path, resumed_step: int | None, returns: Iterable[Mapping[str, Any]] = ()):
-        self.path, self.best_eval = folder / "metrics.jsonl", math.inf
-        self.last_eval: tuple[int, float] = (-1, math.inf)
-        if resumed_step is not None and self.path.exists():
-            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step(line) <= resumed_step]
-            kept = [line for line in kept if "rollback" not in json.loads(line)]
-            kept += [json.dumps(finite(dict(record))) for record in returns]  # they stay, however far one goes back
-            kept.sort(key=_step)
-            write_text(self.path, "".join(f"{line}\n" for line in kept))
-            evals = [(r["step"], r["eval_loss"]) for r in map(json.loads, kept) if "eval_loss" in r]
-            self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
-            if evals:
-                self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(dict(record))) + "\n")
-
-    def sync(self) -> None:
-        """Bring what was written to the disk."""
-        if self.path.exists():
-            with self.path.open("a", encoding="utf-8") as file:
-                os.fsync(file.fileno())
-
-
-def keep_abandoned(folder: Path, step: int, number: int) -> None:
-    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl: a return takes them out of metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    gone = [line for line in lines if step < _step(line) < math.inf]
-    write_text(folder / f"metrics-rollback-{number}.jsonl", "".join(f"{line}\n" for line in gone))
-
-
-class NoWriter:
-    """In place of the writers in every process but the first."""
-
-    best_eval = math.inf
-    last_eval = (-1, math.inf)
-
-    def write(self, record: Mapping[str, Any]) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def add(self, rows: Iterable[tuple[Any, ...]]) -> None: ...
-
-    def flush(self) -> None: ...
-
-
-def _step(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # a torn last line goes
-
-
-class LayersWriter:
-    """layers/part-*.parquet: rows are gathered and written in parts, so that a kill loses at most the last one."""
-
-    rows_a_part = 20_000
-
-    def __init__(self, folder: Path, resumed_step: int | None):
-        import pyarrow.dataset as ds
-        import pyarrow.parquet as pq
-
-        self.folder = folder / "layers"
-        self.folder.mkdir(exist_ok=True)
-        self.rows: list[tuple[Any, ...]] = []
-        parts = sorted(self.folder.glob("part-*.parquet"))
-        self.next = int(parts[-1].stem.split("-")[1]) + 1 if parts else 0
-        for part in parts if resumed_step is not None else ():
-            table = pq.read_table(part)
-            kept = table.filter(ds.field("step") <= resumed_step)
-            if kept.num_rows == 0:
-                part.unlink()
-            elif kept.num_rows < table.num_rows:
-                self._write(part, kept)
-
-    def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Take rows of (step, layer, sublayer, role, index, metric, value)."""
-        self.rows += rows
-        if len(self.rows) >= self.rows_a_part:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has gathered as one part."""
-        import pyarrow as pa
-
-        if not self.rows:
-            return
-        types = (pa.int64(), pa.int32(), pa.string(), pa.string(), pa.int32(), pa.string(), pa.float64())
-        columns = [pa.array(c, t) for c, t in zip(zip(*self.rows, strict=True), types, strict=True)]
-        self._write(self.folder / f"part-{self.next:05d}.parquet", pa.table(columns, names=list(LAYER_COLUMNS)))
-        self.rows, self.next = [], self.next + 1
-
-    @staticmethod
-    def _write(path: Path, table: Any) -> None:
-        import pyarrow.parquet as pq
-
-        temporary = path.with_name(f".{path.name}")
-        pq.write_table(table, temporary)
-        os.replace(temporary, path)
 
 
 def environment(seed: int) -> dict[str, Any]:

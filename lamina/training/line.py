@@ -23,7 +23,7 @@ from lamina.modeling.building import build
 from lamina.training import folder as run_folder
 from lamina.training import source, speed
 from lamina.training.arguments import device_of, training_arguments
-from lamina.training.checkpoints import newest_checkpoint, run_state, step_of
+from lamina.training.checkpoints import run_state, step_of
 from lamina.training.checks import backbone_config
 from lamina.training.distributed import Processes
 from lamina.training.experts import ExpertBalance
@@ -31,11 +31,13 @@ from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.order import TrainOrder
 from lamina.training.recorder import RunRecorder, stop_signals
+from lamina.training.resuming import go_on_from, identity
 from lamina.training.rollback import Rollbacks
 from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
 from lamina.training.sharding import shard
 from lamina.training.trainer import LaminaTrainer
+from lamina.training.writers import LayersWriter, MetricsWriter, NoWriter
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class Line:
         if crew.size > 1 and crew.parallel == "fsdp2":
             shard(self.model, crew, device_of(settings), bf16=bool(arguments.bf16))
         folder = target / "checkpoints"
-        self.checkpoint = crew.by_first(lambda: newest_checkpoint(folder, rollbacks.admits)) if resume else None
+        self.checkpoint = crew.by_first(lambda: go_on_from(folder, rollbacks)) if resume else None
         state = run_state(self.checkpoint) if self.checkpoint else None
         resumed_step = (state["step"] if state else -1) if resume else None
         self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
@@ -84,7 +86,7 @@ class Line:
         monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
-        first = crew.first
+        first, logged = crew.first, int(state["logged_step"]) if state else 0
         train = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
         order = TrainOrder(
             len(train),
@@ -104,8 +106,8 @@ class Line:
                 if part["epochs"] > 1:
                     logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
         self.recorder = RunRecorder(
-            metrics=run_folder.MetricsWriter(target, resumed_step, returns) if first else run_folder.NoWriter(),
-            layers=run_folder.LayersWriter(target, resumed_step) if first else run_folder.NoWriter(),
+            metrics=MetricsWriter(target, resumed_step, returns, logged) if first else NoWriter(),
+            layers=LayersWriter(target, resumed_step) if first else NoWriter(),
             guard=self.guard,
             monitor_ids=monitor_ids,
             tokens_per_step=tokens_per_step,
@@ -115,13 +117,20 @@ class Line:
             processes=crew,
             realised=realised,
         )
+        if state and "evaluations" in state:
+            self.recorder.take_up(state["evaluations"])
         probing = None
         if settings.probe_every and first:
             probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step)
 
         def on_checkpoint() -> dict[str, Any]:
             self.recorder.before_checkpoint()
-            return {"rollbacks": len(rollbacks.done)}
+            evaluations = self.recorder.evaluations()
+            return {
+                "rollbacks": len(rollbacks.done),
+                "evaluations": evaluations,
+                **identity(settings, self.plan, blocks.stats.fingerprint),
+            }
 
         self.trainer = LaminaTrainer(
             model=self.model,

@@ -22,14 +22,16 @@ from lamina.training import folder as run_folder
 from lamina.training import source
 from lamina.training.arguments import device_of
 from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.checks import DATA, backbone_config, check, merge, refuse_changes
+from lamina.training.checks import DATA, FREE, backbone_config, check, merge, refuse_changes
 from lamina.training.distributed import Processes, parallel_of, processes
 from lamina.training.guard import Diverged
 from lamina.training.line import Line, is_good
 from lamina.training.outcome import outcome
+from lamina.training.resuming import stored_settings
 from lamina.training.rollback import Rollbacks
 from lamina.training.settings import PretrainSettings
 from lamina.training.sharding import full_state, is_sharded, own_class
+from lamina.training.writers import keep_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +71,8 @@ def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overw
     settings = source.settled(settings)
     target = Path(settings.output)
     run_folder.refuse(target, resume=resume, overwrite=overwrite)
-    stored = target / "config.yaml"
-    if resume and stored.is_file():
-        settings = PretrainSettings.from_dict(merge(run_folder.read_yaml(stored), settings.to_dict()))
+    if resume and (stored := stored_settings(target, FREE)) is not None:
+        settings = PretrainSettings.from_dict(merge(stored, settings.to_dict()))
     check(settings, crew.size)
     if settings.probe_every and crew.size > 1 and crew.parallel == "fsdp2":
         raise UserError(
@@ -150,7 +151,7 @@ def _run(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     target = Path(settings.output)
-    rollbacks = Rollbacks.read(target) if resume else Rollbacks(folder=target)
+    rollbacks = crew.by_first(lambda: Rollbacks.read(target)) if resume else Rollbacks(folder=target)
     while True:
         line = Line(settings, blocks, tokenizer, crew, rollbacks, resume=resume, bar=bar)
         settings = line.settings
@@ -180,7 +181,7 @@ def _go_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverge
         lambda state: rollbacks.admits(state) and is_good(state) and state["step"] < diverged.step,
     )
     step = step_of(checkpoint) if checkpoint else 0
-    run_folder.keep_abandoned(target, step, len(rollbacks.done) + 1)
+    keep_abandoned(target, step, len(rollbacks.done) + 1)
     made = rollbacks.add(
         step=step,
         diverged_at=diverged.step,

@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from lamina.training.distributed import Processes
-from lamina.training.folder import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.monitor import Row, gain_rows, hidden_state_rows
 from lamina.training.trainer import LaminaTrainer
+from lamina.training.writers import LayersWriter, MetricsWriter, NoWriter
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 TWICE_SECONDS = 3.0
@@ -116,6 +116,17 @@ class RunRecorder(TrainerCallback):
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
         record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
         self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
+
+    def evaluations(self) -> list[float]:
+        """Step and loss of the last evaluation, and the best loss: for a checkpoint."""
+        return [self.evaluated_step, self.last_eval, self.best_eval]
+
+    def take_up(self, evaluations: list[float]) -> None:
+        """Go on with a checkpoint's ``evaluations``, unless metrics.jsonl has a later one."""
+        step, last, best = evaluations
+        if step > self.evaluated_step:
+            self.evaluated_step, self.last_eval = int(step), last
+        self.best_eval = min(self.best_eval, best)
 
     def before_checkpoint(self) -> None:
         """Bring to the disk what a run that goes on from the checkpoint will not record again."""

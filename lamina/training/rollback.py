@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lamina.errors import UserError
 from lamina.training.folder import write_json
 from lamina.training.order import Jump, ahead
 
@@ -45,12 +46,18 @@ class Rollbacks:
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """Those that a folder's run has made so far."""
+        """Those that a folder's run has made so far. Raises UserError where the file is cut short or altered."""
+        path = folder / FILE
         try:
-            entries = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            return cls(folder=folder, done=[Rollback(**{**e, "skipped": tuple(e["skipped"])}) for e in entries])
         except FileNotFoundError:
-            entries = []
-        return cls(folder=folder, done=[Rollback(**{**e, "skipped": tuple(e["skipped"])}) for e in entries])
+            return cls(folder=folder)
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"resume: {str(path)!r} is cut short or altered, so where the run goes on is not known (allowed: the "
+                "file as it was; else another --output, or --overwrite)"
+            ) from None
 
     @property
     def jumps(self) -> list[Jump]:

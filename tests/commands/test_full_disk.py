@@ -11,7 +11,7 @@ import pytest
 from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
-from lamina.training import folder as run_folder
+from lamina.training.writers import MetricsWriter
 
 
 def full(*args, **kwargs):
@@ -19,7 +19,7 @@ def full(*args, **kwargs):
 
 
 def test_a_full_disk_is_one_line(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_folder.MetricsWriter, "write", full)
+    monkeypatch.setattr(MetricsWriter, "write", full)
     assert main(["pretrain", *flags(**SMALL, corpus=corpus, output=tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if "lamina:" in line]
