@@ -27,6 +27,7 @@ COMMANDS = {
 _THEIRS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+    errno.ECONNRESET,  # another process of the run has ended
 }
 
 USAGE = """lamina: choose, train and diagnose where the norms sit in a Transformer

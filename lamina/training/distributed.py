@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import warnings
@@ -18,6 +19,7 @@ from lamina.errors import UserError
 from lamina.training.settings import PretrainSettings
 
 T = TypeVar("T")
+GONE = "another process of the run is gone"
 PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus or to write a large checkpoint
 
 
@@ -117,6 +119,15 @@ class Processes:
         raise error
 
 
+def lost_another(error: BaseException | None) -> bool:
+    """Whether the end of another process, killed or failed, is behind an exception."""
+    while error is not None:
+        if isinstance(error, distributed.DistNetworkError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return act(), None
@@ -162,6 +173,7 @@ def processes(device: str, parallel: str = "ddp") -> Iterator[Processes]:
 
     Raises:
         UserError: for more processes than GPUs, a device that can't be shared out, processes that could not meet.
+        OSError: another process has ended while this one waited for it; that one has said why.
     """
     rank, size, local_rank, local_size = launched()
     if size == 1:
@@ -188,6 +200,10 @@ def processes(device: str, parallel: str = "ddp") -> Iterator[Processes]:
     try:
         yield Processes(rank=rank, size=size, local_rank=local_rank, parallel=parallel, group=group)
         failed = False
+    except Exception as error:
+        if not lost_another(error):
+            raise
+        raise OSError(errno.ECONNRESET, GONE) from error
     finally:
         if ours and not failed:  # one that fails leaves at once: the others may wait in a collective of their own
             with warnings.catch_warnings():

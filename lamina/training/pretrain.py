@@ -23,7 +23,7 @@ from lamina.training import source
 from lamina.training.arguments import device_of
 from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, step_of
 from lamina.training.checks import DATA, FREE, backbone_config, check, merge, refuse_changes
-from lamina.training.distributed import Processes, parallel_of, processes
+from lamina.training.distributed import GONE, Processes, lost_another, parallel_of, processes
 from lamina.training.guard import Diverged
 from lamina.training.line import Line, is_good
 from lamina.training.outcome import outcome
@@ -127,7 +127,8 @@ def _recorded(
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
             full.told = not crew.first  # type: ignore[attr-defined]  # one line for all processes
             raise full from error
-        write({"status": "failed", "reason": f"{type(error).__name__}: {error}"})
+        reason = GONE if lost_another(error) else f"{type(error).__name__}: {error}"
+        write({"status": "failed", "reason": reason})
         raise
     return crew.by_first(lambda: write(result))
 

@@ -106,7 +106,10 @@ def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool)
     """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
-        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+        try:
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+        except CheckpointException as failed:
+            raise next(iter(failed.failures.values()))[0] from None
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

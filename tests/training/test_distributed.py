@@ -10,13 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from training.tiny_runs import SMALL, flags, layers, records, result, settings
+from training.tiny_runs import SMALL, flags, last_step, layers, records, result, settings, start, wait_for
 from transformers import AutoModelForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
-from lamina.training.distributed import launched, parallel_of
+from lamina.training.distributed import launched, lost_another, parallel_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
@@ -204,6 +204,45 @@ def test_accelerates_configuration_decides_how_the_work_is_shared(monkeypatch, e
     else:
         with pytest.raises(UserError, match=found):
             parallel_of(given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_is_killed_ends_the_others_with_one_line(corpus, tmp_path, victim):
+    """And the run goes on from its last checkpoint; the processes here have no launcher that would tidy up."""
+    options = {**SMALL, "steps": 400, "logging_steps": 1, "save_steps": 20, "parallel": "ddp", "device": "cpu"}
+    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = ["pretrain", *flags(**options, corpus=corpus, output=tmp_path / "run")]
+    crew = [
+        start(*argv, env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+        for rank in range(2)
+    ]
+    wait_for(lambda: last_step(tmp_path / "run") >= 30, 120)
+    crew[victim].kill()
+    _, err = crew[1 - victim].communicate(timeout=60)
+    crew[victim].communicate(timeout=60)
+    assert crew[1 - victim].returncode == 2, err
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if "lamina:" in line]
+    assert [line[line.index("lamina:") :] for line in lines] == [
+        "lamina: another process of the run is gone; what was finished is kept"
+    ]
+    if victim:
+        assert result(tmp_path / "run")["status"] == "failed"
+    assert main(["pretrain", "--output", str(tmp_path / "run"), "--resume"]) == 0
+    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == list(range(1, 401))
+
+
+def test_an_error_of_ones_own_is_not_the_end_of_another():
+    """What gloo says when the other end of a connection is gone, and what only looks like trouble."""
+    gone = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+    )
+    wrapped = ValueError("a save failed")
+    wrapped.__cause__ = gone
+    assert lost_another(gone)
+    assert lost_another(wrapped)
+    assert not lost_another(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_a_study_in_several_processes_is_refused(monkeypatch, capsys):
