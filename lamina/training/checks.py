@@ -31,6 +31,8 @@ DATA = "data.json"  # which text the run began with
 # what a resumed run may change
 FREE = {"output", "save_steps", "keep", "report_to", "threads", "parallel", "device"}
 FREE |= {"rollback", "rollback_factor", "rollback_skip", "probe_every", "probes"}
+# those that treat every element of a weight by itself
+SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
 
 
@@ -64,6 +66,21 @@ def check(settings: PretrainSettings, processes: int = 1) -> Plan:
             model = build(config, plan, init="normal")
         choose(settings.expert_balance, find_routers(model))
     return plan
+
+
+def check_sharded(settings: PretrainSettings) -> None:
+    """Raise UserError for what can't be done with a model that is shared out over several processes."""
+    if settings.probe_every:
+        raise UserError(
+            f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "
+            "0, and lamina probe afterwards; or --parallel ddp)"
+        )
+    optimizer = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0]))
+    if optimizer not in SHARDED_OPTIMIZERS:
+        raise UserError(
+            f"trainer.optim: {optimizer!r} does not work on parts of weights (allowed with --parallel fsdp2: "
+            f"{', '.join(SHARDED_OPTIMIZERS)}; or --parallel ddp)"
+        )
 
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> transformers.PreTrainedConfig:

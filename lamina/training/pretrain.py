@@ -22,7 +22,7 @@ from lamina.training import folder as run_folder
 from lamina.training import source
 from lamina.training.arguments import device_of
 from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.checks import DATA, FREE, backbone_config, check, merge, refuse_changes
+from lamina.training.checks import DATA, FREE, backbone_config, check, check_sharded, merge, refuse_changes
 from lamina.training.distributed import GONE, Processes, lost_another, parallel_of, processes
 from lamina.training.guard import Diverged
 from lamina.training.line import Line, is_good
@@ -74,11 +74,8 @@ def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overw
     if resume and (stored := stored_settings(target, FREE)) is not None:
         settings = PretrainSettings.from_dict(merge(stored, settings.to_dict()))
     check(settings, crew.size)
-    if settings.probe_every and crew.size > 1 and crew.parallel == "fsdp2":
-        raise UserError(
-            f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "
-            "0, and lamina probe afterwards; or --parallel ddp)"
-        )
+    if crew.size > 1 and crew.parallel == "fsdp2":
+        check_sharded(settings)
     return settings, run_folder.read_result(target) if resume else None
 
 

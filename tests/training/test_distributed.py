@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
+from lamina.training.checks import SHARDED_OPTIMIZERS, check_sharded
 from lamina.training.distributed import launched, lost_another, parallel_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
@@ -204,6 +205,16 @@ def test_accelerates_configuration_decides_how_the_work_is_shared(monkeypatch, e
     else:
         with pytest.raises(UserError, match=found):
             parallel_of(given)
+
+
+@pytest.mark.parametrize("name", SHARDED_OPTIMIZERS)
+def test_an_optimiser_that_treats_elements_alone_is_allowed_on_shared_out_weights(name):
+    check_sharded(PretrainSettings(parallel="fsdp2", trainer={"optim": name}))
+
+
+def test_an_optimiser_that_needs_whole_matrices_is_refused_on_shared_out_ones():
+    with pytest.raises(UserError, match="trainer.optim: 'adafactor' .*adamw_torch_fused"):
+        check_sharded(PretrainSettings(parallel="fsdp2", trainer={"optim": "adafactor"}))
 
 
 @pytest.mark.slow
