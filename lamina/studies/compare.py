@@ -77,6 +77,7 @@ def compare(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
+        run_folder.write_json(folder / "environment.json", run_folder.environment(0))  # from here on it is known as ours
         return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
 
 
@@ -165,7 +166,6 @@ def run_study(
         "version": run_folder.environment(0)["versions"].get("lamina"),
         "created": created,
     }
-    run_folder.write_json(folder / "environment.json", run_folder.environment(0))
     run_folder.write_yaml(folder / "study.yaml", {**study, "settings": decided})
     results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}
     todo = {t: s for t, s in trials.items() if t not in results}

@@ -79,6 +79,7 @@ def transfer(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
+        run_folder.write_json(folder / "environment.json", run_folder.environment(0))
         try:
             decided, trials = alike(settings, trials, len(tokenizer))
             results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)

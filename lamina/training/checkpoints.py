@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,9 @@ def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] =
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, by step."""
-    return sorted((p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()), key=step_of)
+    """The checkpoints in a folder, whole or not, by step. Raises OSError for a folder that can't be read."""
+    there = folder.iterdir() if folder.is_dir() else ()  # glob would find nothing where reading is not allowed
+    return sorted((p for p in there if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -61,7 +63,9 @@ def what_is_broken(path: Path) -> str | None:
         listed = _listed(path)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, *_NO_MANIFEST):
+    except OSError as error:
+        return f"{MANIFEST}: {error.strerror}"
+    except _NO_MANIFEST:
         return f"{MANIFEST} is cut short or altered"
     for name, (size, digest) in listed.items():
         try:

@@ -122,10 +122,13 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: to a temporary name, then renamed. Raises OSError (a full disk, say)."""
+    """Write a file whole or not at all: to a temporary name, brought to the disk, then renamed. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -142,9 +142,11 @@ class RunRecorder(TrainerCallback):
 
     def close(self) -> None:
         """Write what has gathered and take the progress bar away; may be called twice."""
-        self.layers.flush()
-        if self.bar is not None:
-            self.bar.close()
+        try:
+            self.layers.flush()
+        finally:
+            if self.bar is not None:
+                self.bar.close()
 
     def _monitor(self, step: int, gradients: list[Row]) -> None:
         assert self.trainer is not None

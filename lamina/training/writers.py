@@ -165,5 +165,8 @@ class LayersWriter:
         import pyarrow.parquet as pq
 
         temporary = path.with_name(f".{path.name}")
-        pq.write_table(table, temporary)
+        with temporary.open("wb") as file:
+            pq.write_table(table, file)
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint that follows rests on it
         os.replace(temporary, path)

@@ -1,7 +1,10 @@
 """Files of a stopped run that were damaged: the run goes on as it was, or one line says why not and nothing is lost."""
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 from training.tiny_runs import SMALL, flags, layers, records, result, settings
@@ -95,6 +98,29 @@ def test_with_no_whole_checkpoint_left_the_run_is_not_begun_again(run, capsys, c
     assert "--overwrite" in line
     assert "optimizer.pt" in caplog.text
     assert "model.safetensors" in caplog.text
+
+
+def test_checkpoints_that_may_not_be_read_are_not_taken_for_none(run, capsys, monkeypatch):
+    """Root may read everything, so the system's refusal is made up here."""
+    original = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "checkpoints":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", iterdir)
+        assert "Permission denied" in refused(run, capsys)
+
+
+def test_a_manifest_that_cannot_be_read_says_why(run, runs, caplog):
+    path = run / "checkpoints" / "checkpoint-6" / "manifest.json"
+    path.unlink()
+    path.mkdir()
+    assert go_on(run) == 0
+    assert "checkpoint-6: manifest.json: Is a directory; going on from the one before" in caplog.text
+    assert records(run) == records(runs / "whole")
 
 
 @HARMS
