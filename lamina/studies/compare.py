@@ -77,7 +77,7 @@ def compare(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        run_folder.write_json(folder / "environment.json", run_folder.environment(0))  # from here on it is known as ours
+        run_folder.write_json(folder / "environment.json", run_folder.environment(0))  # now it is known as ours
         return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
 
 

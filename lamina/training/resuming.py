@@ -60,13 +60,14 @@ def stored_settings(folder: Path, free: set[str]) -> dict[str, Any] | None:
         if known:
             _say(f"{str(path)!r} is missing; the settings are taken from {known['checkpoint']}")
         return known.get("settings")
-    for name, value in known.get("settings", {}).items():
+    settings = known.get("settings", {})
+    for name, value in settings.items():
         if name not in free and name in stored and stored[name] != value:
             raise UserError(
                 f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with {value!r} "
                 "(allowed with --resume: that; was the file edited?)"
             )
-    return stored
+    return {**settings, **stored}
 
 
 def go_on_from(folder: Path, rollbacks: Rollbacks) -> Path | None:

@@ -141,6 +141,14 @@ def test_settings_that_are_not_whole_without_a_checkpoint_are_one_line(run, caps
     assert "config.yaml" in refused(run, capsys)
 
 
+def test_a_setting_whose_line_is_lost_is_the_checkpoints(run, runs):
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("\nlearning_rate: 0.002\n", "\n"))
+    assert go_on(run) == 0
+    assert records(run) == records(runs / "whole")
+    assert "learning_rate: 0.002" in path.read_text()
+
+
 def test_edited_settings_are_refused_by_name(run, capsys):
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("\nsteps: 10\n", "\nsteps: 90\n"))
