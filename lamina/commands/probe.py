@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
     result = probe_folder(**given, png=others.png, resume=others.resume, overwrite=others.overwrite)
     print(summary(result))
     print(f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}{'/'}NAME.parquet")
-    return _refused(result, given)
+    return _refused(result, given) or int(result["status"] == "failed")
 
 
 def listing(*, full: bool = False) -> str:

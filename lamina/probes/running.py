@@ -32,11 +32,13 @@ def run(
     tolerance: float = 0.0,
     strict: bool = True,
     done: Callable[[Probe, pd.DataFrame, float], None] = lambda probe, frame, seconds: None,
+    broken: Callable[[Probe, Exception], None] | None = None,
 ) -> dict[str, pd.DataFrame]:
     """Run the probes; returns each one's frame by its name. ``done`` is called as soon as a probe's is there.
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
-    ``strict`` a probe that has no meaning for the model is left out with a note.
+    ``strict`` a probe that has no meaning for the model is left out with a note. ``broken`` is told of one whose frame
+    could not be made or handed to ``done``, and the others go on; without it the exception is raised.
 
     Raises:
         UserError: a probe has no meaning for the model (with ``strict``), or can't be given what it needs.
@@ -60,11 +62,16 @@ def run(
         began = time.monotonic()
         try:
             frame = probe.finish(context)
+            done(probe, frame, time.monotonic() - began)
         except UserError as error:
             _refuse(context, probe, error, strict)
             continue
+        except Exception as error:
+            if broken is None:
+                raise
+            broken(probe, error)
+            continue
         frames[probe.name] = frame
-        done(probe, frame, time.monotonic() - began)
     context.progress(len(ready), len(ready), "done")
     return frames
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 FP16_MAX = 65504.0
+FITS = 0.7  # R^2 from which a curve's shape is named
 
 
 def growth(variance: Any, linear: float, exponential: float) -> str:
@@ -22,8 +23,11 @@ def growth(variance: Any, linear: float, exponential: float) -> str:
     text += f"(state {last}), largest at state {variance.idxmax()} with {variance.max():.3g}"
     if math.isnan(linear) or math.isnan(exponential):
         return text + "."
+    fits = f"(R^2 {linear:.2f} linear, {exponential:.2f} exponential)"
+    if max(linear, exponential) < FITS:
+        return text + f"; over depth it follows neither a line nor an exponential {fits}."
     kind = "linear" if linear >= exponential else "exponential"
-    return text + f"; over depth it is closer to {kind} (R^2 {linear:.2f} linear, {exponential:.2f} exponential)."
+    return text + f"; over depth it is closer to {kind} {fits}."
 
 
 def headroom(peak: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import inspect
+import logging
 import math
 import os
 import time
@@ -24,6 +25,8 @@ from lamina.probes.running import run
 from lamina.probes.settings import ProbeSettings
 from lamina.studies.describing import describe
 from lamina.training import folder as run_folder
+
+logger = logging.getLogger(__name__)
 
 
 class Measuring:
@@ -57,7 +60,14 @@ class Measuring:
         (folder / "figures").mkdir(exist_ok=True)
         self._write("running", "it has not ended yet, or was killed (--resume goes on)")
         try:
-            run(self.context, self.wanted, tolerance=self.settings.tolerance, strict=False, done=self._done)
+            run(
+                self.context,
+                self.wanted,
+                tolerance=self.settings.tolerance,
+                strict=False,
+                done=self._done,
+                broken=self._broken,
+            )
         except KeyboardInterrupt:
             self._write("interrupted", "stopped by Ctrl-C; what was finished is kept (--resume goes on)")
             raise
@@ -72,7 +82,16 @@ class Measuring:
         for probe in self.wanted:
             if probe.name not in self.told:
                 self.told[probe.name] = {**self._words(probe), "status": "skipped", "reason": self._why(probe.name)}
-        return self._write("finished", "")
+        failed = [f"{name}: {told['reason']}" for name, told in self.told.items() if told["status"] == "failed"]
+        return self._write("failed" if failed else "finished", "; ".join(failed))
+
+    def _broken(self, probe: Probe, error: Exception) -> None:
+        """Note a probe that failed by a fault of its own; the others are measured all the same."""
+        if run_folder.disk_full(error):
+            raise error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        logger.debug("%s failed", probe.name, exc_info=error)
+        self.told[probe.name] = {**self._words(probe), "status": "failed", "reason": reason}
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         """Write a probe's frame and figures, then say in result.json that they are there."""

@@ -158,15 +158,18 @@ def test_resume_refuses_other_settings(probe, own, capsys):
     assert (folder / "result.json").read_bytes() == before
 
 
-def test_a_probe_that_breaks_leaves_the_others_and_a_status(probe, own, monkeypatch, tmp_path):
+def test_a_probe_that_breaks_leaves_the_others_and_a_status(probe, own, monkeypatch, capsys):
     monkeypatch.setenv("BREAK", "1")
-    with pytest.raises(RuntimeError, match="broken"):
-        probe(",".join(own))
-    told = result(tmp_path / "out")
-    assert (told["status"], told["reason"]) == ("failed", "RuntimeError: broken")
+    code, folder = probe(",".join(reversed(own)))
+    told = result(folder)
+    assert code == 1
+    assert (told["status"], told["reason"]) == ("failed", "weight_norm: RuntimeError: broken")
     assert told["probes"]["mean_square"]["status"] == "finished"
+    assert "failed: RuntimeError: broken" in capsys.readouterr().out
+    assert "Not measured: RuntimeError: broken" in (folder / "report.html").read_text(encoding="utf-8")
     monkeypatch.delenv("BREAK")
     assert probe(",".join(own), "--resume")[0] == 0
+    assert {one["status"] for one in result(folder)["probes"].values()} == {"finished"}
 
 
 def test_a_named_probe_that_has_no_meaning_is_one_line_and_the_others_are_written(probe, own, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from probes.tiny import albert, bert, blocks, llama, outputs, states, value
@@ -15,6 +16,7 @@ from lamina.probes.magnitudes import Tokens, as_tokens, largest, medians, moment
 from lamina.probes.probing import make_context, probe
 from lamina.probes.running import run
 from lamina.probes.settings import ProbeSettings
+from lamina.probes.stream_sentences import growth
 
 
 def measure(model, ids, spec="hidden_states", **settings):
@@ -246,6 +248,12 @@ def test_growth_tells_a_line_from_an_exponential():
     assert r_squared([1.0, 2.0, 3.0]) == pytest.approx(1.0)
     assert math.isnan(r_squared([1.0, 1.0, 1.0]))
     assert r_squared(np.exp(np.arange(12.0)).tolist()) < r_squared(np.arange(12.0).tolist())
+
+
+def test_a_curve_that_neither_shape_fits_is_given_none():
+    variance = pd.Series([1.0, 90.0, 2.0, 70.0, 8.0])
+    assert "follows neither a line nor an exponential (R^2 0.02" in growth(variance, 0.02, 0.11)
+    assert "closer to exponential" in growth(variance, 0.02, 0.91)
 
 
 def test_one_tensor_watched_at_two_points_is_not_mistaken_for_another():
