@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from lamina.errors import UserError
+from lamina.training.folder import disk_full
 from lamina.training.settings import PretrainSettings
 
 T = TypeVar("T")
@@ -141,6 +142,8 @@ def _sendable(error: BaseException) -> BaseException:
         return UserError(str(error))
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror, error.filename)
+    if disk_full(error):  # what a library makes of it does not travel
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt()
     return RuntimeError(f"on {socket.gethostname()}: {type(error).__name__}: {error}")

@@ -165,7 +165,7 @@ def forget(folder: Path, *, after: int) -> None:
         if int(path.stem.split("-")[1]) > after:
             path.unlink()
     for path in folder.glob("*/notes.jsonl"):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for line in lines if _step(line) <= after]
         run_folder.write_text(path, "".join(f"{line}\n" for line in kept))
 

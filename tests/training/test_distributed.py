@@ -1,5 +1,6 @@
 """Two processes train what one does: DDP and FSDP2 on gloo, their checkpoints, stops and verdicts."""
 
+import errno
 import json
 import os
 import socket
@@ -17,7 +18,8 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.checks import SHARDED_OPTIMIZERS, check_sharded
-from lamina.training.distributed import launched, lost_another, parallel_of
+from lamina.training.distributed import _sendable, launched, lost_another, parallel_of
+from lamina.training.folder import disk_full
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
@@ -257,6 +259,15 @@ def test_an_error_of_ones_own_is_not_the_end_of_another():
     assert lost_another(gone)
     assert lost_another(wrapped)
     assert not lost_another(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_full_disk_behind_a_librarys_error_is_one_to_the_other_processes_too():
+    """torch.save turns it into a RuntimeError of its own."""
+    failed = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 8384 vs 8278")
+    failed.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert disk_full(_sendable(failed))
+    assert isinstance(_sendable(failed), OSError)
+    assert isinstance(_sendable(RuntimeError("shapes differ")), RuntimeError)
 
 
 def test_a_study_in_several_processes_is_refused(monkeypatch, capsys):
