@@ -48,6 +48,8 @@ def run_trials(
     waiting, running = list(trials), {}
     with _stop_signals() as stopped:
         try:
+            if context.get_start_method() == "forkserver":
+                _start_server()
             _run_all(context, trials, waiting, running, workers, ended, tick, stopped)
         except BaseException:
             _stop(running)
@@ -96,6 +98,20 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _start_server() -> None:
+    """Start the server that trials are forked from, deaf to Ctrl-C: it would die of one in its imports."""
+    from multiprocessing import forkserver
+
+    old: Any = None
+    with contextlib.suppress(ValueError):  # not the main thread
+        old = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new process inherits it
+    try:
+        forkserver.ensure_running()
+    finally:
+        if old is not None:
+            signal.signal(signal.SIGINT, old)
 
 
 def _start(context: Any, settings: PretrainSettings) -> BaseProcess:
