@@ -13,6 +13,7 @@ EXAMPLES = """
   lamina pretrain --backbone llama-71m --placement peri_ln --corpus books/ --tokenizer bpe:8192 --save-steps 200
   lamina pretrain --placement keel --trainer.optim adafactor --report-to tensorboard --output runs/keel-af
   lamina pretrain --from runs/keel-64 --corpus web/:0.7,code/:0.3 --learning-rate 1e-3 --output runs/keel-64b
+  lamina pretrain --streaming --corpus hf:roneneldan/TinyStories --save-steps 500 --output runs/streamed
   lamina pretrain --output runs/keel-64 --resume
   torchrun --nproc_per_node 8 --no-python lamina pretrain --parallel fsdp2 --save-steps 500 --rollback 2 --output runs/x
 """

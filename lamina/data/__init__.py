@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lamina.data.blocks import Blocks, BlockStats, PackedBlocks, bits_per_byte, perplexity, prepare_blocks
-    from lamina.data.corpus import EMBEDDED, Document, corpus_fingerprint, read_corpus, validate_corpus
+    from lamina.data.corpus import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
+    from lamina.data.documents import Document
+    from lamina.data.streamed import stream_blocks
     from lamina.data.tokenizers import load_tokenizer, validate_spec
 
 __all__ = [
@@ -25,13 +27,16 @@ __all__ = [
     "perplexity",
     "prepare_blocks",
     "read_corpus",
+    "stream_blocks",
     "validate_corpus",
     "validate_spec",
 ]
 
 _HOME = {
     "blocks": ("BlockStats", "Blocks", "PackedBlocks", "bits_per_byte", "perplexity", "prepare_blocks"),
-    "corpus": ("EMBEDDED", "Document", "corpus_fingerprint", "read_corpus", "validate_corpus"),
+    "corpus": ("EMBEDDED", "corpus_fingerprint", "read_corpus", "validate_corpus"),
+    "documents": ("Document",),
+    "streamed": ("stream_blocks",),
     "tokenizers": ("load_tokenizer", "validate_spec"),
 }
 

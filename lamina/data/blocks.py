@@ -135,10 +135,7 @@ def prepare_blocks(
         UserError: the corpus is missing, empty, binary or shorter than a block a split; an argument is out of range.
         OSError: the disk is full; nothing is left behind.
     """
-    if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 2:
-        raise UserError(f"--sequence-length must be an integer of at least 2, not {sequence_length!r}")
-    if not 0 < eval_fraction <= 0.5:
-        raise UserError(f"eval_fraction must be above 0 and at most 0.5, not {eval_fraction!r}")
+    check_lengths(sequence_length, eval_fraction)
     root = cache_root(cache_dir)
     if parts := parse_mix(corpus):
         return _mixed(parts, corpus, tokenizer_spec, sequence_length, eval_fraction, text_field, root, progress)
@@ -146,6 +143,14 @@ def prepare_blocks(
         tokenizer_spec, corpus=corpus, text_field=text_field, cache_dir=root, eval_fraction=eval_fraction
     )
     return _prepared(corpus, tokenizer, sequence_length, eval_fraction, text_field, root, progress), tokenizer
+
+
+def check_lengths(sequence_length: int, eval_fraction: float) -> None:
+    """Raise UserError for a length or a share out of range."""
+    if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 2:
+        raise UserError(f"--sequence-length must be an integer of at least 2, not {sequence_length!r}")
+    if not 0 < eval_fraction <= 0.5:
+        raise UserError(f"eval_fraction must be above 0 and at most 0.5, not {eval_fraction!r}")
 
 
 def _mixed(

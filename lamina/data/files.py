@@ -80,8 +80,10 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
+def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     r"""The decompressed file as UTF-8 text: a byte order mark is dropped, line ends (``\n``) stay as they are.
+
+    ``start``: the byte of the text to begin at. A compressed file is decompressed up to there, and nothing more.
 
     Raises:
         NotTextError: binary, not UTF-8 or damaged; also from inside the with block, whenever reading reaches the fault.
@@ -98,8 +100,9 @@ def open_text(path: Path) -> Iterator[TextIO]:
                 raise NotTextError("is binary or not UTF-8 (it looks like UTF-16)")
             if b"\x00" in head:
                 raise NotTextError("is binary or not UTF-8")
+            _skip(buffered, start + len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8), seekable=kind is None)
             # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as the file has them
-            with io.TextIOWrapper(buffered, encoding="utf-8-sig", newline="\n") as text:
+            with io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") as text:
                 yield text
     except UnicodeDecodeError:
         raise NotTextError("is binary or not UTF-8") from None
@@ -109,13 +112,23 @@ def open_text(path: Path) -> Iterator[TextIO]:
         raise UserError(f"--corpus {str(path)!r} may not be read ({error.strerror})") from None
 
 
-def read_parts(path: Path, part_chars: int = PART_CHARS) -> Iterator[str]:
+def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
+    if seekable:
+        file.seek(count)
+        return
+    while count > 0 and (passed := file.read(min(count, 1 << 20))):
+        count -= len(passed)
+
+
+def read_parts(path: Path, part_chars: int = PART_CHARS, start: int = 0) -> Iterator[str]:
     """The file's text in parts of about ``part_chars`` characters, which end at a line's end if one is near.
+
+    ``start``: as of :func:`open_text`.
 
     Raises:
         NotTextError, UserError: as :func:`open_text`.
     """
-    with open_text(path) as text:
+    with open_text(path, start) as text:
         while part := text.read(part_chars):
             # a bounded look for the end of the line: a file may be one line of gigabytes
             yield part if part.endswith("\n") else part + text.readline(part_chars)

@@ -49,10 +49,7 @@ class HubData:
             raise unknown(f"text_field of --corpus {self.spec!r}:", text_field, self.dataset.column_names)
         for batch in self.dataset.select_columns([text_field]).iter(batch_size=1000):
             for text in dict(batch)[text_field]:
-                if text is not None and not isinstance(text, str):
-                    kind = type(text).__name__
-                    raise UserError(f"--corpus {self.spec!r}: the column {text_field!r} must hold strings, not {kind}")
-                yield text or ""
+                yield _text(self.spec, text_field, text)
 
 
 def is_hub(corpus: str) -> bool:
@@ -90,15 +87,54 @@ def load(source: HubSource) -> HubData:
         import datasets
     except ImportError:
         raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+    return HubData(spec=source.spec, dataset=_one_split(source, _loaded(source, datasets)))
+
+
+def stream(source: HubSource) -> tuple[Any, str]:
+    """One split as the library streams it (an IterableDataset), and a hash of what it is made from.
+
+    Raises:
+        UserError: as :func:`load`.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+    if source.folder is not None and _was_saved_to_disk(source.folder):
+        saved = load(source)
+        return saved.dataset.to_iterable_dataset(), saved.fingerprint
+    streamed = _one_split(source, _loaded(source, datasets, streaming=True))
+    name = str(source.folder or source.name)
+    return streamed, datasets.load_dataset_builder(name, source.config).hash or ""
+
+
+def streamed_texts(spec: str, dataset: Any, text_field: str) -> Iterator[str]:
+    """The texts of a column of an IterableDataset, row by row; null counts as an empty text.
+
+    Raises:
+        UserError: when there is no such column or it holds something other than text.
+    """
+    for row in dataset:
+        if text_field not in row:
+            raise unknown(f"text_field of --corpus {spec!r}:", text_field, row)
+        yield _text(spec, text_field, row[text_field])
+
+
+def _text(spec: str, text_field: str, text: Any) -> str:
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"--corpus {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
+    return text or ""
+
+
+def _loaded(source: HubSource, datasets: Any, **options: Any) -> Any:
     reachable = True
     try:
         if source.folder is None:
             with local_when_unreachable() as reachable:
-                loaded: Any = datasets.load_dataset(source.name, source.config, split=source.split)
-        elif _was_saved_to_disk(source.folder):
-            loaded = datasets.load_from_disk(str(source.folder))
-        else:
-            loaded = datasets.load_dataset(str(source.folder), source.config, split=source.split)
+                return datasets.load_dataset(source.name, source.config, split=source.split, **options)
+        if _was_saved_to_disk(source.folder):
+            return datasets.load_from_disk(str(source.folder))
+        return datasets.load_dataset(str(source.folder), source.config, split=source.split, **options)
     # dozens of types come out of datasets, huggingface_hub, fsspec and httpx; none tells the user more than its text
     except Exception as error:
         reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
@@ -106,7 +142,6 @@ def load(source: HubSource) -> HubData:
             f"--corpus {source.spec!r} could not be loaded ({reason}); "
             "check the name (hf:NAME[:CONFIG][@SPLIT]), the network, or name a local file"
         ) from error
-    return HubData(spec=source.spec, dataset=_one_split(source, loaded))
 
 
 def _was_saved_to_disk(folder: Path) -> bool:

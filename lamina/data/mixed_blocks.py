@@ -13,6 +13,7 @@ import torch
 
 from lamina.data.mix import Part
 from lamina.data.packing import token_counts
+from lamina.data.streaming import StreamedBlocks
 
 if TYPE_CHECKING:
     from lamina.data.blocks import Blocks, BlockStats
@@ -42,6 +43,8 @@ class MixedBlocks(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         part, position = self.where(index)
+        if isinstance(self.blocks[part], StreamedBlocks):
+            return self.blocks[part][position]
         count = len(self.blocks[part])
         return self.blocks[part][self._order(part, position // count)[position % count]]
 
@@ -80,10 +83,24 @@ class MixedBlocks(torch.utils.data.Dataset):
                 "wanted": float(share),
                 "share": count / blocks if blocks else 0.0,
                 "blocks": count,
-                "epochs": count / len(part),
+                **({} if isinstance(part, StreamedBlocks) else {"epochs": count / len(part)}),
             }
             for name, share, part, count in rows
         }
+
+    @property
+    def sample(self) -> np.ndarray:
+        """Of streamed parts: some of each one's text, [blocks, sequence_length]."""
+        return np.concatenate([part.sample for part in self.blocks])
+
+    def state_dict(self, index: int) -> list[dict[str, Any]]:
+        """Of streamed parts: where each has to begin for block ``index`` and those after it."""
+        return [part.state_dict(count) for part, count in zip(self.blocks, self.counts(index), strict=True)]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]] | None, *, tell: bool = True) -> None:
+        """Of streamed parts: begin where ``state_dict`` was, as theirs."""
+        for part, place in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+            part.load_state_dict(place, tell=tell)
 
     def _order(self, part: int, epoch: int) -> np.ndarray | range:
         count = len(self.blocks[part])
@@ -149,7 +166,8 @@ def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
     """
     train, held_out = np.zeros(1), np.zeros(1)
     for part, of in zip(parts, blocks, strict=True):
-        counts = token_counts(of.train.array, of.stats.vocab_size)
+        ids = of.train.sample if isinstance(of.train, StreamedBlocks) else of.train.array
+        counts = token_counts(ids, of.stats.vocab_size)
         seen = token_counts(of.eval.array, of.stats.vocab_size)
         train = train + float(part.share) * (counts + 1) / (counts.sum() + of.stats.vocab_size)
         held_out = held_out + float(part.share) * seen / seen.sum()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lamina.data.corpus import Document, read_corpus
+from lamina.data.corpus import read_corpus
+from lamina.data.documents import Document
 
 _PIECES_WANTED = 400
 _SMALLEST_PIECE = 1024
@@ -51,20 +52,39 @@ def split_documents(documents: Iterable[Document], chars: int, eval_fraction: fl
     Pieces end at line ends where there are any; short documents share a piece and stay whole. The segments' texts
     joined together are the corpus, character by character.
     """
-    piece, filled, number, position = 0, 0, -1, 0
+    splitter = Splitter()
     for document in documents:
+        for segment, piece in splitter.cut(document, chars):
+            yield replace(segment, held_out=is_held_out(piece, eval_fraction))
+
+
+@dataclass
+class Splitter:
+    """Where the cutting of a row of documents stands; between two documents this is all there is to know.
+
+    ``piece``: the number of the piece that is being filled. ``filled``: its characters so far. ``document`` and
+    ``position``: the number of the last document, and how many of its characters came so far.
+    """
+
+    piece: int = 0
+    filled: int = 0
+    document: int = -1
+    position: int = 0
+
+    def cut(self, document: Document, chars: int) -> Iterator[tuple[Segment, int]]:
+        """The document's segments, each with the number of the piece that it lies in."""
         if not document.continues:
-            number, position = number + 1, 0
+            self.document, self.position = self.document + 1, 0
         text, start = document.text, 0
         while start < len(text):
-            end = _cut(text, start, chars - filled, chars)
-            held_out = is_held_out(piece, eval_fraction)
-            yield Segment(text=text[start:end], document=number, start=position, held_out=held_out)
-            position += end - start
-            filled += end - start
-            if end < len(text) or 2 * filled >= chars:
-                piece, filled = piece + 1, 0
+            end, piece = _cut(text, start, chars - self.filled, chars), self.piece
+            made = Segment(text=text[start:end], document=self.document, start=self.position, held_out=False)
+            self.position += end - start
+            self.filled += end - start
+            if end < len(text) or 2 * self.filled >= chars:
+                self.piece, self.filled = self.piece + 1, 0
             start = end
+            yield made, piece
 
 
 def _cut(text: str, start: int, room: int, chars: int) -> int:

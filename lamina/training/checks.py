@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 
+from lamina.data.corpus import changed_since
+from lamina.data.mix import parse_mix
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
@@ -34,6 +36,7 @@ FREE |= {"rollback", "rollback_factor", "rollback_skip", "probe_every", "probes"
 # those that treat every element of a weight by itself
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
+BEFORE = {**SPEED_BEFORE, "streaming": False, "shuffle_buffer": PretrainSettings.shuffle_buffer}
 
 
 def check(settings: PretrainSettings, processes: int = 1) -> Plan:
@@ -112,7 +115,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
 
 def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The stored settings of a run to resume. Raises UserError where a given one differs in what the run computes."""
-    stored = {**SPEED_BEFORE, **stored}
+    stored = {**BEFORE, **stored}
     for name, value in given.items():
         if value == "auto" and name in SPEED_BEFORE:
             continue  # decided when the run began
@@ -131,7 +134,8 @@ def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerp
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run in "
-            f"{str(folder)!r} began (allowed with --resume: the same text; else another --output, or --overwrite)"
+            f"{str(folder)!r} began{_changed(settings.corpus, folder / DATA)} (allowed with --resume: the same text; "
+            "else another --output, or --overwrite)"
         )
     before = _stored(folder / "plan.json")
     same = (
@@ -142,6 +146,15 @@ def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerp
             f"placement: {settings.placement!r} is not what it was when the run in {str(folder)!r} began (allowed with "
             "--resume: the same; else another --output, or --overwrite)"
         )
+
+
+def _changed(corpus: str, noted: Path) -> str:
+    """The corpus' files that are newer than the run's last start, as a part of a sentence."""
+    if not noted.is_file():
+        return ""
+    parts = [part.corpus for part in parse_mix(corpus)] or [corpus]
+    found = [str(path) for part in parts for path in changed_since(part, noted.stat().st_mtime)]
+    return f"; changed since: {', '.join(found[:3])}{', ...' * (len(found) > 3)}" if found else ""
 
 
 def _stored(path: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Line:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.plan = source.plan_of(settings, config.num_hidden_layers)
         torch.manual_seed(settings.seed)
-        profile = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
+        profile = _profile(blocks, settings)
         scaling = width_scaling_of(settings)
         if settings.from_model is None:
             self.model = build(
@@ -87,7 +87,7 @@ class Line:
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first, logged = crew.first, int(state["logged_step"]) if state else 0
-        train = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
+        train: Any = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
         order = TrainOrder(
             len(train),
             steps=settings.steps,
@@ -98,12 +98,14 @@ class Line:
             done=state["step"] if state else 0,
             rank=crew.rank,
             size=crew.size,
-            shuffled=not isinstance(train, MixedBlocks),
+            shuffled=not (settings.streaming or isinstance(train, MixedBlocks)),
         )
+        if settings.streaming:
+            train.load_state_dict(state["stream"] if state else None, tell=first)
         realised = _realised(train, order)
         if realised and first and not state:
             for name, part in realised(settings.steps).items():
-                if part["epochs"] > 1:
+                if part.get("epochs", 0) > 1:
                     logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
         self.recorder = RunRecorder(
             metrics=MetricsWriter(target, resumed_step, returns, logged) if first else NoWriter(),
@@ -125,10 +127,11 @@ class Line:
 
         def on_checkpoint() -> dict[str, Any]:
             self.recorder.before_checkpoint()
-            evaluations = self.recorder.evaluations()
+            upto = order.start(self.trainer.state.global_step + 1)
             return {
                 "rollbacks": len(rollbacks.done),
-                "evaluations": evaluations,
+                "evaluations": self.recorder.evaluations(),
+                **({"stream": train.state_dict(upto)} if settings.streaming else {}),
                 **identity(settings, self.plan, blocks.stats.fingerprint),
             }
 
@@ -217,6 +220,15 @@ def _settle(
         settings = crew.by_first(decide)
     speed.prepare(model, settings)
     return settings
+
+
+def _profile(blocks: Blocks, settings: PretrainSettings) -> torch.Tensor:
+    """Some blocks of the text to train on, [at most batch_size, sequence_length]."""
+    train: Any = blocks.train
+    if settings.streaming:
+        rows = train.sample[spread(len(train.sample), settings.batch_size)]
+        return torch.from_numpy(rows.astype("int64"))
+    return torch.stack([train[i]["input_ids"] for i in spread(len(train), settings.batch_size)])
 
 
 def _realised(train: Any, order: TrainOrder) -> Callable[[int], dict[str, dict[str, float]]] | None:

@@ -64,6 +64,10 @@ class TrainOrder(Sampler[list[int]]):
         """The place of a step's data in the order, in steps from 1."""
         return step + ahead(self.jumps, step)
 
+    def start(self, step: int) -> int:
+        """The place of a step's first block in the order, from 0."""
+        return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
+
     def spans(self, steps: int) -> list[tuple[int, int]]:
         """The stretches of the order, in blocks from 0, that the first ``steps`` steps train on."""
         found, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
@@ -78,7 +82,7 @@ class TrainOrder(Sampler[list[int]]):
 
     def micro_batch(self, step: int, micro_batch: int) -> list[int]:
         """The indices of one micro-batch of all processes."""
-        start = ((self.data_step(step) - 1) * self.gradient_accumulation + micro_batch) * self.batch_size
+        start = self.start(step) + micro_batch * self.batch_size
         end, indices = start + self.batch_size, []
         if not self.shuffled:
             return list(range(start, end))

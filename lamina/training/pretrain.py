@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from lamina.data import Blocks, prepare_blocks
+from lamina.data import Blocks, prepare_blocks, stream_blocks
 from lamina.errors import UserError
 from lamina.training import folder as run_folder
 from lamina.training import source
@@ -131,6 +131,17 @@ def _recorded(
 
 
 def _blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
+    if settings.streaming:
+        return stream_blocks(
+            settings.corpus,
+            settings.tokenizer,
+            settings.sequence_length,
+            eval_fraction=settings.eval_fraction,
+            eval_blocks=settings.eval_blocks,
+            text_field=settings.text_field,
+            buffer=settings.shuffle_buffer,
+            seed=settings.seed,
+        )
     return prepare_blocks(
         settings.corpus,
         settings.tokenizer,

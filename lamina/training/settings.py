@@ -216,6 +216,8 @@ class PretrainSettings(RunSettings):
         parallel: how several processes (torchrun, accelerate launch) share the work: auto (what accelerate's
             configuration says, else ddp), ddp (each holds the model), fsdp2 (each holds a part of it)
         device: auto, cpu, cuda or mps
+        streaming: read, tokenise and pack the corpus while training goes on, not before it; for one too large for that
+        shuffle_buffer: with streaming, how many blocks are shuffled among themselves (1 for none)
         rollback: times to go back to the last good checkpoint after a divergence, in place of ending (0 for never)
         rollback_factor: of the learning rate, at each such return
         rollback_skip: steps' worth of data to leave out then (default: from the checkpoint to the step that diverged)
@@ -228,6 +230,8 @@ class PretrainSettings(RunSettings):
     seed: int = 0
     parallel: str = "auto"
     device: str = "auto"
+    streaming: bool = False
+    shuffle_buffer: int = 2048
     rollback: int = 0
     rollback_factor: float = 0.5
     rollback_skip: int | None = None
@@ -237,6 +241,13 @@ class PretrainSettings(RunSettings):
         super().__post_init__()
         for name in ("seed", "rollback"):
             _at_least(name, getattr(self, name), 0)
+        _at_least("shuffle_buffer", self.shuffle_buffer, 1)
+        if not isinstance(self.streaming, bool):
+            raise UserError(f"streaming: {self.streaming!r} (allowed: true, false)")
+        if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
+            raise UserError(
+                f"trainer.dataloader_num_workers: {workers!r} (allowed with streaming: 0, a thread reads ahead)"
+            )
         if self.rollback_skip is not None:
             _at_least("rollback_skip", self.rollback_skip, 0)
         _number("rollback_factor", self.rollback_factor, 0.0, 1.0, open_low=True)

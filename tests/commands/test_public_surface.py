@@ -24,7 +24,7 @@ eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 """
-SCALE = "parallel device rollback rollback-factor rollback-skip"
+SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip"
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output

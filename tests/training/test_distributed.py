@@ -28,6 +28,7 @@ OPTIONS = {
     **SMALL, "hidden_size": 20, "placement": "keel", "steps": STEPS, "batch_size": 4, "gradient_accumulation": 2,
     "logging_steps": 1, "eval_steps": 10, "save_steps": 10, "learning_rate": 1e-2, "eval_blocks": 5,
 }  # fmt: skip
+STREAMED = {"streaming": True, "shuffle_buffer": 6}
 
 
 def free_port():
@@ -86,8 +87,12 @@ def runs(corpus, session_cache, tmp_path_factory):
                 {"settings": given("one-then-two", parallel="fsdp2").to_dict(), "resume": True},
                 {"settings": given("odd", batch_size=3).to_dict()},
                 {"settings": given("spoiled", parallel="fsdp2").to_dict(), "spoil": 4},
+                {"settings": given("streamed-ddp", **STREAMED).to_dict()},
+                {"settings": given("streamed-two-then-one", parallel="fsdp2", **STREAMED).to_dict(), "terminate": 13},
             ],
         )
+        pretraining.pretrain(given("streamed-one", **STREAMED), bar=False)
+        pretraining.pretrain(given("streamed-two-then-one", **STREAMED), resume=True, bar=False)
         pretraining.pretrain(given("two-then-one"), resume=True, bar=False)
         patch.setattr(LaminaTrainer, "training_step", _spoiled(half, 4))
         pretraining.pretrain(given("spoiled-one"), bar=False)
@@ -120,6 +125,16 @@ def test_two_processes_take_the_steps_of_one(runs, name):
         assert len(ours) == len(theirs) == (2 if metric == "eval_loss" else STEPS)
         assert ours == pytest.approx(theirs, abs=1e-4)
     assert [r["tokens"] for r in records(folder / name)] == [r["tokens"] for r in records(folder / "one")]
+
+
+@pytest.mark.parametrize("name", ["streamed-ddp", "streamed-two-then-one"])
+def test_two_processes_stream_the_blocks_of_one(runs, name):
+    folder, _ = runs
+    for metric in ("loss", "grad_norm", "eval_loss"):
+        ours, theirs = curve(folder / name, metric), curve(folder / "streamed-one", metric)
+        assert len(ours) == len(theirs) == (2 if metric == "eval_loss" else STEPS)
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert curve(folder / "streamed-one", "loss") != pytest.approx(curve(folder / "one", "loss"), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "one-then-two", "two-then-one"])

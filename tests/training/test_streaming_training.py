@@ -1,0 +1,254 @@
+"""A run whose corpus is read while it trains: killed anywhere, it goes on with the very blocks that come next."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.tiny_runs import SMALL, flags, last_step, records, result, start, wait_for, write_corpus
+
+from lamina.cli import main
+from lamina.data import shards, streaming
+from lamina.errors import UserError
+from lamina.training import pretrain as pretraining
+from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
+
+OPTIONS = {
+    "steps": 14, "batch_size": 4, "gradient_accumulation": 2, "logging_steps": 1, "save_steps": 1, "eval_steps": 7,
+    "keep": 99, "streaming": True, "shuffle_buffer": 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """A chunk is less than a step's blocks, and a batch of text less than a document."""
+    monkeypatch.setattr(streaming, "_CHUNK", 4)
+    monkeypatch.setattr(streaming, "_BATCH_CHARS", 90)
+    monkeypatch.setattr(shards, "_PART_CHARS", 150)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """About 1.2 kB in files of all kinds: a run of 14 steps, of 128 tokens each, reads it once and a half."""
+    root = tmp_path / "texts"
+    root.mkdir()
+    (root / "a.txt").write_text("".join(f"line {i} of a text\n" for i in range(25)))
+    rows = ["a short row", "a long row " * 30, "another"]
+    (root / "b.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (root / "c.txt").write_text("one last file of few words\n" * 12)
+    return root
+
+
+@pytest.fixture
+def train(folder, tiny):
+    def run(name="run", resume=False, **changed):
+        given = tiny(name, **{**OPTIONS, "corpus": str(folder), **changed})
+        return pretraining.pretrain(given, resume=resume, bar=False)
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return lambda name, **changed: PretrainSettings(**{**SMALL, "output": str(tmp_path / name), **changed})
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Each micro-batch's place in the data's order, its step and its ids."""
+    found = []
+    original = LaminaTrainer.training_step
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        step = self.state.global_step + 1
+        found.append((step, self.order.data_step(step), inputs["input_ids"].clone()))
+        return original(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
+    return found
+
+
+def blocks_by_place(seen):
+    """Of the last time that each place was trained on: its micro-batches' ids."""
+    places = {}
+    for step, place, ids in seen:
+        places.setdefault((place, step), []).append(ids)
+    return {place: torch.cat(ids) for (place, _), ids in places.items()}
+
+
+def assert_same_run(a, b):
+    assert records(a) == records(b)
+    assert result(a)["eval_loss"] == result(b)["eval_loss"]
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (a, b)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(train, tmp_path, small_chunks):
+    """In the middle of a file, of a document and of a shuffled window; in the first pass and in the second."""
+    train("whole")
+    whole, places = tmp_path / "whole", []
+    for step in (1, 5, 9, 13):
+        cut = tmp_path / f"cut-{step}"
+        shutil.copytree(whole, cut)
+        (cut / "result.json").unlink()
+        for later in range(step + 1, 15):
+            shutil.rmtree(cut / "checkpoints" / f"checkpoint-{later}")
+        run_state = cut / "checkpoints" / f"checkpoint-{step}" / "run_state.json"
+        places.append(json.loads(run_state.read_text())["stream"])
+        train(f"cut-{step}", resume=True)
+        assert_same_run(cut, whole)
+    assert {place["turn"] for place in places} == {0, 1}
+    assert any(place["segments"] for place in places)
+    assert any(place["position"] for place in places)
+    assert places[-1]["chunk"] == 13 * 8 // 6
+
+
+def test_a_process_killed_between_two_checkpoints_goes_on_as_if_it_had_not_been(train, tmp_path, monkeypatch):
+    train("whole", save_steps=3)
+    original = LaminaTrainer.training_step
+
+    def die(self, *args, **kwargs):
+        if self.state.global_step + 1 == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+
+    child = os.fork()
+    if child == 0:  # a kill must not take pytest with it
+        monkeypatch.setattr(LaminaTrainer, "training_step", die)
+        train(save_steps=3)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    train(resume=True, save_steps=3)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_kills_of_the_command_at_any_moment_change_nothing(tmp_path):
+    corpus = write_corpus(tmp_path / "words.txt")
+    options = {**SMALL, **OPTIONS, "steps": 60, "eval_steps": 20, "keep": 2, "corpus": corpus}
+    assert main(["pretrain", *flags(**options, output=tmp_path / "whole")]) == 0
+    argv = ["pretrain", *flags(**options, output=tmp_path / "run")]
+    for resume, until in (([], 11), (["--resume"], 37)):
+        with start(*argv, *resume) as process:
+            wait_for(lambda until=until: last_step(tmp_path / "run") >= until, 120)
+            process.kill()
+            process.communicate(timeout=30)
+    assert main([*argv, "--resume"]) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_held_out_text_is_never_trained_on(train, folder, seen, trainers):
+    """Lines of which no two are alike: those whole in a held-out block are in no block of three passes."""
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "a.txt").write_text("".join(f"<{i:03d}>\n" for i in range(400)))
+    train(steps=40, save_steps=0)
+    trained = {n for _, _, ids in seen for row in ids for n in bytes(row.clamp(max=255).tolist()).split(b"\n")[1:-1]}
+    evaluated = [trainers[0].eval_dataset[i]["input_ids"] for i in range(len(trainers[0].eval_dataset))]
+    held_out = {n for row in evaluated for n in bytes(row.clamp(max=255).tolist()).split(b"\n")[1:-1]}
+    assert len(trained) > 250
+    assert held_out
+    assert not trained & held_out
+
+
+def test_a_rollback_leaves_the_streams_blocks_of_the_window_out(train, seen, small_chunks, monkeypatch):
+    train("whole", save_steps=0, steps=20)
+    wanted = blocks_by_place(seen)
+    seen.clear()
+    original = LaminaTrainer.training_step
+
+    def spoiled(self, *args, **kwargs):
+        loss = original(self, *args, **kwargs)
+        if self.order.data_step(self.state.global_step + 1) == 7:
+            self.guard.see_loss(self.state.global_step + 1, float("nan"))
+        return loss
+
+    monkeypatch.setattr(LaminaTrainer, "training_step", spoiled)
+    found = train(save_steps=4, rollback=1)
+    assert [told["skipped"] for told in found["rollbacks"]] in ([[5, 7]], [(5, 7)])
+    back = next(i for i in range(1, len(seen)) if seen[i][0] < seen[i - 1][0])
+    after = seen[back:]
+    assert [(step, place) for step, place, _ in after[::2]] == [(s, s + 3) for s in range(5, 15)]
+    assert all(torch.equal(ids, wanted[place]) for place, ids in blocks_by_place(after).items())
+
+
+def test_a_mix_is_streamed_in_its_shares_and_goes_on_exactly(train, folder, tmp_path, small_chunks):
+    other = tmp_path / "other.txt"
+    other.write_text("few words, other ones\n" * 60)
+    mix = f"{folder}:0.75,{other}:0.25"
+    whole = train("whole", corpus=mix)
+    assert {name: part["share"] for name, part in whole["mix"].items()} == {str(folder): 0.75, str(other): 0.25}
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "result.json").unlink()
+    for later in range(6, 15):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"checkpoint-{later}")
+    train("cut", resume=True, corpus=mix)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_file_that_changed_since_the_run_began_is_named(train, folder, tmp_path, capsys):
+    train(steps=4, save_steps=2)
+    (tmp_path / "run" / "result.json").unlink()
+    with (folder / "b.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    os.utime(folder / "b.jsonl", (2**31, 2**31))
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert main(["pretrain", "--output", str(tmp_path / "run"), "--resume"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    assert str(folder / "b.jsonl") in said
+    assert "a.txt" not in said
+    assert "not what it was" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_file_that_is_lost_meanwhile_is_one_line_and_the_run_can_go_on(train, folder, tmp_path, small_chunks, capsys):
+    train("whole")
+    text = (folder / "a.txt").read_bytes()
+    original = LaminaTrainer.training_step
+
+    def lose(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            (folder / "a.txt").unlink(missing_ok=True)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaminaTrainer, "training_step", lose)
+        with pytest.raises(UserError, match=r"a\.txt' could not be read"):
+            train()
+    (folder / "a.txt").write_bytes(text)
+    train(resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_order_of_a_run_cannot_be_changed_when_it_goes_on(train, tmp_path):
+    train(steps=2)
+    for changed in ({"streaming": False}, {"shuffle_buffer": 5}):
+        (tmp_path / "run" / "result.json").unlink(missing_ok=True)
+        with pytest.raises(UserError, match=f"{next(iter(changed))}: .* differs from the run's"):
+            train(steps=2, resume=True, **changed)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["pretrain", "--streaming", "--trainer.dataloader_num_workers", "2"], "dataloader_num_workers: 2"),
+        (["pretrain", "--streaming", "--shuffle-buffer", "0"], "shuffle_buffer: 0"),
+        (["pretrain", "--streaming", "--tokenizer", "bpe:300"], "--tokenizer 'bpe:300'"),
+        (["pretrain", "--streaming", "--corpus", "nowhere"], "--corpus 'nowhere': no such file"),
+        (["compare", "--streaming"], "--streaming"),
+    ],
+)
+def test_what_has_no_meaning_with_streaming_is_refused_in_a_line(argv, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*argv, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "Traceback" not in error
+    assert "\n" not in error
+    assert not (tmp_path / "run").exists()
