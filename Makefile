@@ -13,10 +13,10 @@ demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume $(ARGS)
 
 test: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-all: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "" $(ARGS)
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

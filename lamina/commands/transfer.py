@@ -37,10 +37,10 @@ def run(argv: list[str]) -> int:
         from lamina.studies.transfer import FREE
 
         given = refuse_changes(folder, given, FREE)
-    transfer(**given, resume=others.resume, overwrite=others.overwrite)
+    results = transfer(**given, resume=others.resume, overwrite=others.overwrite)
     print(told(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
-    return 0
+    return int(results["status"].eq("failed").all())
 
 
 def told(summary: dict[str, Any]) -> str:

@@ -164,9 +164,10 @@ class TransferSettings(RunSettings):
             raise UserError(f"best_margin: {self.best_margin!r} (allowed: a number of at least 0)")
         if self.num_heads is not None:
             raise UserError(f"num_heads: {self.num_heads!r} (allowed: none; every width keeps the width of a head)")
-        if self.target_width == self.proxy_width:
+        if self.proxy_width >= self.target_width:
             raise UserError(
-                f"proxy_width: {self.proxy_width} is the target's hidden_size, too (allowed: another, a narrower one)"
+                f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width} "
+                "(allowed: a narrower one)"
             )
         if self.verify_width is not None and not self.verify_rates:
             raise UserError(f"verify_width: {self.verify_width} without verify_rates (allowed: both, or neither)")

@@ -126,6 +126,7 @@ def test_a_failed_trial_is_tried_again_with_resume(study, breaking, tmp_path):
     path = breaking("flaky", f"assert os.path.exists({str(marker)!r})")
     given = study(placements=path)
     assert list(compare(given, bar=False).status) == ["failed"]
+    assert main(["compare", "--resume", "--output", str(given.output)]) == 1
     marker.touch()
     assert compare(given, resume=True, bar=False).status[0] in ("finished", "stuck")
 

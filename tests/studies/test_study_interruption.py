@@ -108,6 +108,7 @@ def test_ctrl_c_keeps_what_is_finished_writes_the_page_and_resumes(running, comm
     assert set(pd.read_csv(folder / "results.csv").status) <= {"finished", "stuck"}
 
 
+@pytest.mark.slow
 def test_no_trial_outlives_a_killed_study(running, command, study):
     process, folder = running()
     below = descendants(process.pid)

@@ -146,7 +146,8 @@ def test_rates_are_verified_at_another_width_and_what_had_ended_is_not_run_again
     [
         ({"width_scaling": "none"}, "width_scaling: 'none' transfers nothing"),
         ({"base_width": 32}, "base_width: 32 is not proxy_width 64"),
-        ({"hidden_size": 64}, "proxy_width: 64 is the target's hidden_size, too"),
+        ({"hidden_size": 64}, "proxy_width: 64 is not below the target's hidden_size 64"),
+        ({"hidden_size": 48}, "proxy_width: 64 is not below the target's hidden_size 48"),
         ({"learning_rates": "x"}, "learning_rates: 'x'"),
         ({"verify_width": 128}, "verify_width: 128 without verify_rates"),
         ({"verify_width": 64, "verify_rates": "1e-3"}, "verify_width: 64 is proxy_width, too"),
