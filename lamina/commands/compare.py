@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     results = compare(**given, resume=others.resume, overwrite=others.overwrite)
     print(summary(results))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}")
-    return int(results["status"].eq("failed").all())  # where no trial ran, a script should stop
+    return int(set(results["status"]) == {"failed"})  # where no trial ran, a script should stop
 
 
 def summary(results: pd.DataFrame) -> str:

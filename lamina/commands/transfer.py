@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     results = transfer(**given, resume=others.resume, overwrite=others.overwrite)
     print(told(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
-    return int(results["status"].eq("failed").all())
+    return int(set(results["status"]) == {"failed"})
 
 
 def told(summary: dict[str, Any]) -> str:
