@@ -13,10 +13,10 @@ demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume $(ARGS)
 
 test: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-all: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -23,8 +23,6 @@ from lamina.training.folder import disk_full
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
-pytestmark = pytest.mark.xdist_group("two processes")  # one worker makes what all of them look at
-
 STEPS = 20
 OPTIONS = {
     **SMALL, "hidden_size": 20, "placement": "keel", "steps": STEPS, "batch_size": 4, "gradient_accumulation": 2,
