@@ -131,25 +131,16 @@ def _recorded(
 
 
 def _blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
+    of: dict[str, Any] = {
+        "corpus": settings.corpus,
+        "tokenizer_spec": settings.tokenizer,
+        "sequence_length": settings.sequence_length,
+        "eval_fraction": settings.eval_fraction,
+        "text_field": settings.text_field,
+    }
     if settings.streaming:
-        return stream_blocks(
-            settings.corpus,
-            settings.tokenizer,
-            settings.sequence_length,
-            eval_fraction=settings.eval_fraction,
-            eval_blocks=settings.eval_blocks,
-            text_field=settings.text_field,
-            buffer=settings.shuffle_buffer,
-            seed=settings.seed,
-        )
-    return prepare_blocks(
-        settings.corpus,
-        settings.tokenizer,
-        settings.sequence_length,
-        eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field,
-        progress=bar,
-    )
+        return stream_blocks(**of, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed)
+    return prepare_blocks(**of, progress=bar)
 
 
 def _run(
