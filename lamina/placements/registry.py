@@ -164,6 +164,8 @@ def _apply_common(plan: Plan, options: dict[str, Any]) -> Plan:
             return replace(norm, kind=kind, groups=options.get("groups", own) if kind == "group" else 1)
 
         plan = map_norms(plan, change)
+        if (plan.qk_norm, plan.v_norm) != ("off", "off"):
+            plan = replace(plan, qkv_norm=change(plan.qkv_norm))
     return plan
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.modeling_lamina import LaminaNorm, current_key
 from lamina.training.distributed import Processes
 
 STATES = "states.safetensors"
@@ -103,11 +103,16 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool) -> None:
-    """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way."""
+    """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way.
+
+    Names are today's; the files may have a former version's.
+    """
+    stored = {current_key(name): name for name in _stored(folder)}
+    tensors = {stored.get(name, name): tensor for name, tensor in tensors.items()}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
         try:
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
         except CheckpointException as failed:
             raise next(iter(failed.failures.values()))[0] from None
 
@@ -126,7 +131,11 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape of every tensor in a folder's safetensors files."""
+    """Name (today's) and whole shape of every tensor in a folder's safetensors files."""
+    return {current_key(name): shape for name, shape in _stored(folder).items()}
+
+
+def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
@@ -159,6 +168,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping
     """Give an optimiser the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
     settle(model)
     names = _names(model)
+    kept = {current_key(name): entries for name, entries in rest["state"].items()}
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     wanted: dict[str, torch.Tensor] = {}
@@ -167,12 +177,14 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping
     for entry in stored:
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if named != [saved["params"] for saved in rest["groups"]]:
+    # Found by name, so their order is free: a former version had another.
+    saved_names = [[current_key(name) for name in saved["params"]] for saved in rest["groups"]]
+    if [sorted(group) for group in named] != [sorted(group) for group in saved_names]:
         raise UserError("resume: the checkpoint's optimiser has other weights: it is another model's")
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):
-            entries = dict(rest["state"][name])
+            entries = dict(kept[name])
             for entry in by_name.get(name, ()):
                 shape = stored[entry]
                 made = torch.zeros_like(parameter) if shape == parameter.shape else torch.zeros(shape)
