@@ -32,7 +32,7 @@ class Parser(ArgumentParser):
             name = unknown[1].strip("'\"").split("=")[0]
             given = name if name.startswith("-") else f"--{name.replace('_', '-')}"
             raise UserError(f"unknown option {given}{nearest(given, options)} (see `{self.prog} --help`)")
-        value = re.search(r"(?:Given|Got) value: (.*)", line)
+        value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value: (.*)", line)
         key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
         if value and key:
             name = key[1].lstrip("-").replace("_", "-")

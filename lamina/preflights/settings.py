@@ -9,6 +9,7 @@ from typing import Any, Self
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import split_specs
 from lamina.training.settings import PretrainSettings
+from lamina.values import check_kinds, number, path, whole_number
 
 _OWN = ("placements", "learning_rates", "output", "burn_in", "sequences", "flops")
 
@@ -74,13 +75,13 @@ class PreflightSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
+        check_kinds(self, lists=("placements", "learning_rates"))
         for name in ("burn_in", "sequences"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (4 if name == "burn_in" else 1):
-                least = 4 if name == "burn_in" else 1
-                raise UserError(f"{name}: {value!r} is not a whole number of at least {least}")
-        if self.flops is not None and not self.flops > 0:
-            raise UserError(f"flops: {self.flops!r} (allowed: a number above 0)")
+            whole_number(name, getattr(self, name), 4 if name == "burn_in" else 1)
+        if self.flops is not None:
+            number("flops", self.flops, 0.0, open_low=True)
+        if self.output is not None:
+            object.__setattr__(self, "output", path("output", self.output))
         self.runs()
 
     def rates(self) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any
 from lamina.errors import UserError
 from lamina.placements.custom import split_specs
 from lamina.training.settings import PretrainSettings, RunSettings
+from lamina.values import path, seed_number, whole_number
 
 DEFAULT_PLACEMENTS = "post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel"
 
@@ -39,12 +40,14 @@ class CompareSettings(RunSettings):
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
         super().__post_init__()
-        if self.workers is not None and (isinstance(self.workers, bool) or self.workers < 1):
-            raise UserError(f"workers: {self.workers!r} is not a whole number of at least 1")
+        if self.workers is not None:
+            whole_number("workers", self.workers)
+        object.__setattr__(self, "output", path("output", self.output))
         if not split_specs(self.placements):
             raise UserError("placements: none given (see `lamina placements` for the names)")
         numbers("learning_rates", self.learning_rates, float)
-        numbers("seeds", self.seeds, int)
+        for one in numbers("seeds", self.seeds, int):
+            seed_number("seeds", one)
 
     def command(self) -> str:
         """The command line that gives these settings: every flag that is not at its default."""

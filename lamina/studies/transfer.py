@@ -94,7 +94,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
     """The factor on the learning rate of each kind of weight at the target's width."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
-    check(target)
+    check(target, trained=False)
     config = backbone_config(target)
     scaling = width_scaling_of(target)
     assert scaling is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import TrainingArguments
 
 from lamina.data.corpus import changed_since
 from lamina.data.mix import parse_mix
@@ -18,6 +19,7 @@ from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, recommended
+from lamina.modeling.memory import refuse_beyond_memory
 from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.probes import registry
@@ -39,8 +41,11 @@ SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than the
 BEFORE = {**SPEED_BEFORE, "streaming": False, "shuffle_buffer": PretrainSettings.shuffle_buffer}
 
 
-def check(settings: PretrainSettings, processes: int = 1) -> Plan:
-    """The plan, with everything that can be known wrong before the corpus is read. Raises UserError."""
+def check(settings: PretrainSettings, processes: int = 1, *, trained: bool = True) -> Plan:
+    """The plan, with everything that can be known wrong before the corpus is read. Raises UserError.
+
+    ``trained``: whether this machine trains the model as it is, so that it has to fit into its memory.
+    """
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
@@ -63,12 +68,40 @@ def check(settings: PretrainSettings, processes: int = 1) -> Plan:
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):
         few = resolve_backbone(config, num_layers=len(kinds))
-        build(few, replace(plan, layers=kinds), init="normal", width_scaling=scaling)
+        small = build(few, replace(plan, layers=kinds), init="normal", width_scaling=scaling)
+    if trained:
+        _check_memory(settings, config.num_hidden_layers, small, arguments, processes)
     if settings.expert_balance in ("bias", "loss"):
         with torch.device("meta"):
             model = build(config, plan, init="normal")
         choose(settings.expert_balance, find_routers(model))
     return plan
+
+
+def _check_memory(
+    settings: PretrainSettings, num_layers: int, small: Any, arguments: TrainingArguments, processes: int
+) -> None:
+    """Raise UserError where the blocks alone, or the states that enter them, do not fit. A lower bound of what is used.
+
+    ``small``: the model with fewer layers, on the meta device.
+    """
+    config = small.config.get_text_config()
+    device = "cuda" if arguments.device.type == "cuda" else "cpu"
+    parts = processes if settings.parallel == "fsdp2" else 1
+    weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
+    weights = weights * num_layers // config.num_hidden_layers // parts
+    copies = 4 if str(arguments.optim).startswith("adamw_torch") else 2  # itself, its gradient, AdamW's two averages
+    states = settings.batch_size // processes * settings.sequence_length * config.hidden_size * num_layers
+    refuse_beyond_memory(
+        "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device
+    )
+    refuse_beyond_memory(
+        "batch_size, sequence_length",
+        f"the backward pass of {settings.batch_size // processes} × {settings.sequence_length} tokens through "
+        f"{num_layers} blocks takes",
+        2.0 * states,
+        device,
+    )
 
 
 def check_sharded(settings: PretrainSettings) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from typing import Any
 import yaml
 
 from lamina.errors import UserError
+from lamina.values import path
+from lamina.yaml_files import read_mapping
 
 LOCK = ".lock"
 ENVIRONMENT = "environment.json"
@@ -36,8 +39,7 @@ def refuse(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Raise UserError, changing nothing, where ``claim`` would."""
     if resume and overwrite:
         raise UserError("resume and overwrite contradict each other (allowed: one of them)")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output: {str(folder)!r} is a file, not a folder")
+    writable("output", folder)
     if not in_use(folder):
         return
     if not (resume or overwrite):
@@ -51,6 +53,27 @@ def refuse(folder: Path, *, resume: bool, overwrite: bool) -> None:
         raise UserError(
             f"output: {str(folder)!r} holds something that Lamina did not write, so {what} (allowed: another folder)"
         )
+
+
+def writable(name: str, folder: Path) -> None:
+    """Raise UserError, making nothing, where ``folder`` is no folder to write into and can't be made one."""
+    path(name, folder)
+    for place in (folder, *folder.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except FileNotFoundError:
+            if place.is_symlink():
+                raise UserError(f"{name}: {str(place)!r} is a link to nothing (allowed: a folder)") from None
+            continue
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                continue  # the file is among the parents
+            raise UserError(f"{name}: {str(folder)!r}: {error.strerror} (allowed: a folder)") from None
+        if not is_folder:
+            raise UserError(f"{name}: {str(place)!r} is a file, not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{name}: {str(place)!r} may not be written into (allowed: a folder that may)")
+        return
 
 
 def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
@@ -146,15 +169,7 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{str(path)!r}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{str(path)!r}: not readable as YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{str(path)!r}: a YAML mapping is needed, not {type(data).__name__}")
-    return data
+    return read_mapping(path)
 
 
 def finite(data: Any) -> Any:
