@@ -62,7 +62,8 @@ def build(
             backbone is for: a decoder's, ModernBERT's and ViT's first.
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
             sequences.
-        init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
+        init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one named beside the
+            placement (``lamina placements NAME``), that of its paper's main runs where the paper states it.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model
             (Admin's); random ones if not given.
         width_scaling: the scheme by which weights start at a width other than the one the settings were chosen at

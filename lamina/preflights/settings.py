@@ -24,7 +24,7 @@ class PreflightSettings:
         num_layers: number of blocks (default: the backbone's); always measured in full
         hidden_size: width (default: the backbone's); the feed-forward keeps its ratio
         num_heads: attention heads (default: the backbone's, or what keeps a head's width)
-        init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
+        init: initialiser: recommended (that of the placement's main source), normal, scaled, deepnorm, xavier, small
         corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME
         text_field: the field of a .jsonl row or of a dataset that holds the text
         tokenizer: bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder

@@ -22,7 +22,7 @@ class CoordCheckSettings:
         widths: comma-separated hidden sizes, two at the least; the feed-forward and the heads grow along
         num_layers: number of blocks
         untie_embeddings: give the readout a weight of its own where the backbone ties it to the embedding
-        init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
+        init: initialiser: recommended (that of the placement's main source), normal, scaled, deepnorm, xavier, small
         width_scaling: none, standard, standard-no-alignment, mup, mup-no-alignment (Everett et al. 2024)
         base_width: hidden size at which width scaling changes nothing (default: the smallest of the widths)
         k_embedding: with width scaling, a factor on the embedding's learning rate

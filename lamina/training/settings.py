@@ -19,7 +19,7 @@ class RunSettings:
         hidden_size: width (default: the backbone's); the feed-forward keeps its ratio
         num_heads: attention heads (default: the backbone's, or what keeps a head's width)
         untie_embeddings: give the readout a weight of its own where the backbone ties it to the embedding
-        init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
+        init: initialiser: recommended (that of the placement's main source), normal, scaled, deepnorm, xavier, small
         corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; or a mix of them in
             fixed shares: A:0.7,B:0.3
         text_field: the field of a .jsonl row or of a dataset that holds the text
