@@ -67,7 +67,8 @@ def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Itera
 
 
 def _features(course: dict[str, Any]) -> Features:
-    return Features(**{name: math.nan if value is None else value for name, value in course.items()})
+    known = {"excess_error": None} | course  # not in the first measurements
+    return Features(**{name: math.nan if value is None else value for name, value in known.items()})
 
 
 def outcome(result: dict[str, Any]) -> str:

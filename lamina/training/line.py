@@ -62,7 +62,7 @@ class Line:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.plan = source.plan_of(settings, config.num_hidden_layers)
         torch.manual_seed(settings.seed)
-        profile = _profile(blocks, settings)
+        profile = profile_ids(blocks, settings)
         scaling = width_scaling_of(settings)
         if settings.from_model is None:
             self.model = build(
@@ -222,7 +222,7 @@ def _settle(
     return settings
 
 
-def _profile(blocks: Blocks, settings: PretrainSettings) -> torch.Tensor:
+def profile_ids(blocks: Blocks, settings: PretrainSettings) -> torch.Tensor:
     """Some blocks of the text to train on, [at most batch_size, sequence_length]."""
     train: Any = blocks.train
     if settings.streaming:

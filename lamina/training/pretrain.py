@@ -59,7 +59,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
             return done
         crew.together(lambda: check(settings, crew.size))
         # before the folder is touched: the corpus may be unreadable
-        blocks, tokenizer = crew.one_a_host_first(lambda: _blocks(settings, bar))
+        blocks, tokenizer = crew.one_a_host_first(lambda: read_blocks(settings, bar))
         with ExitStack() as held:
             used = crew.by_first(lambda: _claim(held, settings, blocks, resume=resume, overwrite=overwrite))
             before = float((done or {}).get("seconds") or 0.0)
@@ -130,7 +130,8 @@ def _recorded(
     return crew.by_first(lambda: write(result))
 
 
-def _blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
+def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
+    """The blocks of the run's corpus and their tokenizer; ``bar``: show one while they are made."""
     of: dict[str, Any] = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,
