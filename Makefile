@@ -10,7 +10,7 @@ PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 tor
 .PHONY: demo test test-all check format bench bench-gpu bench-peers pictures clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/lamina compare --output $(DEMO) --resume $(ARGS)
+	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
 
 test: $(VENV)/.development
 	$(BIN)/python -m pytest -n 2 $(ARGS)
