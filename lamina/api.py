@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lamina.training.folder import Resume
 
-def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+
+def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
 
     Returns the rows of results.csv; OUTPUT/report.html is the page. In a script, call it under
@@ -31,7 +33,7 @@ def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, 
 
 
 def probe_folder(
-    *, png: bool = False, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any
+    *, png: bool = False, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """Measure a checkpoint into a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
 
@@ -56,7 +58,7 @@ def probe_folder(
     return result
 
 
-def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
+def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
     """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
 
     Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
@@ -112,7 +114,7 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     return rows
 
 
-def coord_check(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Check whether any module's output grows with the width, as `lamina coord-check` does.
 
     Returns the rows of slopes.csv; OUTPUT/result.json has the verdict, OUTPUT/report.html is the page.
@@ -130,7 +132,7 @@ def coord_check(*, resume: bool = False, overwrite: bool = False, bar: bool = Tr
     return found
 
 
-def transfer(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
 
     Returns the rows of results.csv; OUTPUT/transfer.json holds the interval, the target's rates and the risk,

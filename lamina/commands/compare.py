@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.api import compare
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,8 +30,7 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, CompareSettings)
-    parser.add_argument("--resume", action="store_true", help="go on with the study in the output folder")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "go on with the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", CompareSettings.output))
     if others.resume and (folder / "study.yaml").is_file():

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
 from lamina.errors import UserError
 
 EXAMPLES = """
@@ -32,8 +32,7 @@ def run(argv: list[str]) -> int:
     add_settings(parser, ProbeSettings, positional=("checkpoint",))
     parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and end")
     parser.add_argument("--png", action="store_true", help="draw each figure as a PNG, too (needs Chromium or Chrome)")
-    parser.add_argument("--resume", action="store_true", help="go on with the probes that are not finished")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "go on with the probes that are not finished")
     given, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
     if others.list:
         print(listing(full=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,10 @@ from string import Template
 
 from plotly.offline import get_plotlyjs
 
+from lamina import digests
 from lamina.reports.style import FONT
+
+logger = logging.getLogger(__name__)
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -35,7 +39,11 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, se
     """Write the page under a temporary name, then put it into place: a reader never sees half of it."""
     parts = [section for section in sections if section.html]
     links = "".join(f'<a href="#{part.anchor}">{escape(part.name)}</a>' for part in parts)
-    body = "".join(f'<section id="{part.anchor}"><h2>{escape(part.title)}</h2>{part.html}</section>' for part in parts)
+    damage = digests.differences(path.parent)
+    for line in damage:
+        logger.warning("%s: %s", path.parent, line)
+    body = callouts(f"{line}: what the page shows of it is not what was written." for line in damage)
+    body += "".join(f'<section id="{part.anchor}"><h2>{escape(part.title)}</h2>{part.html}</section>' for part in parts)
     facts_line = '<span class="dot">·</span>'.join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
     page = Template(_PAGE).substitute(
         policy=_POLICY,

@@ -36,7 +36,7 @@ FREE = {
 
 
 def compare(
-    settings: CompareSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: CompareSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed; returns results.csv's rows, the trials in their order.
 

@@ -44,7 +44,7 @@ FREE = {"output", "seeds", "threads", "tolerance"}  # what a resumed check may c
 
 
 def coord_check(
-    settings: CoordCheckSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: CoordCheckSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> Frame:
     """Run the check and leave its folder; returns ``slopes``' rows. The verdict is in result.json.
 

@@ -47,7 +47,7 @@ class Rate:
 
 
 def transfer(
-    settings: TransferSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: TransferSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
     """Train the proxy at every rate (and a wider model at those to verify); returns results.csv's rows.
 

@@ -174,7 +174,7 @@ def _run_trial(data: dict[str, Any]) -> None:
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())
-            pretrain(settings, resume=True, bar=False)
+            pretrain(settings, resume="auto", bar=False)
     except KeyboardInterrupt:
         run_folder.write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
     except Exception as error:

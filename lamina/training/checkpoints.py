@@ -14,6 +14,7 @@ from typing import Any
 
 from lamina import digests
 from lamina.digests import NOT_A_MANIFEST, Entry, listed, settled, sha256, sync
+from lamina.training import replaced
 from lamina.training.distributed import Processes
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def prune(folder: Path, step: int, keep: int, spared: Callable[[dict[str, Any]],
     for path in found:
         if path not in kept:
             discard(path)
+    replaced.drop(folder.parent)  # what --overwrite keeps until there is a first checkpoint
 
 
 def discard(path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
+from lamina import digests
 from lamina.data.corpus import changed_since
 from lamina.data.mix import parse_mix
 from lamina.errors import UserError
@@ -27,6 +28,7 @@ from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.compiling import missing_compiler
 from lamina.training.experts import choose, find_routers
+from lamina.training.folder import was_written
 from lamina.training.groups import check_optimizer, width_scaling_of
 from lamina.training.resuming import known_of, plan_digest
 from lamina.training.settings import PretrainSettings
@@ -163,14 +165,15 @@ def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerprint: str) -> None:
     """Raise UserError where the text or the placement is not what it was when the run in ``folder`` began."""
     known = known_of(folder)
-    stored = known.get("text", _stored(folder / DATA).get("fingerprint"))
+    text = {"corpus": settings.corpus, "fingerprint": fingerprint}
+    stored = known["text"] if "text" in known else _stored(folder / DATA, text).get("fingerprint")
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run in "
             f"{str(folder)!r} began{_changed(settings.corpus, folder / DATA)} (allowed with --resume: the same text; "
             "else another --output, or --overwrite)"
         )
-    before = _stored(folder / "plan.json")
+    before = {} if "plan" in known else _stored(folder / "plan.json", plan.to_dict())
     same = (
         before == json.loads(json.dumps(plan.to_dict())) if "plan" not in known else known["plan"] == plan_digest(plan)
     )
@@ -190,7 +193,15 @@ def _changed(corpus: str, noted: Path) -> str:
     return f"; changed since: {', '.join(found[:3])}{', ...' * (len(found) > 3)}" if found else ""
 
 
-def _stored(path: Path) -> dict[str, Any]:
+def _stored(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """What a file of the run holds; of a damaged one ``now``, if that is what was written. Raises UserError if not."""
+    if words := digests.differs(path):
+        if was_written(path, now):
+            return json.loads(json.dumps(now))
+        raise UserError(
+            f"{str(path)!r} {words}, and it did not hold what this run would write (allowed with --resume: the same "
+            "text and placement; else another --output, or --overwrite)"
+        )
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
