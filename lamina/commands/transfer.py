@@ -8,6 +8,8 @@ from typing import Any
 
 from lamina.api import transfer
 from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.compare import failed
+from lamina.errors import TrialsFailed
 
 EXAMPLES = """
   lamina transfer
@@ -37,10 +39,14 @@ def run(argv: list[str]) -> int:
         from lamina.studies.transfer import FREE
 
         given = refuse_changes(folder, given, FREE)
-    results = transfer(**given, resume=others.resume, overwrite=others.overwrite)
+    failure = None
+    try:
+        transfer(**given, resume=others.resume, overwrite=others.overwrite)
+    except TrialsFailed as error:
+        failure = error
     print(told(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
-    return int(set(results["status"]) == {"failed"})
+    return 0 if failure is None else failed(failure)
 
 
 def told(summary: dict[str, Any]) -> str:

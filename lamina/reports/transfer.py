@@ -19,7 +19,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _FIGURE = (
     "Eval loss against the learning rate that was given, before the width's factors: under a right scaling the curves "
     "of all widths have their bottom at the same rate. Marks along the top edge did not finish at that rate: triangle "
-    "stuck, x diverged, cross failed, square interrupted."
+    "stuck, x diverged, cross failed, square interrupted, circle too short to tell."
 )
 
 

@@ -20,7 +20,7 @@ from lamina.studies.workers import run_trials
 from lamina.training import folder as run_folder
 from lamina.training.settings import PretrainSettings
 
-DONE = ("finished", "stuck", "diverged")
+DONE = ("finished", "short", "stuck", "diverged")
 COLUMNS = (
     *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
     *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
@@ -30,7 +30,18 @@ _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 # What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
 FREE = {
-    *("placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"),
+    *(
+        "placements",
+        "learning_rates",
+        "learning_rates_of",
+        "seeds",
+        "workers",
+        "output",
+        "threads",
+        "save_steps",
+        "keep",
+        "report_to",
+    ),
     *("probe_every", "probes"),
 }
 

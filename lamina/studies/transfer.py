@@ -167,6 +167,8 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
         return "too slow on the proxy, and expected to be"
     if rate.status in ("diverged", "stuck"):
         return "fails on the proxy, and is expected to fail"
+    if rate.status == "short":
+        return "not known: too few steps on the proxy, where its loss still falls"
     if rate.status != "finished":
         return "not known"
     failing = [r.learning_rate for r in rates if _fails(r) and r.learning_rate > rate.learning_rate]
@@ -193,7 +195,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
     """Whether a rate is stable at both widths or fails at both; None where the proxy was not trained at it."""
     status = _status(narrow, wide.learning_rate)
-    if status is None or "failed" in (status, wide.status) or "interrupted" in (status, wide.status):
+    if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None
     return (status == "finished") == (wide.status == "finished")
 
@@ -207,5 +209,5 @@ def _fails(rate: Rate) -> bool:
 
 
 def _severity(status: str) -> int:
-    order = ("finished", "stuck", "diverged", "interrupted", "failed")
+    order = ("finished", "short", "stuck", "diverged", "interrupted", "failed")
     return order.index(status) if status in order else len(order)

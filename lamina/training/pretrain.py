@@ -35,6 +35,7 @@ from lamina.training.writers import keep_abandoned
 
 logger = logging.getLogger(__name__)
 
+ENDED = ("finished", "short", "stuck", "diverged")  # a run that did all that it was told, or cannot
 GRACE_SECONDS = 30.0  # for a worker of a killed study that still writes its checkpoint
 
 
@@ -55,7 +56,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
     with processes(device_of(settings), parallel_of(settings)) as crew:
         bar = bar and crew.first
         settings, done = crew.by_first(lambda: _settled(settings, crew, resume=resume, overwrite=overwrite))
-        if done is not None and done["status"] in ("finished", "stuck", "diverged"):
+        if done is not None and done["status"] in ENDED:
             return done
         crew.together(lambda: check(settings, crew.size))
         # before the folder is touched: the corpus may be unreadable
@@ -167,7 +168,7 @@ def _run(
         del line
         gc.collect()
     status, reason = ended
-    if status in ("finished", "stuck"):
+    if status in ENDED and status != "diverged":
         _save(line.model, tokenizer, target / "model", crew)
     result = outcome(settings, status, reason, line.trainer, line.recorder, blocks, line.model, line.plan)
     return {**result, "rollbacks": rollbacks.to_list()}

@@ -267,7 +267,7 @@ WIDTH_SCALINGS = ("none", "standard", "standard-no-alignment", "mup", "mup-no-al
 PARALLEL = ("auto", "ddp", "fsdp2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 BALANCES = ("auto", "none", "bias", "loss")
-Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
+Status = Literal["finished", "short", "stuck", "diverged", "interrupted", "failed"]
 
 
 def _at_least(name: str, value: Any, low: int) -> None:
