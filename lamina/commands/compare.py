@@ -25,6 +25,8 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, say where it is."""
+    from lamina.studies.compare import FREE
+    from lamina.studies.record import has_study, refuse_changes
     from lamina.studies.settings import CompareSettings
 
     parser = make_parser(
@@ -37,10 +39,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", CompareSettings.output))
-    if others.resume and (folder / "study.yaml").is_file():
-        from lamina.studies.compare import refuse_changes
-
-        given = refuse_changes(folder, given)
+    if others.resume and has_study(folder):
+        given = refuse_changes(folder, given, FREE)
     try:
         results, failure = compare(**given, resume=others.resume, overwrite=others.overwrite), None
     except TrialsFailed as error:

@@ -21,6 +21,7 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
+    from lamina.studies.record import has_study, refuse_changes
     from lamina.studies.width_settings import TransferSettings
 
     parser = make_parser(
@@ -34,8 +35,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", TransferSettings.output))
-    if others.resume and (folder / "study.yaml").is_file():
-        from lamina.studies.compare import refuse_changes
+    if others.resume and has_study(folder):
         from lamina.studies.transfer import FREE
 
         given = refuse_changes(folder, given, FREE)

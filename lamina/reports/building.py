@@ -17,6 +17,7 @@ from lamina.placements import Plan, diagram
 from lamina.placements.custom import parse_spec
 from lamina.reports import depth, evolution, figures, tables
 from lamina.reports.coordinates import coordinates_report
+from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.probing import is_probing, probing_report
@@ -25,6 +26,7 @@ from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
 from lamina.reports.sentences import sentences
 from lamina.reports.style import Shown, colours, to_html
 from lamina.reports.transfer import transfer_report
+from lamina.studies.record import has_study
 
 PAGE = "report.html"
 
@@ -41,7 +43,7 @@ def report(folder: Path) -> Path:
         return transfer_report(folder)
     if is_probing(folder):
         return probing_report(folder)
-    if (folder / "study.yaml").is_file():
+    if has_study(folder):
         return study_report(folder)
     if (folder / "result.json").is_file() or (folder / "config.yaml").is_file():
         return run_report(folder)
@@ -51,6 +53,7 @@ def report(folder: Path) -> Path:
 def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
     study = read_study(Path(folder))
+    refuse_other_experiments(study)
     summary, shown, colour = _prepare(study)
     several = bool((summary["learning_rates"] > 1).any())
     ranking = tables.ranking_table(summary, colour) + details(

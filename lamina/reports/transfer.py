@@ -11,6 +11,7 @@ from typing import Any
 
 from lamina.errors import UserError
 from lamina.reports import figures, tables
+from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import Section, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.style import to_html
@@ -31,6 +32,7 @@ def transfer_report(folder: Path) -> Path:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r}: no whole transfer ({' '.join(str(error).split())[:200]})") from None
     study = read_study(folder)
+    refuse_other_experiments(study)
     by_width = _by_width(study.results, folder)
     order = list(dict.fromkeys(by_width["placement"]))
     colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(order)}

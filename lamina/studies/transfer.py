@@ -13,7 +13,8 @@ import torch
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import FREE as COMPARE_FREE
-from lamina.studies.compare import alike, refuse_another_plan, refuse_changes, run_study
+from lamina.studies.compare import alike, run_study
+from lamina.studies.record import refuse_another_plan, refuse_another_trial, refuse_changes
 from lamina.studies.width_settings import TransferSettings
 from lamina.training import folder as run_folder
 from lamina.training.checks import backbone_config, check
@@ -68,6 +69,7 @@ def transfer(
     checked = {width: check(trial) for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
+        refuse_another_trial(trial)
     rates = role_rates(settings)  # a target that cannot be built is known before hours of training
     _, tokenizer = prepare_blocks(
         settings.corpus,

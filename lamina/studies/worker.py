@@ -88,8 +88,8 @@ def run(request: dict[str, Any]) -> int:
         settings = PretrainSettings.from_dict(request["settings"])
         from lamina.training.pretrain import pretrain
 
-        if not (folder / "environment.json").is_file():  # marks the folder as ours before the log is in it
-            run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
+        # marks the folder as ours before the log is in it
+        run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             sys.stdout.flush()
             for stream in (1, 2):

@@ -11,17 +11,22 @@ from typing import Any
 
 STILL_FALLING = 0.2  # nats that as many steps again would take off the loss, at the pace of the run's last fifth
 WINDOW = 0.2  # of the run: what a pace is measured over
+NOTICED = 0.005  # nats in the last fifth below which nothing falls
+UNSLOWED = 0.25  # of the whole run's mean pace: a run that is not down at the unigram entropy falls as it did before
 _SURE = 2.0  # standard errors of a difference of mean training losses, below which it is noise
 
 Point = tuple[float, float]  # step, loss
 
 
-def still_falling(records: Iterable[Mapping[str, Any]], steps: int) -> str | None:
+def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
     """A clause with two losses where the loss still falls at the end of a run of ``steps``; else None.
 
-    ``records`` are the lines of metrics.jsonl. The pace is that of the eval loss over the last fifth of the run (up to
-    two fifths where none was measured in between); without such evaluations, that of the training loss, averaged over
-    the last fifth and the one before. A run that recorded one loss only counts as still falling: nothing tells.
+    It does where as many steps again would take STILL_FALLING nats off it at the pace of the end; or, for a loss that
+    is above ``entropy`` (the plateau on which runs get stuck), where that pace is at least UNSLOWED of the whole run's.
+
+    ``records`` are the lines of metrics.jsonl. The pace of the end is that of the eval loss over the last fifth of the
+    run (up to two fifths where none was measured in between); without such evaluations, that of the training loss,
+    averaged over the last fifth and the one before. A run that recorded one loss only counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")
@@ -33,7 +38,10 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int) -> str | Non
     if len(pair) < 2:
         return None
     (first, before), (last, after) = pair
-    if (before - after) / (last - first) * steps < STILL_FALLING:
+    fallen, pace = before - after, (before - after) / (last - first)
+    (start, highest), *_ = evaluated if what == "eval loss" else trained
+    unslowed = after > entropy and fallen >= NOTICED and pace * (last - start) >= UNSLOWED * (highest - after)
+    if pace * steps < STILL_FALLING and not unslowed:
         return None
     return f"the {what} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
 

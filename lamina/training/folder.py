@@ -80,7 +80,11 @@ def _is_ours(folder: Path) -> bool:
         data = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
         return "lamina" in data["versions"]
     except (OSError, ValueError, KeyError, TypeError):
-        return any(folder.glob("checkpoints/checkpoint-*/manifest.json"))  # the file may be what was damaged
+        from lamina.training.sealed import is_sealed
+
+        # the file may be what was damaged
+        by_study = is_sealed(folder / "study.yaml") or is_sealed(folder / ".study.yaml")
+        return by_study or any(folder.glob("checkpoints/checkpoint-*/manifest.json"))
 
 
 @contextmanager

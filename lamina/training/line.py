@@ -189,7 +189,9 @@ class Line:
             return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
         entropy = self.blocks.stats.unigram_entropy
         if recorder.best_eval > entropy - settings.stuck_margin:
-            falling = still_falling(read_metrics(Path(settings.output)), settings.steps)
+            falling = still_falling(
+                read_metrics(Path(settings.output)), settings.steps, entropy + settings.stuck_margin
+            )
             if falling is not None:
                 return "short", (
                     f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "

@@ -30,6 +30,15 @@ def test_the_pace_decides_not_the_difference():
     assert still_falling(evals(s80=3.5, s100=3.5 - 0.99 * drop), 100) is None
 
 
+def test_a_slow_descent_that_does_not_slow_down_is_falling_above_the_plateau_only():
+    slow = evals(s1=5.565, s2=5.547, s3=5.525, s4=5.514)
+    assert still_falling(slow, 4, entropy=3.2)
+    assert still_falling(slow, 4, entropy=5.6) is None
+    assert still_falling(evals(s1=5.5651, s2=5.565, s3=5.5649, s4=5.5648), 4, entropy=3.2) is None
+    high = evals(s20=4.0, s40=3.5, s60=3.43, s80=3.42, s100=3.405)
+    assert still_falling(high, 100, entropy=3.24) is None
+
+
 def test_evaluations_at_every_step_are_compared_over_a_fifth_of_the_run():
     dense = [{"step": s, "eval_loss": 3.25 + 0.004 * (-1) ** s} for s in range(1, 101)]
     assert still_falling(dense, 100) is None
@@ -50,7 +59,7 @@ def test_a_rising_or_broken_loss_is_not_falling():
     assert still_falling([], 1) == "only one loss was recorded"
 
 
-@pytest.mark.parametrize(("rate", "status"), [(3e-2, "short"), (1e-9, "stuck")])
+@pytest.mark.parametrize(("rate", "status"), [(3e-3, "short"), (1e-9, "stuck")])
 def test_a_run_of_a_few_steps_is_short_where_its_loss_falls(corpus, tmp_path, rate, status):
     given = settings(corpus, tmp_path / "run", steps=8, learning_rate=rate)
     found = pretrain(given, bar=False)
