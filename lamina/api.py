@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamina.errors import TrialsFailed
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -17,11 +19,12 @@ if TYPE_CHECKING:
 def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
 
-    Returns the rows of results.csv; OUTPUT/report.html is the page. In a script, call it under
-    ``if __name__ == "__main__":``, since its worker processes import the script.
+    Returns the rows of results.csv; OUTPUT/report.html is the page. ``placements``, ``learning_rates`` and ``seeds``
+    may be lists, too. The worker processes do not import the script that calls it.
 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
     from lamina.reports import study_report
     from lamina.studies.compare import compare as run
@@ -29,7 +32,8 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
 
     made = CompareSettings.from_dict(settings)
     with _page(study_report, Path(made.output), "results.csv"):
-        return run(made, resume=resume, overwrite=overwrite, bar=bar)
+        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    return _some_ran(results)
 
 
 def probe_folder(
@@ -136,10 +140,11 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
 
     Returns the rows of results.csv; OUTPUT/transfer.json holds the interval, the target's rates and the risk,
-    OUTPUT/report.html is the page. In a script, call it under ``if __name__ == "__main__":``.
+    OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
     from lamina.reports.transfer import transfer_report
     from lamina.studies.transfer import transfer as run
@@ -147,7 +152,15 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
 
     made = TransferSettings.from_dict(settings)
     with _page(transfer_report, Path(made.output), "transfer.json"):
-        return run(made, resume=resume, overwrite=overwrite, bar=bar)
+        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    return _some_ran(results)
+
+
+def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
+    """The results as they are. Raises TrialsFailed where no trial ran."""
+    if set(results["status"]) == {"failed"}:
+        raise TrialsFailed(results)
+    return results
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -12,6 +13,19 @@ class UserError(ValueError):
 
     The command line prints it as one line and exits with code 2; from Python it is a ValueError.
     """
+
+
+class TrialsFailed(UserError):
+    """Every trial of a study failed: the message has the first one's reason, ``results`` the rows of results.csv.
+
+    The command line exits with code 1.
+    """
+
+    def __init__(self, results: Any):
+        count, first = len(results), results.iloc[0]
+        which = "the only trial" if count == 1 else f"all {count} trials"
+        super().__init__(f"{which} failed; {first['trial']}: {first['reason']} (see its log.txt)")
+        self.results = results
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -171,6 +171,7 @@ table.trials td { padding: 6px 10px; }
 .chip { display: inline-block; padding: 1px 9px; border-radius: 20px; font-size: 12.5px; line-height: 1.55;
   background: #eef1f4; color: #4b5763; }
 .chip.finished { background: #e5f3ec; color: #1c6b4c; }
+.chip.short { background: #e3eef8; color: #1d5483; }
 .chip.stuck { background: #fdf0d3; color: #825a00; }
 .chip.diverged, .chip.failed { background: #fbe4e0; color: #9c2f1b; }
 figure { margin: 6px 0 30px; }

@@ -15,6 +15,7 @@ import yaml
 
 from lamina.errors import UserError
 from lamina.placements import Plan
+from lamina.studies import record as study_record
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Study:
 
 def read_study(folder: Path) -> Study:
     """Read study.yaml and results.csv. Raises UserError where there is nothing to report."""
-    header = _mapping(folder / "study.yaml")
+    header = study_header(folder)
     if not (folder / "results.csv").is_file():
         raise UserError(f"{str(folder)!r}: no results.csv in this study (no trial has ended yet)")
     try:
@@ -164,6 +165,20 @@ def read_study(folder: Path) -> Study:
     settings = header.pop("settings", None)
     settings = settings if isinstance(settings, dict) else {}
     return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.yaml; empty where it is missing or not readable."""
+    return _mapping(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+
+
+def study_header(folder: Path) -> dict[str, Any]:
+    """study.yaml, or its copy where that file is not whole; empty where neither is."""
+    try:
+        return study_record.read_study(folder)
+    except UserError as error:
+        logger.warning("%s, left out of the report", str(error).partition(" (allowed")[0])
+        return {}
 
 
 def read_run(folder: Path) -> Study:

@@ -13,7 +13,8 @@ import torch
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import FREE as COMPARE_FREE
-from lamina.studies.compare import alike, refuse_another_plan, refuse_changes, run_study
+from lamina.studies.compare import alike, run_study
+from lamina.studies.record import refuse_another_plan, refuse_another_trial, refuse_changes
 from lamina.studies.width_settings import TransferSettings
 from lamina.training import folder as run_folder
 from lamina.training.checks import backbone_config, check
@@ -68,6 +69,7 @@ def transfer(
     checked = {width: check(trial) for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
+        refuse_another_trial(trial)
     rates = role_rates(settings)  # a target that cannot be built is known before hours of training
     _, tokenizer = prepare_blocks(
         settings.corpus,
@@ -167,6 +169,8 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
         return "too slow on the proxy, and expected to be"
     if rate.status in ("diverged", "stuck"):
         return "fails on the proxy, and is expected to fail"
+    if rate.status == "short":
+        return "not known: too few steps on the proxy, where its loss still falls"
     if rate.status != "finished":
         return "not known"
     failing = [r.learning_rate for r in rates if _fails(r) and r.learning_rate > rate.learning_rate]
@@ -193,7 +197,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
     """Whether a rate is stable at both widths or fails at both; None where the proxy was not trained at it."""
     status = _status(narrow, wide.learning_rate)
-    if status is None or "failed" in (status, wide.status) or "interrupted" in (status, wide.status):
+    if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None
     return (status == "finished") == (wide.status == "finished")
 
@@ -207,5 +211,5 @@ def _fails(rate: Rate) -> bool:
 
 
 def _severity(status: str) -> int:
-    order = ("finished", "stuck", "diverged", "interrupted", "failed")
+    order = ("finished", "short", "stuck", "diverged", "interrupted", "failed")
     return order.index(status) if status in order else len(order)

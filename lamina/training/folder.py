@@ -145,11 +145,11 @@ def recover(folder: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     for pattern in _DRAFTS:
-        for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    for path in folder.glob(".*"):
-        if re.fullmatch(r"\..+\.\d+", path.name) and path.is_file():  # write_text's
-            path.unlink(missing_ok=True)
+        for draft in folder.glob(pattern):
+            shutil.rmtree(draft, ignore_errors=True) if draft.is_dir() else draft.unlink(missing_ok=True)
+    for draft in folder.glob(".*"):
+        if re.fullmatch(r"\..+\.\d+", draft.name) and draft.is_file():  # write_text's
+            draft.unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -157,8 +157,15 @@ def _is_ours(folder: Path) -> bool:
         data = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
         return "lamina" in data["versions"]
     except (OSError, ValueError, KeyError, TypeError):
+        from lamina.training.sealed import is_sealed
+
         # the file may be what was damaged
-        return any(folder.glob("checkpoints/checkpoint-*/manifest.json")) or (folder / digests.LEDGER).is_file()
+        by_study = is_sealed(folder / "study.yaml") or is_sealed(folder / ".study.yaml")
+        return (
+            by_study
+            or (folder / digests.LEDGER).is_file()
+            or any(folder.glob("checkpoints/checkpoint-*/manifest.json"))
+        )
 
 
 @contextmanager

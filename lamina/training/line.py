@@ -28,6 +28,7 @@ from lamina.training.checkpoints import run_state, step_of
 from lamina.training.checks import backbone_config
 from lamina.training.distributed import Processes
 from lamina.training.experts import ExpertBalance
+from lamina.training.falling import read_metrics, still_falling
 from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.order import TrainOrder
@@ -193,6 +194,14 @@ class Line:
             return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
         entropy = self.blocks.stats.unigram_entropy
         if recorder.best_eval > entropy - settings.stuck_margin:
+            falling = still_falling(
+                read_metrics(Path(settings.output)), settings.steps, entropy + settings.stuck_margin
+            )
+            if falling is not None:
+                return "short", (
+                    f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
+                    f"is not {settings.stuck_margin:g} nats below the corpus' unigram entropy of {entropy:.3f} yet"
+                )
             return "stuck", (
                 f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
                 f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"

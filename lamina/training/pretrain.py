@@ -180,7 +180,7 @@ def _run(
         del line
         gc.collect()
     status, reason = ended
-    if status in ("finished", "stuck"):
+    if status in ENDED and status != "diverged":
         _save(line.model, tokenizer, target / "model", crew)
     result = outcome(settings, status, reason, line.trainer, line.recorder, blocks, line.model, line.plan)
     return {**result, "rollbacks": rollbacks.to_list()}

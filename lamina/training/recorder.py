@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from lamina.training.distributed import Processes
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.monitor import Row, gain_rows, hidden_state_rows
+from lamina.training.orphans import orphaned
 from lamina.training.trainer import LaminaTrainer
 from lamina.training.writers import LayersWriter, MetricsWriter, NoWriter
 
@@ -53,7 +53,6 @@ class RunRecorder(TrainerCallback):
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
         self._logged = (0, 0.0)
-        self._parent = multiprocessing.parent_process()
         self._flushed = time.monotonic()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -77,7 +76,7 @@ class RunRecorder(TrainerCallback):
             self._since = None
         if self.bar is not None:
             self.bar.update(1)
-        if self._parent is not None and not self._parent.is_alive():
+        if orphaned():
             self.interrupted = "the study that started it is gone"
         if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)

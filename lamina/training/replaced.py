@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 LOCK = ".lock"
 REPLACED, REPLACING, _GONE = ".replaced", ".replacing", ".gone-replaced"
 APART = (LOCK, REPLACED, REPLACING, _GONE)  # no part of what a folder holds
-ENDED = ("finished", "stuck", "diverged")
+ENDED = ("finished", "short", "stuck", "diverged")
 
 
 def set_aside(folder: Path) -> None:

@@ -268,4 +268,4 @@ PARALLEL = ("auto", "ddp", "fsdp2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LISTS = ("placements", "learning_rates", "seeds", "verify_rates")  # of studies: what may be a Python list, too
 BALANCES = ("auto", "none", "bias", "loss")
-Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
+Status = Literal["finished", "short", "stuck", "diverged", "interrupted", "failed"]
