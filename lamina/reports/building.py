@@ -15,7 +15,7 @@ from lamina import placements
 from lamina.errors import UserError
 from lamina.placements import Plan, diagram
 from lamina.placements.custom import parse_spec
-from lamina.reports import depth, evolution, figures, tables
+from lamina.reports import depth, evolution, figures, monitored, tables
 from lamina.reports.coordinates import coordinates_report
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.probing import is_probing, probing_report
@@ -64,7 +64,11 @@ def study_report(folder: Path) -> Path:
         command=str(study.header.get("command") or ""),
         sections=[
             _happened(study, summary, shown, colour),
-            Section(name="Ranking", title="Ranking by eval loss", html=_ranking_note(several, summary) + ranking),
+            Section(
+                name="Ranking",
+                title="Ranking by eval loss",
+                html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
+            ),
             _loss_section(study, shown, several),
             Section(
                 name="Learning rates",
@@ -72,6 +76,7 @@ def study_report(folder: Path) -> Path:
                 html="" if rates is None else figure(to_html(rates), _RATES),
             ),
             *_depth_sections(shown),
+            *monitored.sections(shown),
             *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),
@@ -92,7 +97,11 @@ def run_report(folder: Path) -> Path:
         command=str(study.header.get("command") or ""),
         sections=[
             _happened(study, summary, shown, colour),
-            Section(name="Result", title="Result", html=tables.ranking_table(summary, colour)),
+            Section(
+                name="Result",
+                title="Result",
+                html=tables.ranking_table(summary, colour) + tables.spike_note(summary),
+            ),
             _loss_section(study, shown, several=False),
             Section(
                 name="Course",
@@ -100,6 +109,7 @@ def run_report(folder: Path) -> Path:
                 html="" if course is None else figure(to_html(course), _COURSE),
             ),
             *_depth_sections(shown),
+            *monitored.sections(shown),
             *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from lamina.errors import UserError
 from lamina.placements import Plan
+from lamina.probes import spikes
 from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
 from lamina.training import folder as run_folder
@@ -23,6 +24,7 @@ from lamina.training.settings import PretrainSettings
 DONE = ("finished", "stuck", "diverged")
 COLUMNS = (
     *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
+    *spikes.COLUMNS,
     *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
 )
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")

@@ -216,14 +216,14 @@ def _row(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
-        return pd.read_parquet(folder / TABLE)[list(COLUMNS)]
+        return pd.read_parquet((folder / TABLE).absolute())[list(COLUMNS)]
     except (OSError, ValueError, KeyError):
         return pd.DataFrame(columns=list(COLUMNS))
 
 
 def _write(folder: Path, table: Frame) -> None:
     temporary = folder / f".{TABLE}"
-    table.to_parquet(temporary, index=False)
+    table.to_parquet(temporary.absolute(), index=False)  # a relative path with a colon would be a URI
     temporary.replace(folder / TABLE)
 
 

@@ -133,7 +133,7 @@ class LayersWriter:
         self.next = int(parts[-1].stem.split("-")[1]) + 1 if parts else 0
         for part in parts if resumed_step is not None else ():
             try:
-                table = pq.read_table(part)
+                table = pq.read_table(part.absolute())  # a relative one with a colon would be a URI
             except (OSError, ValueError):  # ArrowInvalid is a ValueError
                 set_aside(part)
                 continue
