@@ -110,7 +110,7 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
         run_folder.claim(target, resume=False, overwrite=overwrite)
         run_folder.write_json(target / "environment.json", run_folder.environment(made.seed))
         run_folder.write_text(target / "preflight.csv", rows.to_csv(index=False))
-        layers.to_parquet(target / "layers.parquet", index=False)
+        layers.to_parquet((target / "layers.parquet").absolute(), index=False)
         from lamina.reports.preflight import label_of, preflight_report
 
         losses = {label_of(f.run.placement, f.run.learning_rate, rows): f.burn_in.losses for f in found}

@@ -15,7 +15,7 @@ from lamina import placements
 from lamina.errors import UserError
 from lamina.placements import Plan, diagram
 from lamina.placements.custom import parse_spec
-from lamina.reports import depth, evolution, figures, tables
+from lamina.reports import depth, evolution, figures, monitored, tables
 from lamina.reports.coordinates import coordinates_report
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.notices import notices
@@ -67,7 +67,11 @@ def study_report(folder: Path) -> Path:
         command=str(study.header.get("command") or ""),
         sections=[
             _happened(study, summary, shown, colour),
-            Section(name="Ranking", title="Ranking by eval loss", html=_ranking_note(several, summary) + ranking),
+            Section(
+                name="Ranking",
+                title="Ranking by eval loss",
+                html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
+            ),
             _loss_section(study, shown, several),
             Section(
                 name="Learning rates",
@@ -75,6 +79,7 @@ def study_report(folder: Path) -> Path:
                 html="" if rates is None else figure(to_html(rates), _RATES),
             ),
             *_depth_sections(shown),
+            *monitored.sections(shown),
             *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),
@@ -95,7 +100,11 @@ def run_report(folder: Path) -> Path:
         command=str(study.header.get("command") or ""),
         sections=[
             _happened(study, summary, shown, colour),
-            Section(name="Result", title="Result", html=tables.ranking_table(summary, colour)),
+            Section(
+                name="Result",
+                title="Result",
+                html=tables.ranking_table(summary, colour) + tables.spike_note(summary),
+            ),
             _loss_section(study, shown, several=False),
             Section(
                 name="Course",
@@ -103,6 +112,7 @@ def run_report(folder: Path) -> Path:
                 html="" if course is None else figure(to_html(course), _COURSE),
             ),
             *_depth_sections(shown),
+            *monitored.sections(shown),
             *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),

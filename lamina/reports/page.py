@@ -80,7 +80,9 @@ def figure(html: str, caption: str, heading: str = "") -> str:
 
 def details(summary: str, html: str) -> str:
     """A part that starts folded."""
-    return f"<details><summary>{escape(summary)}</summary>{html}</details>"
+    # a figure in a folded part has no width of its own until it is opened
+    resize = " ontoggle=\"dispatchEvent(new Event('resize'))\"" if "plotly-graph-div" in html else ""
+    return f"<details{resize}><summary>{escape(summary)}</summary>{html}</details>"
 
 
 def sentence(text: str) -> str:

@@ -14,6 +14,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from lamina.errors import UserError
+from lamina.probes import spikes
 from lamina.studies.record import (
     DONE,
     has_study,
@@ -30,6 +31,7 @@ from lamina.training.settings import PretrainSettings
 
 COLUMNS = (
     *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
+    *spikes.COLUMNS,
     *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
 )
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")

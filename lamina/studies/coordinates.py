@@ -216,12 +216,14 @@ def _row(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
-        return pd.read_parquet(folder / TABLE, page_checksum_verification=True)[list(COLUMNS)]
+        table = pd.read_parquet((folder / TABLE).absolute(), page_checksum_verification=True)
+        return table[list(COLUMNS)]
     except (OSError, ValueError, KeyError):
         return pd.DataFrame(columns=list(COLUMNS))
 
 
 def _write(folder: Path, table: Frame) -> None:
     temporary = folder / f".{TABLE}"
-    table.to_parquet(temporary, index=False, write_page_checksum=True)  # a flipped bit is known when it is read
+    # absolute: a relative path with a colon would be a URI; checksums: a flipped bit is known when it is read
+    table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
     temporary.replace(folder / TABLE)

@@ -96,7 +96,7 @@ class Measuring:
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         """Write a probe's frame and figures, then say in result.json that they are there."""
         path = self.folder / f"{probe.name}.parquet"
-        frame.to_parquet(path.with_name(f".{path.name}"), index=False)
+        frame.to_parquet(path.with_name(f".{path.name}").absolute(), index=False)
         os.replace(path.with_name(f".{path.name}"), path)
         error = probe.standard_error()
         self.told[probe.name] = {

@@ -87,7 +87,7 @@ def transfer(
             results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
-                summary = summarize(pd.read_csv(folder / "results.csv"), settings, rates)
+                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), settings, rates)
                 run_folder.write_json(folder / SUMMARY, summary)
     return results
 

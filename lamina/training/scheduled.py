@@ -158,7 +158,7 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{step:08d}.parquet"
     frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]].to_parquet(
-        path.with_name(f".{path.name}"), index=False
+        path.with_name(f".{path.name}").absolute(), index=False
     )
     digests.replace(path.with_name(f".{path.name}"), path)
 
