@@ -75,6 +75,8 @@ def summary(result: dict[str, Any]) -> str:
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
         f"{model['placement']}; {result['inputs']['text']}"
     ]
+    for warning in result.get("warnings") or ():
+        lines += ["", *textwrap.wrap(f"warning: {warning}", 110)]
     for name, told in result["probes"].items():
         said = told.get("sentences") or [told.get("reason") or "no sentence"]
         if told["status"] != "finished":

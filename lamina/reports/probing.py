@@ -99,10 +99,11 @@ def _in_short(result: Mapping[str, Any], probes: Mapping[str, Any]) -> Section:
         for name, told in probes.items()
         if told.get("sentences")
     )
+    first = [str(warning) for warning in result.get("warnings") or ()]
     notes = [str(note) for note in result.get("notes") or ()]
     if result.get("reason"):
         notes.insert(0, str(result["reason"]))
-    return Section(name="In short", title="In short", html=lines + callouts(notes))
+    return Section(name="In short", title="In short", html=callouts(first) + lines + callouts(notes))
 
 
 def _model(model: Mapping[str, Any]) -> Section:

@@ -150,6 +150,7 @@ class Measuring:
             "inputs": self._inputs(),
             "settings": self.settings.to_dict(),
             "forwards": self.context.forwards,
+            "warnings": list(self.context.warnings),
             "notes": [n for n in self.context.notes if n not in kept | out | set(self.context.structure.notes)],
             "probes": {name: self.told[name] for name in self.specs if name in self.told}
             | {name: told for name, told in self.told.items() if name not in self.specs},
