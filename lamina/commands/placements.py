@@ -23,7 +23,10 @@ def run(argv: list[str]) -> int:
     """Print the list, or one placement."""
     parser = make_parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
     parser.add_argument(
-        "name", nargs="?", default=None, help="a placement, name(option=value, ...), a file, or several with commas"
+        "name",
+        nargs="?",
+        default=None,
+        help="a placement, name(option=value, ...), a file (a .py file runs as code), or several with commas",
     )
     parser.add_argument("--num-layers", type=int, default=4, help="depth for which the plan is shown")
     parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram into an SVG file")

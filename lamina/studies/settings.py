@@ -24,6 +24,7 @@ class CompareSettings(RunSettings):
 
     Args:
         placements: comma-separated: names (see `lamina placements`), name(option=value, ...), YAML or Python files
+            (a Python file runs as code)
         learning_rates: comma-separated peak learning rates; each placement is ranked at its best one
         seeds: comma-separated seeds
         init: recommended (each placement's own), or one for all: same:NAME with NAME as in --init of `lamina pretrain`

@@ -92,6 +92,20 @@ def test_out_of_memory_is_one_line_that_says_what_to_lower(error, said, monkeypa
     assert "--batch-size" in line
 
 
+def test_code_that_ends_the_process_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr("lamina.commands.backbones.run", lambda argv: sys.exit(0))
+    assert main(["backbones"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ended the process (0)" in line
+
+
+def test_help_still_ends_well(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["backbones", "--help"])
+    assert ended.value.code == 0
+    assert "usage: lamina backbones" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [("--help",), ("placements",), ("compare", "--help")])
 def test_a_closed_pipe_is_no_fault(words):
     started = process(*words)
@@ -101,11 +115,18 @@ def test_a_closed_pipe_is_no_fault(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.0, 2.5, 3.0])
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
 def test_ctrl_c_during_the_imports_is_one_line(seconds, tmp_path):
-    started = process("pretrain", "--output", str(tmp_path / "out"), "--steps", "100000")
+    words = ["pretrain", "--output", str(tmp_path / "out"), "--steps", "100000"]
+    script = f"import sys; from lamina.cli import main; print('ready', flush=True); sys.exit(main({words}))"
+    started = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stdout.readline() == "ready\n"
     time.sleep(seconds)
     started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=60)
+    _, err = started.communicate(timeout=120)
     assert "Traceback" not in err
-    assert started.returncode in (130, -signal.SIGINT)
+    assert started.returncode == 130
+    (line,) = [line for line in err.splitlines() if line.startswith("lamina: ")]
+    assert "interrupted" in line

@@ -257,9 +257,10 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
             words = (file, *FIELDS)
             yield "configuration files", [*bare, f"--config={file}"], words, {}, False
     for file in PLACEMENTS:
-        yield "placement files", line("pretrain", placement=file), (file,), {}, False
-        yield "placement files", line("compare", placements=f"pre_ln,{file}"), (file,), {}, False
-        yield "placement files", line("preflight", placements=file), (file,), {}, False
+        said = (file, file.removesuffix(".yaml"), *["nosuch"] * (file == "p-init.yaml"))
+        yield "placement files", line("pretrain", placement=file), said, {}, False
+        yield "placement files", line("compare", placements=f"pre_ln,{file}"), said, {}, False
+        yield "placement files", line("preflight", placements=file), said, {}, False
     for file in PYTHON:
         said = (file, "mine")
         yield "Python files", line("pretrain", placement=file), said, {}, file == "x-quit.py"
