@@ -88,7 +88,7 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
             if flag.startswith("--no-"):
                 continue
             field, kind = flag[2:].replace("-", "_"), kind_of(action)
-            mentions = (field, flag, flag[2:], field.removesuffix("s"))
+            mentions = (field, flag, flag[2:], field.removesuffix("s"), *["from:"] * (field == "from_model"))
             for value in bad(field, kind, drawn, optional=action.default is None):
                 given, shown = line(name, **{field: None}), repr(value)[1:41].rstrip("'")
                 said = mentions if len(shown) < 2 else (*mentions, shown)
