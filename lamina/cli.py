@@ -7,6 +7,7 @@ import errno
 import importlib
 import os
 import sys
+import traceback
 
 from lamina.errors import UserError, nearest, out_of_memory, shortened
 from lamina.terminal import Printing, one_line
@@ -89,6 +90,10 @@ def _main(argv: list[str]) -> int:
         return _fail("interrupted; what was finished is kept (--resume goes on with it)", 130)
     except BrokenPipeError:
         raise
+    except SystemExit as error:
+        if _innermost(error).startswith("argparse"):  # --help
+            raise
+        return _fail(f"code of a file of yours ended the process ({error.code!r}); what was finished is kept", 1)
     except OSError as error:
         if error.errno not in _THEIRS:
             raise
@@ -99,6 +104,12 @@ def _main(argv: list[str]) -> int:
             raise
         lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
         return _fail(f"{what}; what was finished is kept (allowed: a lower {lower}, as far as the command has it)", 2)
+
+
+def _innermost(error: BaseException) -> str:
+    """The name of the module that raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def _fail(message: str, code: int, *, told: bool = False) -> int:

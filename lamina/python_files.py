@@ -34,9 +34,9 @@ def guarded(what: str) -> Iterator[None]:
     """Turn whatever a user's code raises into a UserError; ``what`` is the sentence's subject."""
     try:
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit among them: a file that ends the process is no success
         reason = shortened(" ".join(str(error).split()), 300)
         raise UserError(f"{what} raised {type(error).__name__}: {reason}") from error
 

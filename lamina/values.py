@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +31,8 @@ LIMITS = {
     "batch_size": 2**20,
     "sequences": 2**20,
     "threads": 2**12,
+    "height": 2**14,
+    "max_new_tokens": 2**20,
     "workers": 2**12,
 }
 _PLACES = ("corpus", "tokenizer", "checkpoint", "backbone", "from_model")  # texts that may be a path
@@ -96,6 +100,27 @@ def path(name: str, value: Any) -> str:
     return given
 
 
+def writable_folder(name: str, folder: Path) -> None:
+    """Raise UserError, making nothing, where ``folder`` is no folder to write into and can't be made one."""
+    path(name, folder)
+    for place in (folder, *folder.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except FileNotFoundError:
+            if place.is_symlink():
+                raise UserError(f"{name}: {str(place)!r} is a link to nothing (allowed: a folder)") from None
+            continue
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                continue  # the file is among the parents
+            raise UserError(f"{name}: {str(folder)!r}: {error.strerror} (allowed: a folder)") from None
+        if not is_folder:
+            raise UserError(f"{name}: {str(place)!r} is a file, not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{name}: {str(place)!r} may not be written into (allowed: a folder that may)")
+        return
+
+
 def home(name: str, value: str | Path) -> Path:
     """The path with ``~`` and ``~user`` replaced by the home folder."""
     try:
@@ -132,6 +157,8 @@ def text(name: str, value: Any) -> str:
     if "\0" in value:
         raise UserError(f"{name}: {_shown(value)} holds a NUL character (allowed: text without)")
     if name in _PLACES:
+        if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", value)):
+            raise UserError(f"{name}: {_shown(value)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
         for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", value):
             home(name, folder)
     return value

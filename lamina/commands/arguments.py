@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from lamina.errors import UserError, nearest
+from lamina.values import path
 
 # "from" is no name that a field can have.
 ALIASES = {"from_model": ("--from",)}
@@ -120,22 +121,22 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
             recover(Path(everything.output))
     given = parser.parse_args(argv, defaults=False).as_dict()
     given = {k.replace("-", "_"): v for k, v in given.items() if k not in ("config", *others)}
-    path = everything.get("config")
-    if path is None:
+    file = everything.get("config")
+    if file is None:
         return given, everything
-    return {**_from_yaml(parser, Path(path), others), **given}, everything
+    return {**_from_yaml(parser, Path(path("config", file)), others), **given}, everything
 
 
-def _from_yaml(parser: Parser, path: Path, others: tuple[str, ...]) -> dict[str, Any]:
+def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str, Any]:
     from lamina.training.folder import read_yaml
 
-    data = read_yaml(path)
+    data = read_yaml(file)
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is a configuration, too
         data = dict(data["settings"])
     known = {action.dest for action in parser._actions} - {"config", "help", *others}
     for key in data:
         if key not in known:
-            raise UserError(f"{str(path)!r}: unknown setting {key!r}{nearest(str(key), known)}")
+            raise UserError(f"{str(file)!r}: unknown setting {key!r}{nearest(str(key), known)}")
     checked = parser.parse_object({k: v for k, v in data.items() if v is not None}, defaults=False).as_dict()
     return {k: checked.get(k, v) for k, v in data.items()}
 

@@ -14,6 +14,7 @@ from jsonargparse import ActionYesNo
 
 from lamina.commands.arguments import make_parser
 from lamina.errors import UserError, unknown
+from lamina.values import path
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
@@ -54,6 +55,8 @@ def run(argv: list[str]) -> int:
         help="load what was written and compare its logits with SOURCE's",
     )
     options = parser.parse_args(argv)
+    for name in ("source", "output"):
+        path(name, options[name])
     if options.to is not None and options.to not in TARGETS:
         raise unknown("--to", options.to, TARGETS)
     if options.dtype not in DTYPES:

@@ -8,6 +8,7 @@ from typing import Any
 from lamina.commands.arguments import make_parser
 from lamina.digests import refuse_damaged
 from lamina.errors import UserError
+from lamina.values import number, path, seed_number, whole_number
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -24,11 +25,10 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     options = parser.parse_args(argv)
-    for name in ("max_new_tokens", "temperature"):
-        if options[name] < 0 or (name == "max_new_tokens" and options[name] < 1):
-            raise UserError(
-                f"{name}: {options[name]!r} (allowed: {'at least 1' if name != 'temperature' else '0 or more'})"
-            )
+    path("model", options.model)
+    whole_number("max_new_tokens", options.max_new_tokens)
+    number("temperature", options.temperature, 0.0)
+    seed_number("seed", options.seed)
     folder = Path(options.model)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "config.json").is_file():

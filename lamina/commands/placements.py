@@ -8,6 +8,7 @@ from pathlib import Path
 from lamina.commands.arguments import make_parser
 from lamina.placements import names, resolve
 from lamina.placements.custom import find, split_specs
+from lamina.values import path, whole_number, writable_folder
 
 EXAMPLES = """
   lamina placements
@@ -22,11 +23,18 @@ def run(argv: list[str]) -> int:
     """Print the list, or one placement."""
     parser = make_parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
     parser.add_argument(
-        "name", nargs="?", default=None, help="a placement, name(option=value, ...), a file, or several with commas"
+        "name",
+        nargs="?",
+        default=None,
+        help="a placement, name(option=value, ...), a file (a .py file runs as code), or several with commas",
     )
     parser.add_argument("--num-layers", type=int, default=4, help="depth for which the plan is shown")
     parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram into an SVG file")
     options = parser.parse_args(argv)
+    whole_number("num_layers", options.num_layers)
+    if options.svg is not None:
+        path("svg", options.svg)
+        writable_folder("svg", Path(options.svg).parent)
     specs = split_specs(options.name) if options.name else names()
     if len(specs) > 1:
         _list(specs, options.svg, options.num_layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.commands.arguments import make_parser
+from lamina.values import path, whole_number
 
 EXAMPLES = """
   lamina report runs/compare
@@ -29,6 +30,10 @@ def run(argv: list[str]) -> int:
         "--height", type=int, default=2300, help="the picture's height in pixels, from the top of the page"
     )
     options = parser.parse_args(argv)
+    whole_number("height", options.height)
+    for name in ("folder", "screenshot"):
+        if options[name] is not None:
+            path(name, options[name])
     from lamina.reports import report, screenshot
     from lamina.training.folder import recover
 

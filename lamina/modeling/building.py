@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lamina.errors import UserError, unknown
+from lamina.errors import UserError, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig
@@ -27,6 +27,7 @@ from lamina.modeling.modeling_lamina import (
 )
 from lamina.modeling.width import WidthScaling, scaled_weights
 from lamina.placements import Layer, Plan, resolve
+from lamina.values import text, whole_number
 
 HEADS: dict[str, type[LaminaPreTrainedModel]] = {
     "causal_lm": LaminaForCausalLM,
@@ -89,6 +90,7 @@ def build(
     if head not in HEADS:
         raise unknown("head", head, HEADS)
     plan = make_plan(placement, config.num_hidden_layers, **placement_options)
+    init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
     try:
@@ -109,9 +111,7 @@ def _labels(head: str, num_labels: int | None) -> dict[str, Any]:
         return {"num_labels": 1} if head == "sequence_classification" else {}
     if not head.endswith("classification"):
         raise UserError(f"num_labels: {num_labels!r}, but the head {head!r} has no labels")
-    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or num_labels < 1:
-        raise UserError(f"num_labels: {num_labels!r} is not a whole number of at least 1")
-    return {"num_labels": num_labels}
+    return {"num_labels": whole_number("num_labels", num_labels)}
 
 
 def recommended(plan: Plan) -> str:
@@ -145,6 +145,14 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     Returns:
         A Block; norms of kind "backbone" are RMSNorms with epsilon 1e-6.
     """
+    for name, given, kind in (
+        ("attention", attention, nn.Module),
+        ("feed_forward", feed_forward, nn.Module),
+        ("layer_plan", layer_plan, Layer),
+    ):
+        if not isinstance(given, kind):
+            raise UserError(f"{name}: {shortened(repr(given), 200)} (allowed: a {kind.__name__})")
+    whole_number("hidden_size", hidden_size)
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     like = LaminaRMSNorm(1, eps=1e-6)
     return Block(

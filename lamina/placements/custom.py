@@ -32,6 +32,7 @@ from lamina.errors import UserError, nearest, shortened
 from lamina.placements import registry
 from lamina.placements.plan import SUBLAYERS, Plan
 from lamina.python_files import guarded, run_file
+from lamina.values import is_finite
 from lamina.yaml_files import read_mapping
 
 LONGEST_FORMULA = 200  # characters
@@ -78,6 +79,8 @@ def find(spec: str) -> registry.Placement:
 
 def split_specs(text: str) -> list[str]:
     """Split a comma-separated list of specs, leaving the commas within brackets alone."""
+    if not isinstance(text, str):
+        raise UserError(f"placements: {shortened(repr(text), 200)} (allowed: text with commas between the names)")
     return [part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip()]
 
 
@@ -213,8 +216,8 @@ def _formula(value: Any, names: Mapping[str, float], where: str) -> Any:
     if not isinstance(value, str) or not where.endswith(("_scale", "_gain")):
         return value
     try:
-        if isinstance(found := _evaluate(_parsed(value), names), complex):
-            raise ArithmeticError(found)  # a root of a negative number
+        if not is_finite(found := _evaluate(_parsed(value), names)):
+            raise ArithmeticError(found)  # also complex: a root of a negative number
         return found
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         raise UserError(

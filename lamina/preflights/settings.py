@@ -20,6 +20,7 @@ class PreflightSettings:
 
     Args:
         placements: comma-separated: names (see `lamina placements`), name(option=value, ...), YAML or Python files
+            (a Python file runs as code)
         learning_rates: comma-separated peak learning rates of the planned run
         backbone: a preset's name (see `lamina backbones`), or a folder with a transformers config.json
         num_layers: number of blocks (default: the backbone's); always measured in full

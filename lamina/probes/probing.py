@@ -22,6 +22,7 @@ from lamina.probes.running import base_of, forward, run
 from lamina.probes.settings import ProbeSettings
 from lamina.probes.structure import Structure
 from lamina.probes.wiring import find_structure
+from lamina.values import text
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def make_context(
             if parameter.is_meta:
                 raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
     else:
-        loaded = load(model_or_path, dtype=settings.dtype, device=_device(settings.device))
+        loaded = load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
         model, notes = loaded.model, list(loaded.notes)
         tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         if loaded.run is not None:

@@ -15,7 +15,8 @@ class ProbeSettings:
 
     Args:
         checkpoint: a folder with config.json, a run's folder, a .gguf file, or a name on the hub
-        probes: all, or a comma-separated list of probes, each with its options: name(option=value)
+        probes: all, or a comma-separated list of probes, each with its options: name(option=value); a Python file with
+            a probe of your own runs as code
         corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; for a vision model noise, a .npy file or a folder of pictures
         text_field: the field of a .jsonl row or of a dataset that holds the text
         tokenizer: bytes or a transformers tokenizer's name or folder (default: the checkpoint's)

@@ -25,6 +25,7 @@ class CompareSettings(RunSettings):
 
     Args:
         placements: comma-separated: names (see `lamina placements`), name(option=value, ...), YAML or Python files
+            (a Python file runs as code)
         learning_rates: comma-separated peak learning rates; each placement is ranked at its best one
         learning_rates_of: placements with rates of their own in place of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3"
             (in YAML and Python also a mapping from the placement to its rates)

@@ -18,6 +18,7 @@ class CoordCheckSettings:
 
     Args:
         placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+            (a Python file runs as code)
         backbone: a preset's name (see `lamina backbones`), or a folder with a transformers config.json
         widths: comma-separated hidden sizes, two at the least; the feed-forward and the heads grow along
         num_layers: number of blocks
@@ -124,6 +125,7 @@ class TransferSettings(RunSettings):
 
     Args:
         placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+            (a Python file runs as code)
         hidden_size: the target's width (default: the backbone's); it is trained only where verify_rates asks for it
         proxy_width: the proxy's hidden size, at which the rates are tried; also the base of the width scaling
         learning_rates: comma-separated peak learning rates to try on the proxy

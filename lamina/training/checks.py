@@ -51,7 +51,7 @@ def check(settings: PretrainSettings, processes: int = 1, *, trained: bool = Tru
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
-    if settings.probe_every:
+    if settings.probe_every or settings.probes != PretrainSettings.probes:
         registry.make_all(settings.probes)
     config = backbone_config(settings)
     plan = source.plan_of(settings, config.num_hidden_layers)
@@ -92,7 +92,8 @@ def _check_memory(
     parts = processes if settings.parallel == "fsdp2" else 1
     weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
     weights = weights * num_layers // config.num_hidden_layers // parts
-    copies = 4 if str(arguments.optim).startswith("adamw_torch") else 2  # itself, its gradient, AdamW's two averages
+    optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+    copies = 4 if optimizer.startswith("adamw_torch") else 2  # itself, its gradient, AdamW's two averages
     states = settings.batch_size // processes * settings.sequence_length * config.hidden_size * num_layers
     refuse_beyond_memory(
         "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ import yaml
 from lamina import digests
 from lamina.errors import UserError
 from lamina.training import replaced
-from lamina.values import path
+from lamina.values import writable_folder
 from lamina.yaml_files import read_mapping
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
         raise UserError("resume and overwrite contradict each other (allowed: one of them)")
-    writable("output", folder)
+    writable_folder("output", folder)
     recover(folder)
     if not in_use(folder):
         if resume is True:
@@ -81,27 +80,6 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
         raise UserError(
             f"output: {str(folder)!r} holds something that Lamina did not write, so {what} (allowed: another folder)"
         )
-
-
-def writable(name: str, folder: Path) -> None:
-    """Raise UserError, making nothing, where ``folder`` is no folder to write into and can't be made one."""
-    path(name, folder)
-    for place in (folder, *folder.absolute().parents):
-        try:
-            is_folder = stat.S_ISDIR(place.stat().st_mode)
-        except FileNotFoundError:
-            if place.is_symlink():
-                raise UserError(f"{name}: {str(place)!r} is a link to nothing (allowed: a folder)") from None
-            continue
-        except OSError as error:
-            if error.errno == errno.ENOTDIR:
-                continue  # the file is among the parents
-            raise UserError(f"{name}: {str(folder)!r}: {error.strerror} (allowed: a folder)") from None
-        if not is_folder:
-            raise UserError(f"{name}: {str(place)!r} is a file, not a folder")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"{name}: {str(place)!r} may not be written into (allowed: a folder that may)")
-        return
 
 
 def nothing_to_resume(folder: Path) -> UserError:
@@ -215,6 +193,9 @@ def disk_full(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         if "os error 28" in str(error) or "No space left on device" in str(error):
+            return True
+        # torch.save's own stream keeps no errno: a write that fell short is all that it says
+        if re.search(r"inline_container.*unexpected pos|PytorchStreamWriter failed|iostream error", str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

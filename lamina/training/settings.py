@@ -49,7 +49,8 @@ class RunSettings:
         keep: checkpoints kept
         monitor_blocks: held-out blocks of the layer monitor (default: a quarter of the batch)
         probe_every: steps between two runs of the probes on a few held-out blocks (0 for none)
-        probes: which (see `lamina probe --list`): comma-separated names or name(option=value, ...), or all
+        probes: which (see `lamina probe --list`): comma-separated names or name(option=value, ...), or all; a
+            Python file runs as code
         divergence_margin: nats above its best at which a loss counts as diverging
         divergence_patience: steps that it must stay there
         stuck_margin: nats below the unigram entropy that the eval loss must reach for the run not to be stuck
@@ -209,6 +210,7 @@ class PretrainSettings(RunSettings):
 
     Args:
         placement: where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file
+            (a Python file runs as code)
         from_model: go on from this model's weights with new data and a new schedule: a run's folder, a Lamina
             checkpoint, or a transformers one that lamina convert takes; it decides placement, sizes and tokenizer
         output: the run's folder

@@ -120,7 +120,10 @@ def load(source: str, max_position_embeddings: int) -> PreTrainedModel:
 @lru_cache(maxsize=4)
 def _read(folder: str) -> tuple[Plan, Any]:
     refuse_damaged(Path(folder))
-    config: Any = conversion.read_config(folder)
+    try:
+        config: Any = conversion.read_config(folder)
+    except UserError as error:
+        raise UserError(str(error).replace("source", "from", 1)) from error
     if isinstance(config, LaminaConfig):
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")

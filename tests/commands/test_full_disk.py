@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
+from lamina.training.folder import disk_full
 from lamina.training.writers import MetricsWriter
 
 
@@ -27,20 +29,34 @@ def test_a_full_disk_is_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
+@contextlib.contextmanager
+def tmpfs(folder, size):
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting needs root on Linux")
+    folder.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
+    ).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+
+
 @pytest.fixture(params=["300k", "1500k"], ids=["model does not fit", "optimizer does not fit"])
 def small_disk(tmp_path, request):
     """A file system that is full before the run is over."""
-    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting needs root on Linux")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)], capture_output=True
-    ).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    yield folder
-    with contextlib.suppress(OSError):
-        subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+    with tmpfs(tmp_path / "disk", request.param) as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("values", [76_700, 300_000], ids=["at its end", "in the middle"])
+def test_a_disk_that_fills_up_within_torch_save_is_known_as_full(tmp_path, values):
+    with tmpfs(tmp_path / "disk", "300k") as folder, pytest.raises(RuntimeError) as error:
+        torch.save({"a": torch.zeros(values), "b": torch.zeros(40)}, folder / "optimizer.pt")
+    assert disk_full(error.value)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from lamina.errors import UserError, nearest
+from lamina.values import text, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,12 @@ def resolve_backbone(
     ``hidden_size`` the feed-forward keeps its ratio (rounded up to a multiple of 8) and the head keeps its width as
     far as it divides. Raises UserError naming the field that has no meaning.
     """
+    if not isinstance(backbone, PreTrainedConfig):
+        backbone = text("backbone", backbone)
+    sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads, "vocab_size": vocab_size}
+    for name, value in sizes.items():
+        if value is not None:
+            whole_number(name, value)
     config = _find(backbone)
     changes: dict[str, Any] = {}
     if hidden_size is not None and hidden_size != config.hidden_size:

@@ -1,0 +1,132 @@
+"""What reaches the terminal: one line for a mistake, whatever it holds; no text from a file steers the terminal."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lamina.cli import main
+from lamina.terminal import Printing, one_line, printable
+
+
+def process(*words, **more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "lamina", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred", "\\u001b[31mred"),
+        ("a\u202eb", "a\\u202eb"),
+        ("a\u2028b", "a\\u2028b"),
+        ("\ud800", "\\ud800"),
+        ("\x07\x00\x7f\x9b", "\\u0007\\u0000\\u007f\\u009b"),
+        ("名前 é → \U0001f469\u200d\U0001f680\n\t", "名前 é → \U0001f469\u200d\U0001f680\n\t"),
+    ],
+)
+def test_what_a_terminal_obeys_is_shown_as_text(text, shown):
+    assert printable(text) == shown
+
+
+def test_escaped_json_is_still_json():
+    out = io.StringIO()
+    Printing(out).write(json.dumps({"name": "\u202e\x7f\U000e0001"}, ensure_ascii=False))
+    assert "\u202e" not in out.getvalue()
+    assert json.loads(out.getvalue()) == {"name": "\u202e\x7f\U000e0001"}
+
+
+def test_progress_bars_may_go_back_and_up_and_nothing_else_may():
+    err = io.StringIO()
+    stream = Printing(err, progress=True)
+    for chunk in ("\r 3%|# ", "\n", "\x1b[A", "\x1b[A\x1b[A", "\x1b[34mwandb\x1b[0m: on", "\x1b[2J", "\r\x1b]0;x\x07"):
+        stream.write(chunk)
+    assert err.getvalue() == "\r 3%|# \n\x1b[A\x1b[A\x1b[Awandb: on\\u001b[2J\r\\u001b]0;x\\u0007"
+
+
+def test_a_terminal_without_the_characters_gets_their_numbers():
+    raw = io.BytesIO()
+    stream = Printing(io.TextIOWrapper(raw, encoding="ascii"))
+    stream.write("2.5 ± 0.1")
+    stream.flush()
+    assert raw.getvalue() == b"2.5 \\xb1 0.1"
+
+
+def test_a_long_line_keeps_its_beginning_and_its_end():
+    line = one_line("field: " + "x" * 10**6 + " (allowed: less)")
+    assert len(line) < 2100
+    assert line.startswith("field: xxx")
+    assert line.endswith(" (allowed: less)")
+
+
+def test_a_placements_texts_cannot_steer_the_terminal(tmp_path, capsys):
+    file = tmp_path / "evil.yaml"
+    file.write_text('title: "\\e[2Jgone"\nadvice: "\\u202eevil"\nrules: [{attention: {pre_norm: true}}]\n')
+    assert main(["placements", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "\\u001b[2Jgone" in out
+    assert not {"\x1b", "\u202e"} & set(out)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "out of memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 9 GiB"), "on the GPU"),
+    ],
+)
+def test_out_of_memory_is_one_line_that_says_what_to_lower(error, said, monkeypatch, capsys):
+    def run(argv):
+        raise error
+
+    monkeypatch.setattr("lamina.commands.backbones.run", run)
+    assert main(["backbones"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert "--batch-size" in line
+
+
+def test_code_that_ends_the_process_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr("lamina.commands.backbones.run", lambda argv: sys.exit(0))
+    assert main(["backbones"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ended the process (0)" in line
+
+
+def test_help_still_ends_well(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["backbones", "--help"])
+    assert ended.value.code == 0
+    assert "usage: lamina backbones" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("--help",), ("placements",), ("compare", "--help")])
+def test_a_closed_pipe_is_no_fault(words):
+    started = process(*words)
+    started.stdout.close()  # as `| true` does
+    assert started.wait(60) == 0
+    assert started.stderr.read() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
+def test_ctrl_c_during_the_imports_is_one_line(seconds, tmp_path):
+    words = ["pretrain", "--output", str(tmp_path / "out"), "--steps", "100000"]
+    script = f"import sys; from lamina.cli import main; print('ready', flush=True); sys.exit(main({words}))"
+    started = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stdout.readline() == "ready\n"
+    time.sleep(seconds)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=120)
+    assert "Traceback" not in err
+    assert started.returncode == 130
+    (line,) = [line for line in err.splitlines() if line.startswith("lamina: ")]
+    assert "interrupted" in line
