@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lamina import registering
+
 if TYPE_CHECKING:
     from lamina.api import compare, preflight, pretrain
     from lamina.modeling.building import build, wire
@@ -33,3 +35,6 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"lamina.{name}")
     raise AttributeError(f"module 'lamina' has no attribute {name!r}")
+
+
+registering.register()
