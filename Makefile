@@ -7,10 +7,13 @@ export PEERS ?= $(HOME)/.cache/lamina/bench-peers
 PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	x-transformers==2.31.10 torch-einops-utils==0.2.0 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 loguru==0.7.3
 
-.PHONY: demo test test-all check format bench bench-gpu bench-peers pictures clean
+SUITES := command_lines damaged_files models kills families
+SEED ?= 0
+
+.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/lamina compare --output $(DEMO) --resume $(ARGS)
+	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
 
 test: $(VENV)/.development
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -35,6 +38,12 @@ bench: $(VENV)/.development bench-peers
 	$(BIN)/python benchmarks/training.py --suite placements --sizes 71m --output benchmarks/results/placements-cpu.json
 	$(BIN)/python benchmarks/depth.py --output benchmarks/results/depth-cpu.json
 	$(BIN)/python docs/tables.py
+
+# Tens of minutes. The records say at which revision they were made: commit first.
+reliability: $(VENV)/.development
+	for suite in $(SUITES); do \
+		$(BIN)/python tests/reliability/$$suite.py --seed $(SEED) --output docs/reliability/$$suite.json || failed=1; \
+	done; $(BIN)/python docs/tables.py; test -z "$$failed"
 
 # Needs only torch, transformers, accelerate, numpy, pandas and pyarrow, of whatever Python is there (make PYTHON=...).
 bench-gpu:

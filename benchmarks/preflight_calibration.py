@@ -21,6 +21,8 @@ import multiprocessing
 import os
 import random
 import shutil
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,14 +30,24 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "results" / "preflight"
 # so many cases of a set, a turn each in this order: what is there when it is cut short is a sample of everything
-SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46}
+SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46, "slow": 120, "unseen": 120, "reviewed": 10}
 LOOKED_AT = 6  # of the held-out draw, while the rules were designed: they are fitted on
-TURNS = ("grid", "held_out", "grid", "default", "grid", "more")
+TURNS = ("slow", "unseen", "slow", "unseen", "reviewed")
+OLD_TURNS = ("grid", "held_out", "grid", "default", "grid", "more")
 GRID_LAYERS, GRID_INITS, GRID_RATES = (12, 24, 48), ("normal", "scaled"), (3e-3, 1.5e-2)
 SHAPE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size": 16, "steps": 80, "warmup": 0.1}
 DEFAULT = {"hidden_size": 48, "num_heads": 2, "sequence_length": 64, "batch_size": 16, "steps": 100, "warmup": 0.1}
 RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 3e-2, 6e-2, 0.2)
 STAGES = ("runs", "measure", "fit", "judge")
+STDLIB = "stdlib"  # a corpus: the top modules of Python's standard library, about 4 MB of code
+SPARE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size": 16, "warmup": 0.1, "seed": 5}
+# what a review found called "fine": the first three at low rates, the last for a long run
+REVIEWED = (
+    {"placement": "pre_ln", "num_layers": 8, "hidden_size": 64, "learning_rate": 3.4e-4, "init": "recommended"},
+    {"placement": "hybridnorm", "num_layers": 20, "learning_rate": 4.8e-4, "init": "recommended"},
+    {"placement": "olmo2", "num_layers": 8, "learning_rate": 6.6e-4, "init": "small"},
+)
+LONG = {"placement": "hybridnorm", "num_layers": 14, "hidden_size": 128, "learning_rate": 8e-3, "init": "recommended"}
 
 
 def cases(which: str) -> Iterator[dict[str, Any]]:
@@ -59,6 +71,12 @@ def cases(which: str) -> Iterator[dict[str, Any]]:
                 yield {**DEFAULT, **plan, "learning_rate": rate, "seed": 0}
     elif which == "held_out":
         yield from itertools.islice(_drawn(which), LOOKED_AT, None)
+    elif which == "reviewed":
+        for steps in (100, 200, 320):
+            yield from ({**SPARE, **plan, "steps": steps} for plan in REVIEWED)
+        yield {**SPARE, **LONG, "num_heads": 4, "sequence_length": 64, "steps": 400}
+    elif which in ("slow", "unseen"):
+        yield from _slow(which)
     else:
         yield from itertools.islice(_drawn("held_out"), LOOKED_AT)
         yield from _drawn(which)
@@ -86,18 +104,51 @@ def _drawn(which: str) -> Iterator[dict[str, Any]]:
         }
 
 
+def _slow(which: str) -> Iterator[dict[str, Any]]:
+    """Low rates and long runs; ``unseen`` has other depths, a second corpus in half of its runs, another seed."""
+    from lamina.placements import names
+
+    draw, fitted = random.Random(f"preflight {which}"), which == "slow"
+    while True:
+        low, high = draw.choice(((-4.0, -3.0), (-3.3, -2.5), (-3.0, -1.5)))
+        wide = draw.choice((32, 32, 64))
+        case = {
+            "placement": draw.choice(names()),
+            "num_layers": draw.choice((4, 8, 12, 16) if fitted else (6, 10, 14, 20)),
+            "init": draw.choice(("recommended", "recommended", "normal", "scaled", "xavier", "small")),
+            "learning_rate": float(f"{10 ** draw.uniform(low, high):.2g}"),
+            "seed": 3 if fitted else 4,
+            "hidden_size": wide,
+            "num_heads": wide // 16,
+            "sequence_length": draw.choice((32, 32, 64)),
+            "batch_size": draw.choice((8, 16)),
+            "steps": draw.choice((100, 200, 300) if fitted else (120, 200, 400)),
+            "warmup": draw.choice((0.02, 0.1, 0.1, 0.3)),
+        }
+        yield case if fitted or draw.random() < 0.5 else {**case, "corpus": STDLIB}
+
+
+def stdlib(folder: Path) -> str:
+    """A text file of the top modules of this Python's standard library, in the order of their names."""
+    path = folder / f"python-{sys.version_info.major}.{sys.version_info.minor}.txt"
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    path.write_text("\n".join(source.read_text(encoding="utf-8", errors="replace") for source in sources))
+    return str(path)
+
+
 def all_cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every case with its set, the sets taking turns."""
     waiting = {name: iter(list(itertools.islice(cases(name), count))) for name, count in SETS.items()}
-    ended: set[str] = set()
-    for name in itertools.cycle(TURNS):
-        if len(ended) == len(waiting):
-            return
-        case = next(waiting[name], None)
-        if case is None:
-            ended.add(name)
-        else:
-            yield name, case
+    for turns in (TURNS, OLD_TURNS):
+        ended: set[str] = set()
+        for name in itertools.cycle(turns):
+            if ended == set(turns):
+                break
+            case = next(waiting[name], None)
+            if case is None:
+                ended.add(name)
+            else:
+                yield name, case
 
 
 def key_of(case: dict[str, Any]) -> str:
@@ -127,7 +178,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="preflight-"))
     try:
         settings = PretrainSettings(
-            **case, eval_blocks=64, eval_steps=40, logging_steps=4, threads=1, output=str(folder / "run")
+            **located(case, folder),
+            eval_blocks=64,
+            eval_steps=20,
+            logging_steps=4,
+            precision="fp32",
+            compile="off",
+            threads=1,
+            output=str(folder / "run"),
         )
         result = pretrain(settings, bar=False)
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -143,6 +201,11 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The case with the path of its corpus, where that is one that this script writes."""
+    return {**case, "corpus": stdlib(folder)} if case.get("corpus") == STDLIB else case
+
+
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """The burn-in of a case, as `lamina preflight` does it: the features at every measurement from the middle on."""
     import torch
@@ -154,12 +217,13 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     from lamina.training.folder import finite
 
     def open_question(numbers: Features) -> bool:  # wider than what any fitted rule would go on for
-        return numbers.context < 0.1 and not (numbers.jacobian < -4 and numbers.context < 0.01)
+        return numbers.excess > -0.25 and not (numbers.jacobian < -4 and numbers.context < 0.01)
 
     torch.set_num_threads(1)
-    settings = PreflightSettings.from_dict(case)
-    blocks, _ = prepare_blocks(settings.corpus, settings.tokenizer, settings.sequence_length, progress=False)
-    seen = burn_in_of(settings, settings.runs()[0], blocks, open_question)
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        settings = PreflightSettings.from_dict(located(case, Path(folder)))
+        blocks, _ = prepare_blocks(settings.corpus, settings.tokenizer, settings.sequence_length, progress=False)
+        seen = burn_in_of(settings, settings.runs()[0], blocks, open_question)
     ends = range(min(1, len(seen.snapshots) - 1), len(seen.snapshots))
     courses = [features(seen, end).to_dict() for end in ends]
     rounded = [{name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in c.items()} for c in courses]

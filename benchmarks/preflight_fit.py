@@ -67,7 +67,8 @@ def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Itera
 
 
 def _features(course: dict[str, Any]) -> Features:
-    return Features(**{name: math.nan if value is None else value for name, value in course.items()})
+    known = {"excess_error": None} | course  # not in the first measurements
+    return Features(**{name: math.nan if value is None else value for name, value in known.items()})
 
 
 def outcome(result: dict[str, Any]) -> str:
@@ -135,7 +136,7 @@ def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, A
         for course in seen:
             rows.append(list(progress(course).values()))
             soft = 1.0 / (1.0 + math.exp(min(50.0, (record.excess + MARGIN) / SOFTNESS)))
-            targets.append(soft if record.status in ("finished", "stuck") else 0.0)
+            targets.append(soft if record.status in ("finished", "short", "stuck") else 0.0)
             weights.append(1.0 / len(seen))
     x, y, w = np.array(rows), np.array(targets), np.array(weights)
     center, scale = x.mean(0), x.std(0) + 1e-6

@@ -1,4 +1,4 @@
-"""Fills the generated tables of README.md and benchmarks.md from the registry and the committed benchmark records."""
+"""Fills the generated tables of README.md and the docs from the registry and the committed records."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/benchmarks.md", "docs/reliability.md")
+SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
 
 def placements_table() -> str:
@@ -101,8 +103,37 @@ def depth_table(name: str) -> str:
     return "\n".join([*lines, "", _where(record, None)])
 
 
-def _record(name: str) -> dict[str, Any] | None:
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+def reliability_table() -> str:
+    """The counts of each reliability suite's record, then each suite's groups, then every fault it found."""
+    records = {name: record for name in SUITES if (record := _record(name, "docs/reliability"))}
+    lines = ["| suite | cases | right | faults | seed | time |", "|---|---|---|---|---|---|"]
+    for name in SUITES:
+        if name not in records:
+            lines.append(f"| {_title(name)} | not run yet | | | | |")
+            continue
+        record = records[name]
+        faults = len(record["faults"])
+        lines.append(
+            f"| {_title(name)} | {record['cases']:,} | {record['cases'] - faults:,} | {faults} | {record['seed']} "
+            f"| {record['seconds'] / 60:.1f} min |"
+        )
+    for name, record in records.items():
+        lines += ["", f"**{_title(name).capitalize()}**", "", "| group | cases | right |", "|---|---|---|"]
+        for group, counts in record["groups"].items():
+            lines.append(f"| {group} | {sum(counts.values()):,} | {counts.get('right', 0):,} |")
+        if record["faults"]:
+            lines += ["", "Faults:", ""]
+            lines += [f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in record["faults"]]
+        lines += ["", _where(record, None)]
+    return "\n".join(lines)
+
+
+def _title(suite: str) -> str:
+    return suite.replace("_", " ")
+
+
+def _record(name: str, folder: str = "benchmarks/results") -> dict[str, Any] | None:
+    path = ROOT / folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
@@ -129,7 +160,7 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
-    found = {"placements": placements_table(), "train_step": train_step_table()}
+    found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}
         found[f"depth-{device}"] = depth_table(f"depth-{device}")
@@ -145,5 +176,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+    for page in (ROOT / name for name in PAGES):
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lamina.commands.arguments import make_parser
+from lamina.digests import refuse_damaged
 from lamina.errors import UserError
 
 EXAMPLES = """
@@ -61,6 +62,7 @@ def continuation(
     folder = loading.folder_of_run(path)
     if not folder.exists():
         raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
+    refuse_damaged(folder)
     config = loading.read_config(folder, "model", trust_remote_code=trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:  # type: ignore[attr-defined]
         raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")

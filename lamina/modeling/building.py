@@ -14,6 +14,7 @@ from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.loading import one_line
+from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
     VERIFIED,
     Block,
@@ -64,7 +65,8 @@ def build(
             backbone is for: a decoder's, ModernBERT's and ViT's first.
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
             sequences.
-        init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one that the placement's paper used.
+        init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one named beside the
+            placement (``lamina placements NAME``), that of its paper's main runs where the paper states it.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model
             (Admin's); random ones if not given.
         width_scaling: the scheme by which weights start at a width other than the one the settings were chosen at
@@ -82,6 +84,9 @@ def build(
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
+    if torch.get_default_device().type != "meta":
+        fields = "hidden_size, num_layers, vocab_size"
+        refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
     head = str(head or adapter_of(config).heads[0])
     if head not in HEADS:
         raise unknown("head", head, HEADS)

@@ -56,7 +56,8 @@ def one_line(error: object) -> str:
 def folder_of_run(path: str | Path) -> Path:
     """Where the model is: a run's folder holds it as model/, any other holds it itself."""
     inner = Path(path) / "model"
-    return inner if (inner / "config.json").is_file() else Path(path)
+    whole = any((inner / name).is_file() for name in ("config.json", "manifest.json"))
+    return inner if whole else Path(path)
 
 
 def read_config(

@@ -9,7 +9,7 @@ from lamina.placements.registry import placement
     title="B2T connection",
     equation=("y = LN(x + A(x))", "x' = LN(x + y + F(y))"),
     source="Takase et al. 2022 (arXiv 2206.00330) Sec 4",
-    initialization="scaled",
+    initialization="normal",
     advice="Post-LN's learning rates and warm-up (its own paper trains translation models)",
 )
 def b2t(num_layers: int) -> Plan:

@@ -37,7 +37,8 @@ def keel(
         learnable_alpha: make each alpha a learned scalar that starts at this value.
         variant: "keel", or one of the ablations of Sec 4.2: "scale" is LN(alpha x + F(x)), "scale_gain" is
             LN(alpha x + F(b * x)) with a learned vector b, "scale_gain_norm" is LN(alpha x + F(b * LN(x))), its norm
-            without a gain of its own.
+            without a gain of its own. The last is Keel itself, for b is then the inner norm's gain: the same function
+            of the same number of parameters, here to follow the paper's steps.
         first_layer: "paper": the first attention has no outer norm and alpha = 1, the first feed-forward alpha = 1;
             "post_ln": as the paper, but the first feed-forward without its inner norm (the other reading of "degrades
             to standard Pre-LN or Post-LN blocks"); "keel": no exception.

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
         "the other blocks:            y = x + A(LN x),   x' = y + F(LN y)",
         "logits = W LN(x_N)",
     ),
-    source="Mix-LN (arXiv 2412.13795) Eq 9, 10",
-    initialization="scaled",
+    source="Mix-LN (arXiv 2412.13795) Sec 3",
+    initialization="normal",
     advice="learning rate 1e-3 up to 350M and 5e-4 from 1B in the paper, warm-up 10 %; alpha 0.0625 at 7B",
 )
 def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers: int | None = None) -> Plan:

@@ -8,7 +8,7 @@ from lamina.placements.registry import placement
     "peri_ln",
     title="Peri-LN",
     equation=("x_0 = LN(E)", "y = x + LN(A(LN x))", "x' = y + LN(F(LN y))", "logits = W LN(x_N)"),
-    source="Peri-LN (arXiv 2502.02732) Sec 3.2; Gemma Team 2024 (arXiv 2408.00118)",
+    source="Peri-LN (arXiv 2502.02732) Sec 3.3; Gemma Team 2024 (arXiv 2408.00118)",
     initialization="normal",
     advice="peak learning rate 2e-3 at 400M in the paper, warm-up 10 %, weight decay 0.033",
 )

@@ -12,12 +12,12 @@ Plain data: imports neither torch nor transformers, goes to JSON and comes back 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from lamina.errors import UserError, nearest
+from lamina.values import is_finite
 
 NormKind = Literal["backbone", "rms", "layer", "group"]
 Skip = Literal["stream", "block_input", "both"]
@@ -35,7 +35,7 @@ def _one_of(where: str, value: Any, literal: Any) -> None:
 
 
 def _finite(where: str, value: Any, more: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value):
         raise UserError(f"{where}: {value!r} is not a finite number{more}")
 
 

@@ -8,8 +8,8 @@ from lamina.placements.registry import placement
     "post_ln",
     title="Post-LN",
     equation=("y = LN(x + A(x))", "x' = LN(y + F(y))"),
-    source="Vaswani et al. 2017 (arXiv 1706.03762); FuseNorm Eq 1",
-    initialization="scaled",
+    source="Vaswani et al. 2017 (arXiv 1706.03762); FuseNorm Eq 1-2",
+    initialization="normal",
     advice="largest stable rate 3.0e-4 at 64 layers (Keel Table 1), warm-up 10 % in Mix-LN; when deep it sticks",
 )
 def post_ln(num_layers: int) -> Plan:

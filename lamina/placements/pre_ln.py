@@ -8,8 +8,8 @@ from lamina.placements.registry import placement
     "pre_ln",
     title="Pre-LN",
     equation=("y = x + A(LN x)", "x' = y + F(LN y)", "logits = W LN(x_N)"),
-    source="Xiong et al. 2020 (arXiv 2002.04745); FuseNorm Eq 2",
-    initialization="scaled",
+    source="Xiong et al. 2020 (arXiv 2002.04745); FuseNorm Eq 3-4",
+    initialization="normal",
     advice="2e-3 with 10 % warm-up in Peri-LN; largest stable rate 7.65e-3 at 64, 4.67e-3 at 512 layers (Keel Table 1)",
 )
 def pre_ln(num_layers: int) -> Plan:

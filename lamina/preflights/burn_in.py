@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from lamina.data import Blocks
+from lamina.data.mixed_blocks import MixedBlocks
+from lamina.data.packing import token_counts
+from lamina.data.streaming import StreamedBlocks
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model, optimizer_groups
-from lamina.training.line import spread
+from lamina.training.experts import ExpertBalance
+from lamina.training.line import profile_ids, spread
 from lamina.training.monitor import GradientNorms
+from lamina.training.order import TrainOrder
 from lamina.training.settings import PretrainSettings
 
 MOST_TOKENS = 1_000_000  # for the frequencies of tokens
@@ -69,13 +74,25 @@ class BurningIn:
         tick: Callable[[], None] = lambda: None,
     ):
         settings = proxy.settings
-        self.proxy, self.blocks, self.device, self.tick = proxy, blocks, device, tick
-        ids = torch.stack([blocks.train[i]["input_ids"] for i in spread(len(blocks.train), settings.batch_size)])
-        self.model: Any = build_model(proxy, blocks.stats.vocab_size, ids)
+        self.proxy, self.device, self.tick = proxy, device, tick
+        self.model: Any = build_model(proxy, blocks.stats.vocab_size, profile_ids(blocks, settings))
         self.model.to(device)
+        self.experts = ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate)
         probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
-        self.unigram, self.probe = unigram_loss(blocks, probe), probe.to(device)
-        self.order = torch.randperm(len(blocks.train), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+        self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
+        train: Any = blocks.train
+        mixed = isinstance(train, MixedBlocks)
+        self.train: Any = train.drawn(settings.seed) if mixed else train
+        if settings.streaming:  # from its beginning, whatever was read before
+            self.train.load_state_dict(None, tell=False)
+        self.order = TrainOrder(
+            len(self.train),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            shuffled=not (settings.streaming or mixed),
+        )
         planned = warmup_steps(settings)
         self.warmup = min(planned, longest_warmup)
         self.optimizer = torch.optim.AdamW(
@@ -101,21 +118,30 @@ class BurningIn:
         settings = self.proxy.settings
         self.model.train()
         while len(self.losses) < to and not self.stopped:
-            step = len(self.losses)
-            batch = [self.order[(step * settings.batch_size + i) % len(self.order)] for i in range(settings.batch_size)]
-            inputs = torch.stack([item["input_ids"] for item in self.blocks.train.__getitems__(batch)])
             group = self.optimizer.param_groups[0]
             self.rates.append(settings.learning_rate * group["lr"] / group["initial_lr"])
-            self._step(inputs.to(self.device))
+            self._step(len(self.losses) + 1)
             self.tick()
         if measure and not self.stopped:
             self._look()
 
-    def _step(self, inputs: torch.Tensor) -> None:
-        loss = self.model(input_ids=inputs, labels=inputs, use_cache=False).loss
-        loss.backward()
+    def _loss(self, step: int, micro_batch: int) -> torch.Tensor:
+        batch = [self.train[i]["input_ids"] for i in self.order.micro_batch(step, micro_batch)]
+        inputs = torch.stack(batch).to(self.device)
+        half = torch.autocast(self.device, torch.bfloat16, enabled=self.proxy.settings.precision == "bf16")
+        with self.experts.watch(), half:
+            loss = self.model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        extra = self.experts.loss(len(inputs))
+        return loss if extra is None else loss + extra
+
+    def _step(self, step: int) -> None:
+        micro_batches, total = self.proxy.settings.gradient_accumulation, 0.0
+        for micro_batch in range(micro_batches):
+            loss = self._loss(step, micro_batch) / micro_batches
+            loss.backward()
+            total += float(loss.detach())
         norm, most = math.sqrt(float(self.gradients.squares().sum())), self.proxy.settings.max_grad_norm
-        self.losses.append(float(loss.detach()))
+        self.losses.append(total)
         self.norms.append(norm)
         if not (math.isfinite(self.losses[-1]) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(self.losses[-1]) else "loss"
@@ -126,6 +152,7 @@ class BurningIn:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
+        self.experts.finish_step()
 
     def _look(self) -> None:
         step = len(self.losses)
@@ -145,9 +172,21 @@ class BurningIn:
         )
 
 
-def unigram_loss(blocks: Blocks, probe: torch.Tensor) -> float:
-    """Nats a token of the probe's targets under the train split's add-one smoothed frequencies (a million tokens')."""
-    rows = spread(len(blocks.train), max(1, MOST_TOKENS // blocks.train.shape[1]))
-    tokens = np.asarray(blocks.train.array[rows]).ravel()
-    counts = np.bincount(tokens, minlength=blocks.stats.vocab_size).astype(np.float64) + 1.0
-    return float(-np.log(counts / counts.sum())[probe[:, 1:].flatten().numpy()].mean())
+def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
+    """Nats a token of each probe sequence's targets under the train split's add-one smoothed frequencies [sequences].
+
+    The frequencies are those of a million tokens, in a mix of a million of each corpus.
+    """
+    shares = frequencies(blocks.train, blocks.stats.vocab_size)
+    return torch.from_numpy(-np.log(shares)[probe[:, 1:].numpy()].mean(axis=1))
+
+
+def frequencies(train: Any, vocab_size: int) -> np.ndarray:
+    """The add-one smoothed frequency of every token id in a million tokens [vocab_size]; of a mix in its shares."""
+    if isinstance(train, MixedBlocks):
+        parts = zip(train.shares, train.blocks, strict=True)
+        return sum((float(share) * frequencies(part, vocab_size) for share, part in parts), np.zeros(vocab_size))
+    ids = train.sample if isinstance(train, StreamedBlocks) else train.array
+    rows = spread(len(ids), max(1, MOST_TOKENS // ids.shape[1]))
+    counts = token_counts(np.asarray(ids[rows]), vocab_size) + 1.0
+    return counts / counts.sum()

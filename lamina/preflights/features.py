@@ -15,7 +15,8 @@ TINY = 1e-45
 class Features:
     """What the burn-in came to; "end" is its last snapshot, "middle" the one half-way.
 
-    ``excess``: nats a token above (below: negative) a constant prediction with the tokens' frequencies; ``context``:
+    ``excess``: nats a token above (below: negative) a constant prediction with the tokens' frequencies;
+    ``excess_error``: its standard error from one held-out sequence to another; ``context``:
     nats by which the predictions beat their own mean; ``variation``: the predictions' mean divergence from it, in nats;
     ``similarity``: mean cosine between tokens in x^N; ``jacobian``: log10 of the smallest gain of the Jacobian from any
     x^l to x^N, ``jacobian_layer`` that l, ``jacobian_largest``: log10 of the largest;
@@ -29,6 +30,7 @@ class Features:
     step: int
     finite: float
     excess: float
+    excess_error: float
     excess_middle: float
     context: float
     context_middle: float
@@ -74,6 +76,7 @@ def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Featu
         step=last.step,
         finite=0.0 if burn_in.stopped and last is shots[-1] else 1.0,
         excess=last.loss - last.unigram,
+        excess_error=last.error,
         excess_middle=half.loss - half.unigram,
         context=last.context,
         context_middle=half.context,

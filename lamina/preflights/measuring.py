@@ -6,6 +6,7 @@ by hooks while it passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ class Snapshot:
 
     ``rows`` is tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
     ``loss``: nats a token on the held-out sequences; ``unigram``: what a constant prediction with the corpus' token
-    frequencies reaches on the same ones. ``context``: by how many nats the model's predictions beat their own mean over
+    frequencies reaches on the same ones; ``error``: the standard error of their difference, from sequence to sequence
+    (infinite with a single one). ``context``: by how many nats the model's predictions beat their own mean over
     all positions, ``variation``: their mean Kullback-Leibler divergence from it; 0 where the output does not depend on
     the input.
     """
@@ -35,6 +37,7 @@ class Snapshot:
     step: int
     loss: float
     unigram: float
+    error: float
     context: float
     variation: float
     rows: list[Row]
@@ -45,9 +48,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    model: nn.Module, input_ids: torch.Tensor, unigram: float, step: int, generator: torch.Generator
+    model: nn.Module, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
     """Measure ``model`` on held-out token ids [sequences, tokens]; leaves its mode and clears its gradients.
+
+    ``unigram`` [sequences]: what a constant prediction reaches on each, in nats a token.
 
     By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
     cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss' gradient with respect to the state;
@@ -64,7 +69,8 @@ def take_snapshot(
     try:
         with watch.over(base), torch.enable_grad():
             logits = model(input_ids=input_ids, use_cache=False).logits
-            loss, context, variation = _losses(logits, input_ids)
+            losses, context, variation = _losses(logits, input_ids)
+            loss = losses.mean()
             vector = torch.randn(watch.last.shape, generator=generator).to(watch.last)
             watch.collect("jacobian_gain", 1.0 / float(vector.double().norm()))
             torch.autograd.grad(watch.last, watch.first, vector, retain_graph=True)
@@ -78,7 +84,8 @@ def take_snapshot(
     return Snapshot(
         step=step,
         loss=float(loss.detach()),
-        unigram=unigram,
+        unigram=float(unigram.mean()),
+        error=_standard_error(losses.detach().double().cpu() - unigram),
         context=context,
         variation=variation,
         rows=[*watch.rows(step), *gradients],
@@ -86,16 +93,20 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
-    """The next token's cross-entropy, by how much it beats that of the mean prediction, and the divergence from it."""
+    """Each sequence's cross-entropy, by how much they beat that of the mean prediction, and the divergence from it."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
-    loss = nn.functional.nll_loss(log_p, targets)
+    losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
     with torch.no_grad():
         p = log_p.double().exp()
         mean = p.mean(0).clamp_min(1e-30).log()
-        context = -mean[targets].mean() - loss.double()
+        context = -mean[targets].mean() - losses.double().mean()
         variation = (p * (log_p.double() - mean)).sum(-1).mean()
-    return loss, float(context), float(variation)
+    return losses, float(context), float(variation)
+
+
+def _standard_error(differences: torch.Tensor) -> float:
+    return float(differences.std() / math.sqrt(len(differences))) if len(differences) > 1 else math.inf
 
 
 def _base(model: nn.Module) -> LaminaModel:

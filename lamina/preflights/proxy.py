@@ -24,15 +24,15 @@ NARROWEST, FEWEST_TOKENS = 64, 256
 class Proxy:
     """What stands in for the planned run: its settings, the plan, and how weights and rates go with the width.
 
-    ``settings`` are the planned ones but for the width, heads and batch size; ``scaling`` is the planned run's own, or
-    where a narrower model stands in, the standard parametrisation's with the planned width as its base.
+    ``settings`` are the planned ones but for the width, heads and the blocks of a step; ``scaling`` is the planned
+    run's own, or where a narrower model stands in, the standard parametrisation's with the planned width as its base.
     """
 
     settings: PretrainSettings
     plan: Plan
     hidden_size: int
     planned_hidden_size: int
-    planned_batch_size: int
+    planned_blocks: int
     scaling: WidthScaling | None
 
     @property
@@ -44,39 +44,42 @@ class Proxy:
                 f"width {self.hidden_size} in place of {self.planned_hidden_size} (weights and rates scaled as Everett "
                 "et al. 2024 say for the standard parametrisation)"
             )
-        if self.settings.batch_size != self.planned_batch_size:
-            parts.append(f"batch size {self.settings.batch_size} in place of {self.planned_batch_size}")
+        blocks = self.settings.batch_size * self.settings.gradient_accumulation
+        if blocks != self.planned_blocks:
+            parts.append(f"{blocks} blocks a step in place of {self.planned_blocks}")
         return f"measured at {' and '.join(parts)}" if parts else ""
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """The planned run, or with fewer blocks a batch and then narrower until ``steps`` of it take at most ``flops``.
+    """The planned run, or with fewer blocks a step and then narrower until ``steps`` of it take at most ``flops``.
 
-    Depth is never reduced; a batch keeps at least 256 tokens, and width is halved as long as the backbone can be so
+    Depth is never reduced; a step keeps at least 256 tokens, and width is halved as long as the backbone can be so
     narrow, to no less than 64.
     """
     config = backbone_config(planned, vocab_size)
     plan = make_plan(planned.placement, config.num_hidden_layers)
     wide = int(config.hidden_size)
+    blocks = planned.batch_size * planned.gradient_accumulation
     fewest = max(1, FEWEST_TOKENS // planned.sequence_length)
     scaling = width_scaling_of(planned)
     settings = planned
     while True:
         cost = 6.0 * count_parameters(config).active * planned.sequence_length * steps
-        batch = min(planned.batch_size, max(fewest, int(min(flops / cost, planned.batch_size))))
+        affordable = min(blocks, max(fewest, int(min(flops / cost, blocks))))
+        batch, micro_batches = min(planned.batch_size, affordable), max(1, affordable // planned.batch_size)
         width = int(config.hidden_size)
-        narrower = None if cost * batch <= flops else _narrower(planned, width, vocab_size)
+        narrower = None if cost * batch * micro_batches <= flops else _narrower(planned, width, vocab_size)
         if narrower is None:
             break
         # one tensor could not have the rates of an embedding and of a readout
         settings, config = narrower
         scaling = width_scaling_of(planned) or WidthScaling(scheme="standard", base_width=wide)
     return Proxy(
-        settings=replace(settings, batch_size=batch),
+        settings=replace(settings, batch_size=batch, gradient_accumulation=micro_batches),
         plan=plan,
         hidden_size=width,
         planned_hidden_size=wide,
-        planned_batch_size=planned.batch_size,
+        planned_blocks=blocks,
         scaling=scaling,
     )
 

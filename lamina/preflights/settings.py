@@ -9,6 +9,7 @@ from typing import Any, Self
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import split_specs
 from lamina.training.settings import PretrainSettings
+from lamina.values import check_kinds, number, path, whole_number
 
 _OWN = ("placements", "learning_rates", "output", "burn_in", "sequences", "flops")
 
@@ -24,22 +25,32 @@ class PreflightSettings:
         num_layers: number of blocks (default: the backbone's); always measured in full
         hidden_size: width (default: the backbone's); the feed-forward keeps its ratio
         num_heads: attention heads (default: the backbone's, or what keeps a head's width)
-        init: initialiser: recommended (the one the placement's paper used), normal, scaled, deepnorm, xavier, small
+        init: initialiser: recommended (that of the placement's main source), normal, scaled, deepnorm, xavier, small
         corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME
         text_field: the field of a .jsonl row or of a dataset that holds the text
         tokenizer: bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder
         sequence_length: tokens in a block
+        eval_fraction: share of the corpus that is held out
+        streaming: read, tokenise and pack the corpus as the run does, while it goes on
+        shuffle_buffer: with streaming, how many blocks are shuffled among themselves (1 for none)
         steps: optimiser steps of the planned run
-        batch_size: blocks in a batch
+        batch_size: blocks in a micro-batch
+        gradient_accumulation: micro-batches in an optimiser step
+        precision: auto and fp32 (single), or bf16 (mixed: weights and losses stay fp32, and so do the measurements)
+        min_learning_rate: the cosine's end, as a share of the peak
         warmup: linear warm-up, in steps (1 or more) or as a share of all steps (below 1)
         weight_decay: AdamW's, on weight matrices only
         beta1: AdamW's first beta
         beta2: AdamW's second beta
         epsilon: AdamW's epsilon
         max_grad_norm: gradient clipping (0 for none)
+        width_scaling: learning rates and initial weights by width: none, standard, standard-no-alignment, mup,
+            mup-no-alignment (Everett et al. 2024)
+        base_width: hidden size at which the learning rate was chosen, where width scaling changes nothing
+        expert_balance: of a backbone with experts: auto (bias where its routers have one, else loss), none, bias, loss
         seed: of the weights and the data's order
         burn_in: optimiser steps taken before the verdict
-        sequences: held-out blocks that the layers are measured on
+        sequences: held-out blocks (2 or more) that the layers are measured on
         flops: floating-point operations of a burn-in at most (default: 1e12 on a CPU, 1e14 on a GPU); where the run
             needs more, fewer blocks a batch and a narrower model of the same depth stand in for it
         threads: CPU threads (default: PyTorch's)
@@ -57,14 +68,23 @@ class PreflightSettings:
     text_field: str = "text"
     tokenizer: str = "bytes"
     sequence_length: int = 64
+    eval_fraction: float = 0.05
+    streaming: bool = False
+    shuffle_buffer: int = 2048
     steps: int = 100
     batch_size: int = 16
+    gradient_accumulation: int = 1
+    precision: str = "auto"
+    min_learning_rate: float = 0.1
     warmup: float = 0.1
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    width_scaling: str = "none"
+    base_width: int | None = None
+    expert_balance: str = "auto"
     seed: int = 0
     burn_in: int = 32
     sequences: int = 16
@@ -74,13 +94,15 @@ class PreflightSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
+        check_kinds(self, lists=("placements", "learning_rates"))
         for name in ("burn_in", "sequences"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (4 if name == "burn_in" else 1):
-                least = 4 if name == "burn_in" else 1
-                raise UserError(f"{name}: {value!r} is not a whole number of at least {least}")
-        if self.flops is not None and not self.flops > 0:
-            raise UserError(f"flops: {self.flops!r} (allowed: a number above 0)")
+            whole_number(name, getattr(self, name), 4 if name == "burn_in" else 2)
+        if self.flops is not None:
+            number("flops", self.flops, 0.0, open_low=True)
+        if self.output is not None:
+            object.__setattr__(self, "output", path("output", self.output))
+        if self.precision == "fp16":
+            raise UserError("precision: 'fp16' (allowed in a preflight: auto, fp32, bf16)")
         self.runs()
 
     def rates(self) -> list[float]:

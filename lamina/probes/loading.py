@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from lamina.data.network import local_when_unreachable
+from lamina.digests import MANIFEST, refuse_damaged
 from lamina.errors import UserError
 from lamina.modeling import loading, modeling_lamina
 
@@ -51,6 +52,8 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
         if found:
             more["gguf_file"] = found[0].name
     source = str(place) if place.exists() else name
+    if place.is_dir():
+        refuse_damaged(place)
     with local_when_unreachable():
         config = loading.read_config(source, "checkpoint", **more)
         model, notes = _model(source, name, config, dtype, more)
@@ -59,12 +62,13 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
 
 
 def _of_run(folder: Path) -> Path:
-    if (inner := loading.folder_of_run(folder)) != folder:
-        return inner
-    saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if (p / "config.json").is_file()]
+    if (folder / "model" / "config.json").is_file() or (folder / "model" / MANIFEST).is_file():
+        return folder / "model"
+    saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
+    saved = [p for p in saved if (p / "config.json").is_file()]
     if not saved:
         raise UserError(f"checkpoint: the run {str(folder)!r} has saved no model yet (neither model/ nor checkpoints/)")
-    return max(saved, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+    return max(saved, key=lambda p: int(p.name[11:]))
 
 
 def _model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,24 +102,32 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         raise next(iter(failed.failures.values()))[0] from None
 
 
-def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool) -> None:
-    """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way.
+class _Reader(HuggingFaceStorageReader):
+    """Reads the given safetensors files, where its base takes every one that lies in the folder."""
+
+    def __init__(self, files: Sequence[Path]):
+        super().__init__(str(files[0].parent) if files else ".")
+        self.fs.ls = lambda path: [str(file) for file in files]  # type: ignore[method-assign]
+
+
+def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
+    """Fill tensors, whole or sharded, in place from a checkpoint's safetensors files, whole or sharded in any way.
 
     Names are today's; the files may have a former version's.
     """
-    stored = {current_key(name): name for name in _stored(folder)}
+    stored = {current_key(name): name for name in _stored(files)}
     tensors = {stored.get(name, name): tensor for name, tensor in tensors.items()}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
         try:
-            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+            load(tensors, storage_reader=_Reader(files), no_dist=alone)
         except CheckpointException as failed:
             raise next(iter(failed.failures.values()))[0] from None
 
 
-def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raise UserError where a tensor is not in a folder's files, or has another shape there."""
-    stored = shapes(folder)
+def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
+    """Raise UserError where a tensor is not in a checkpoint's files, or has another shape there."""
+    stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
             raise UserError(f"resume: {str(folder)!r} holds no {name}: the checkpoint is another model's")
@@ -130,13 +138,13 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
             )
 
 
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name (today's) and whole shape of every tensor in a folder's safetensors files."""
-    return {current_key(name): shape for name, shape in _stored(folder).items()}
+def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Name (today's) and whole shape of every tensor in safetensors files."""
+    return {current_key(name): shape for name, shape in _stored(files).items()}
 
 
-def _stored(folder: Path) -> dict[str, tuple[int, ...]]:
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    metadata = _Reader(files).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
 
@@ -164,7 +172,9 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
     return tensors, rest
 
 
-def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping[str, Any], *, alone: bool) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
+) -> None:
     """Give an optimiser the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
     settle(model)
     names = _names(model)
@@ -172,7 +182,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     wanted: dict[str, torch.Tensor] = {}
-    stored = shapes(folder) if any(folder.glob("*.safetensors")) else {}
+    stored = shapes(files) if files else {}
     by_name: dict[str, list[str]] = {}
     for entry in stored:
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
@@ -192,7 +202,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping
             state[len(state)] = entries
         groups.append({**{k: v for k, v in saved.items() if k != "params"}, "params": list(range(first, len(state)))})
     if wanted:
-        read_tensors(wanted, folder, alone=alone)
+        read_tensors(wanted, files, alone=alone)
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 

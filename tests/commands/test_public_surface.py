@@ -53,6 +53,8 @@ OPTIONS = {
             "beta1",
             "beta2",
         ),
+        *("eval-fraction", "streaming", "shuffle-buffer", "gradient-accumulation", "precision", "min-learning-rate"),
+        *("width-scaling", "base-width", "expert-balance"),
         *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
     ],
     "probe": PROBE.split(),

@@ -4,22 +4,22 @@ import math
 
 import pytest
 import torch
+from training import tiny_experts
 from training.tiny_runs import SMALL, records
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
-from lamina.data import prepare_blocks
-from lamina.preflights.burn_in import BurningIn, rate_factor, unigram_loss, warmup_steps
+from lamina.preflights.burn_in import BurningIn, rate_factor, unigram_losses, warmup_steps
 from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
 from lamina.preflights.running import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
-from lamina.training.pretrain import pretrain
+from lamina.training.pretrain import pretrain, read_blocks
 from lamina.training.settings import PretrainSettings
 
 
 def planned(corpus, **changed):
-    return PretrainSettings(corpus=str(corpus), **{**SMALL, "steps": 20, "placement": "peri_ln", **changed})
+    return PretrainSettings(**{**SMALL, "corpus": str(corpus), "steps": 20, "placement": "peri_ln", **changed})
 
 
 def burning(corpus, blocks, **changed):
@@ -65,13 +65,30 @@ def test_it_takes_the_steps_of_adamw_on_the_runs_own_batches(corpus, blocks):
     assert [shot.step for shot in seen.snapshots] == [0, 5]
 
 
-def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"corpus": "{corpus}:0.75,{letters}:0.25", "gradient_accumulation": 2},
+        {"corpus": "{corpus}:0.75,{letters}:0.25", "streaming": True, "shuffle_buffer": 32, "precision": "bf16"},
+        {"backbone": "{experts}", "expert_balance": "loss", "hidden_size": None, "num_heads": None},
+    ],
+    ids=["plain", "mix", "streaming", "experts"],
+)
+def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch, changed):
     """The same seed, weights, batches, rates: what `lamina pretrain` logs for its first steps."""
     monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "cache"))
-    settings = planned(corpus, steps=8, logging_steps=1, learning_rate=0.02, seed=3, output=str(tmp_path / "run"))
+    letters = tmp_path / "letters.txt"
+    letters.write_text("a b c d e f g\n" * 800)
+    if "backbone" in changed:
+        tiny_experts.config("v3").save_pretrained(tmp_path / "experts")
+    told = {"corpus": corpus, "letters": letters, "experts": tmp_path / "experts"}
+    changed = {k: v.format(**told) if isinstance(v, str) else v for k, v in changed.items()}
+    given = {"corpus": corpus, "steps": 8, "logging_steps": 1, "learning_rate": 0.02, "seed": 3, **changed}
+    settings = planned(**given, output=str(tmp_path / "run"))
     pretrain(settings, bar=False)
     logged = [r for r in records(tmp_path / "run") if r.get("loss") is not None]
-    own, _ = prepare_blocks(str(corpus), "bytes", settings.sequence_length, progress=False)
+    own, _ = read_blocks(settings, False)
     made = BurningIn(choose(settings, own.stats.vocab_size, 8, 1e12), own, sequences=2, longest_warmup=4)
     made.advance(4)
     made.advance(8)
@@ -128,8 +145,8 @@ def test_the_loss_of_a_constant_prediction(blocks):
     probe = torch.stack([blocks.eval[i]["input_ids"] for i in range(3)])
     tokens = [int(t) for i in range(len(blocks.train)) for t in blocks.train[i]["input_ids"]]
     total = len(tokens) + blocks.stats.vocab_size
-    nats = [-math.log((tokens.count(int(t)) + 1) / total) for row in probe for t in row[1:]]
-    assert unigram_loss(blocks, probe) == pytest.approx(sum(nats) / len(nats))
+    nats = [[-math.log((tokens.count(int(t)) + 1) / total) for t in row[1:]] for row in probe]
+    assert unigram_losses(blocks, probe).tolist() == pytest.approx([sum(row) / len(row) for row in nats])
 
 
 def test_the_share_of_the_feed_forward(corpus, blocks):

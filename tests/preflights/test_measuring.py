@@ -31,7 +31,9 @@ def ids():
 
 
 def snapshot(model, ids, seed=5):
-    return take_snapshot(model, ids, 3.0, 7, torch.Generator().manual_seed(seed))
+    return take_snapshot(
+        model, ids, torch.tensor([2.5, 3.5], dtype=torch.float64), 7, torch.Generator().manual_seed(seed)
+    )
 
 
 def forward(model, ids, replaced=None):
@@ -73,6 +75,9 @@ def test_loss_and_what_the_input_is_worth(model, ids):
     divergence = sum((p * (p / mean).log()).sum() for p in each) / len(each)
     assert shot.variation == pytest.approx(float(divergence.detach()), abs=1e-6)
     assert (shot.step, shot.unigram) == (7, 3.0)
+    first, second = (float(naive_loss(logits[i : i + 1], ids[i : i + 1]).detach()) for i in range(2))
+    # of two numbers: half their distance
+    assert shot.error == pytest.approx(abs((first - 2.5) - (second - 3.5)) / 2, rel=1e-5)
 
 
 def test_states_and_the_similarity_of_tokens(model, ids):

@@ -14,6 +14,7 @@ FINE = Features(
     step=32,
     finite=1.0,
     excess=-0.30,
+    excess_error=0.02,
     excess_middle=0.13,
     context=0.32,
     context_middle=0.05,
