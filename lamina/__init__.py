@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lamina import registering
+
 if TYPE_CHECKING:
     from lamina import data, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
     from lamina.api import compare, preflight, pretrain
@@ -36,3 +38,6 @@ if not TYPE_CHECKING:  # else a misspelt name would be of type Any
         if name in _PACKAGES:
             return importlib.import_module(f"lamina.{name}")
         raise AttributeError(f"module 'lamina' has no attribute {name!r}")
+
+
+registering.register()

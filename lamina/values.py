@@ -20,12 +20,16 @@ MOST = 2**31 - 1  # of any count
 # A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
 LIMITS = {
     "num_layers": 10_000,
+    "num_hidden_layers": 2**14,
     "hidden_size": 2**20,
+    "intermediate_size": 2**23,
     "base_width": 2**20,
     "proxy_width": 2**20,
     "verify_width": 2**20,
     "widths": 2**20,
     "num_heads": 2**16,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
     "vocab_size": 2**28,
     "sequence_length": 2**24,
     "batch_size": 2**20,
@@ -39,12 +43,12 @@ _PLACES = ("corpus", "tokenizer", "checkpoint", "backbone", "from_model")  # tex
 LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a path with room for a run's own files
 
 
-def whole_number(name: str, value: Any, low: int = 1) -> int:
-    """The value, where it is a whole number from ``low`` to the field's limit."""
+def whole_number(name: str, value: Any, low: int = 1, *, says: str = "") -> int:
+    """The value, where it is a whole number from ``low`` to the field's limit; ``says`` goes before the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UserError(f"{name}: {_shown(value)} is not a whole number of at least {low}")
+        raise UserError(f"{says}{name}: {_shown(value)} is not a whole number of at least {low}")
     if value > (high := LIMITS.get(name, MOST)):
-        raise UserError(f"{name}: {_shown(value)} is too large (allowed: a whole number from {low} to {high})")
+        raise UserError(f"{says}{name}: {_shown(value)} is too large (allowed: a whole number from {low} to {high})")
     return value
 
 

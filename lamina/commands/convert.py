@@ -86,8 +86,9 @@ def convert(source: str, output: Path, *, to: str | None, dtype: str, overwrite:
     from lamina.training import folder as run_folder
 
     run_folder.refuse(output, resume=False, overwrite=overwrite)
-    if (Path(source) / "model" / "config.json").is_file():
-        source = str(Path(source) / "model")
+    from lamina.modeling.loading import folder_of_run
+
+    source = str(folder_of_run(source))
     if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
         raise UserError(f"output: {str(output)!r} holds the source {source!r} (allowed: another folder)")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lamina.commands.arguments import make_parser
@@ -24,34 +23,65 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=120, help="tokens to add at most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code that the model asks for, if it does"
+    )
     options = parser.parse_args(argv)
     path("model", options.model)
     whole_number("max_new_tokens", options.max_new_tokens)
     number("temperature", options.temperature, 0.0)
     seed_number("seed", options.seed)
-    folder = Path(options.model)
-    folder = folder / "model" if (folder / "model").is_dir() else folder
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model: {options.model!r} holds no saved model (config.json is missing)")
-    refuse_damaged(folder)
-    print(continuation(folder, options.prompt, options.max_new_tokens, options.temperature, options.seed))
+    print(
+        continuation(
+            options.model,
+            options.prompt,
+            options.max_new_tokens,
+            options.temperature,
+            options.seed,
+            trust_remote_code=options.trust_remote_code,
+        )
+    )
     return 0
 
 
-def continuation(folder: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt with what the model adds to it."""
+def continuation(
+    path: str,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    *,
+    trust_remote_code: bool = False,
+) -> str:
+    """The prompt with what the model in a folder adds to it. Raises UserError where the folder holds no such model."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoModelForCausalLM
 
-    import lamina.modeling  # noqa: F401 (registers the models)
+    from lamina.modeling import loading
 
-    logging.disable_progress_bar()
+    folder = loading.folder_of_run(path)
+    if not folder.exists():
+        raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
+    refuse_damaged(folder)
+    config = loading.read_config(folder, "model", trust_remote_code=trust_remote_code)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:  # type: ignore[attr-defined]
+        raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
+    model, info = loading.load_weights(
+        folder, config, AutoModelForCausalLM, "model", trust_remote_code=trust_remote_code
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"model {path!r}: {len(missing)} of its tensors are missing, {missing[0]!r} the first")
+    tokenizer = loading.load_tokenizer(folder, config, "model", trust_remote_code=trust_remote_code)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not inputs["input_ids"].numel():
+        raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    inputs = tokenizer(prompt, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
+    try:
+        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
+    except Exception as error:  # it is the files' doing: whatever they ask for, transformers has tried it
+        raise UserError(f"model {path!r}: it loads, but does not run: {loading.one_line(error)}") from error
     return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -11,10 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.errors import UserError, shortened, unknown
 from lamina.modeling import initialization
-from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.loading import one_line
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
+    VERIFIED,
     Block,
     LaminaForCausalLM,
     LaminaForImageClassification,
@@ -99,11 +101,47 @@ def build(
         model = HEADS[head](outer)
     except ValueError as error:
         raise UserError(str(error)) from error
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
+        raise UserError(f"backbone {config.model_type!r}: it cannot be built ({one_line(error)})") from error
     base = None
     if width_scaling is not None:
         base = {s.weight.name: (s.base, s.std) for s in scaled_weights(model, width_scaling)}
     initialization.initialize(model, name, profile_ids, base)
+    from_file = not isinstance(backbone, PreTrainedConfig) and str(backbone) not in PRESETS
+    if from_file or config.model_type not in VERIFIED:
+        _check_runs(model)
     return model
+
+
+@torch.no_grad()
+def _check_runs(model: PreTrainedModel) -> None:
+    """Raise UserError where a model does not run, or says other things with a cache than without one.
+
+    For backbones whose wiring has not been tested and configurations from files: some layers hand on more than the
+    stream, and then a model is built that fails, or forgets, at its first token.
+    """
+    if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
+        return
+    text_config: Any = model.config.get_text_config()
+    ids = torch.arange(1, 5, device=next(model.parameters()).device).remainder(text_config.vocab_size)[None]
+    says, training = f"backbone {text_config.model_type!r}: wired by a placement it", model.training
+    try:
+        with torch.random.fork_rng(devices=[]):
+            runs: Any = model.eval()
+            logits = runs(input_ids=ids).logits
+            if isinstance(model, LaminaForCausalLM):
+                first = runs(input_ids=ids[:, :3], use_cache=True)
+                cached = runs(input_ids=ids[:, 3:], past_key_values=first.past_key_values, use_cache=True).logits
+                runs.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
+                logits, cached = logits[:, -1], cached[:, -1]
+                if not torch.allclose(logits, cached, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
+                    raise UserError(f"{says} says other things with its cache than without (allowed: another backbone)")
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{says} does not run ({one_line(error)}); allowed: another backbone") from error
+    finally:
+        model.train(training)
 
 
 def _labels(head: str, num_labels: int | None) -> dict[str, Any]:

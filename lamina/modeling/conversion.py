@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,10 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.utils import logging as transformers_logging
 
 import lamina.modeling  # noqa: F401 (registers LaminaConfig and the models)
 from lamina.errors import UserError, unknown
+from lamina.modeling import loading
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.placements import Norm, Plan, Sublayer, resolve
@@ -165,68 +163,32 @@ def _rounding_note(model_type: str, dtype: torch.dtype) -> str:
     )
 
 
-def load(path: str | Path, *, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+def load(path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source") -> PreTrainedModel:
     """A causal language model from a folder or a hub's name, ours or transformers', every tensor of it accounted for.
 
     Reads safetensors only and runs no remote code. Raises UserError naming the field, file or tensor that is wrong.
     """
-    config = read_config(path)
-    name = str(path)
-    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
-        others = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in Path(path).glob(kind))
-        found = f"has its weights in {others[0]}" if others else "has no weights"
-        raise UserError(f"source: {name!r} {found} (allowed: model.safetensors; nothing is ever unpickled)")
-    # What it would say about the tensors is said below, in one line.
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"source {name!r}: {_one_line(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(level)
-    model, info = loaded
+    config = read_config(path, field=field)
+    model, info = loading.load_weights(path, config, AutoModelForCausalLM, field, dtype=dtype)
     _refuse_tensors("missing", info["missing_keys"], "is not in the checkpoint")
     _refuse_tensors("extra", info["unexpected_keys"], f"is not one of the architecture {config.model_type!r}")
-    for key, found, wanted in sorted(info["mismatched_keys"]):
-        raise UserError(f"tensor {key!r}: its shape is {list(found)}, the configuration asks for {list(wanted)}")
-    if errors := [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]:
-        raise UserError(f"source {name!r}: {_one_line(errors[0])}")
     if config.tie_word_embeddings:
         _check_tied(model)
-    return model.eval()
+    return model
 
 
-def read_config(path: str | Path) -> PreTrainedConfig:
+def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     """The configuration of a checkpoint that can be converted. Raises UserError naming what is wrong with it."""
-    name = str(path)
-    if Path(path).is_file():
-        raise UserError(f"source: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise UserError(f"source: {name!r} holds no saved model (config.json is missing)")
-    try:
-        data, _ = PreTrainedConfig.get_config_dict(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"source: {name!r} is no folder and no readable model on the hub") from error
-    model_type = str(data.get("model_type"))
-    if model_type == "gemma3":
+    config = loading.read_config(path, field)
+    if config.model_type == "gemma3":
         raise UserError("model_type: 'gemma3' sees images, too (allowed: the text model on its own, 'gemma3_text')")
-    if model_type != LaminaConfig.model_type:
-        _architecture(model_type)
-    if data.get("quantization_config"):
+    if config.model_type != LaminaConfig.model_type:
+        _architecture(config.model_type)
+    if getattr(config, "quantization_config", None):
         raise UserError("quantization_config: quantised weights cannot be converted (allowed: the original checkpoint)")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"source {name!r}: config.json: {_one_line(error)}") from error
+    if Path(path).is_dir():
+        loading.stored_shapes(Path(path), field)  # before anything is begun
+    return config
 
 
 @torch.no_grad()
@@ -378,7 +340,3 @@ def _short(dtype: torch.dtype) -> str:
 
 def _name(model_or_path: Any) -> str:
     return repr(str(model_or_path)) if isinstance(model_or_path, str | Path) else f"the {type(model_or_path).__name__}"
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

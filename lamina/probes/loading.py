@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer, PreTrainedConfig
 
-from lamina.data.network import local_when_unreachable, one_line
+from lamina.data.network import local_when_unreachable
 from lamina.digests import MANIFEST, refuse_damaged
 from lamina.errors import UserError
-from lamina.modeling import modeling_lamina
+from lamina.modeling import loading, modeling_lamina
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
@@ -58,10 +55,9 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     if place.is_dir():
         refuse_damaged(place)
     with local_when_unreachable():
-        config = _config(source, name, more)
+        config = loading.read_config(source, "checkpoint", **more)
         model, notes = _model(source, name, config, dtype, more)
         tokenizer = _tokenizer(source, more)
-    _check_weights(model)
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
 
 
@@ -75,65 +71,31 @@ def _of_run(folder: Path) -> Path:
     return max(saved, key=lambda p: int(p.name[11:]))
 
 
-def _config(source: str, name: str, more: dict[str, Any]) -> PreTrainedConfig:
-    place = Path(source)
-    if place.is_file():
-        raise UserError(f"checkpoint: {name!r} is a file (allowed: a folder with config.json, or a .gguf file)")
-    if place.is_dir() and not more and not (place / "config.json").is_file():
-        raise UserError(f"checkpoint: {name!r} holds no saved model (config.json is missing)")
-    try:
-        if not more:
-            data, _ = PreTrainedConfig.get_config_dict(source)
-            known = str(data.get("model_type")) in transformers.CONFIG_MAPPING
-            if not known and data.get("auto_map"):
-                raise UserError(
-                    f"checkpoint: {name!r} asks for code of its own ({data['auto_map'].get('AutoConfig')}), which is "
-                    "never run (from Python, load the model yourself and pass it to lamina.probe)"
-                )
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **more)
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(f"checkpoint {name!r}: {one_line(error)} (allowed: pip install gguf)") from error
-    except Exception as error:
-        if not place.exists():
-            raise UserError(f"checkpoint: {name!r} is no folder and no readable model on the hub") from error
-        raise UserError(f"checkpoint {name!r}: config.json: {one_line(error)}") from error
-
-
 def _model(
     source: str, name: str, config: PreTrainedConfig, dtype: str, more: dict[str, Any]
 ) -> tuple[nn.Module, list[str]]:
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        cls = _class(config)
-        options = {"dtype": wanted, "trust_remote_code": False, "output_loading_info": True, **more}
-        if not more:
-            options["config"] = config
-        model, info = cls.from_pretrained(source, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, json.JSONDecodeError, ImportError) as error:
-        raise UserError(f"checkpoint {name!r}: {one_line(error)}") from error
-    except Exception as error:
-        if type(error).__name__ == "UnpicklingError":
-            raise UserError(
-                f"checkpoint {name!r}: its .bin file holds more than tensors (allowed: safetensors)"
-            ) from None
-        raise
-    finally:
-        transformers_logging.set_verbosity(level)
+    # Old checkpoints have .bin files alone; torch reads them as tensors only.
+    model, info = loading.load_weights(source, config, _class(config), "checkpoint", dtype=wanted, pickles=True, **more)
     missing = sorted(info["missing_keys"])
     notes = []
     if missing:
-        layers = [key for key in missing if any(part.isdigit() for part in key.split("."))]
-        if layers:
-            raise UserError(f"checkpoint {name!r}: {len(missing)} tensors are missing, {layers[0]!r} the first")
+        inner = [key for key in missing if _is_of_the_body(model, key)]
+        if inner:
+            raise UserError(f"checkpoint {name!r}: {len(missing)} tensors are missing, {inner[0]!r} the first")
         notes.append(f"not in the checkpoint, so random: {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}")
     return model, notes
+
+
+def _is_of_the_body(model: Any, key: str) -> bool:
+    """Whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
+    parts = key.split(".")
+    if "pooler" in parts:
+        return False
+    prefix = model.base_model_prefix
+    return parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
 
 
 def _class(config: PreTrainedConfig) -> Any:
@@ -146,7 +108,7 @@ def _class(config: PreTrainedConfig) -> Any:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             return auto
-    raise ValueError(f"no model is known for model_type {config.model_type!r}")
+    raise UserError(f"checkpoint: no model is known for model_type {config.model_type!r}")
 
 
 def _tokenizer(source: str, more: dict[str, Any]) -> Any:
@@ -154,14 +116,3 @@ def _tokenizer(source: str, more: dict[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
     except Exception:  # a vision model has none; a text model without one is refused where text is to be read
         return None
-
-
-def _check_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
-            bad = ~torch.isfinite(parameter.detach())
-            first = tuple(int(i) for i in bad.nonzero()[0])
-            raise UserError(
-                f"checkpoint: the weight {name!r} holds {int(bad.sum())} values that are not finite, the first at "
-                f"{list(first)} (allowed: finite weights)"
-            )

@@ -18,7 +18,7 @@ from lamina.data.corpus import changed_since
 from lamina.data.mix import parse_mix
 from lamina.errors import UserError
 from lamina.modeling import initialization
-from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.building import build, recommended
 from lamina.modeling.memory import refuse_beyond_memory
 from lamina.modeling.modeling_lamina import check_head
@@ -144,7 +144,8 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         ) from None
     if settings.untie_embeddings:
         config.tie_word_embeddings = False
-    if settings.sequence_length > config.max_position_embeddings:
+    # A preset's positions are those that the run trains; a folder's are its own, on which its windows and RoPE stand.
+    if settings.backbone in PRESETS or settings.sequence_length > config.max_position_embeddings:
         config.max_position_embeddings = settings.sequence_length
     return config
 

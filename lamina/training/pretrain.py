@@ -220,6 +220,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         with own_class(model):
             model.save_pretrained(draft, state_dict=state)
+        tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
         tokenizer.save_pretrained(draft)
         digests.seal(draft)
         digests.note(folder / digests.MANIFEST, digests.entry_of(draft / digests.MANIFEST))

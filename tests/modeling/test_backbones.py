@@ -181,7 +181,7 @@ def test_a_folder_with_a_configuration_is_a_backbone(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(UserError, match=r"config\.json is missing"):
         resolve_backbone(tmp_path)
 
 
@@ -215,3 +215,40 @@ def test_a_plan_of_another_depth_or_with_options_is_refused():
         lamina.build(llama(2), plan)
     with pytest.raises(UserError, match="final_norm"):
         lamina.build(llama(3), plan, final_norm=True)
+
+
+def test_a_backbone_that_builds_and_then_fails_is_refused():
+    """Gemma 4's model hands its layers more than the stream: wired, it raised a TypeError at its first token."""
+    from transformers import Gemma4TextConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma4TextConfig(
+        **sizes, head_dim=8, global_head_dim=8, vocab_size=64, vocab_size_per_layer_input=64, num_kv_shared_layers=0
+    )
+    with pytest.raises(UserError, match=r"backbone 'gemma4_text': wired by a placement it does not run \(TypeError"):
+        lamina.build(config, "pre_ln")
+
+
+@pytest.mark.parametrize("field", ["num_heads", "hidden_size", "num_layers", "vocab_size"])
+def test_a_size_beyond_all_bounds_is_refused_at_once(field):
+    with pytest.raises(UserError, match=rf"{field}: 99999999999 is too large \(allowed: up to "):
+        resolve_backbone("llama-nano", **{field: 99999999999})
+
+
+def test_a_folders_malformed_configuration_is_one_line(tmp_path):
+    for written, said in (
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"model_type": "lama"}', "unknown model_type"),
+    ):
+        (tmp_path / "config.json").write_text(written)
+        with pytest.raises(UserError, match=said):
+            resolve_backbone(tmp_path)
+
+
+def test_a_folders_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "config.json").write_text('{"model_type": "mystery", "auto_map": {"AutoConfig": "evil.Config"}}')
+    with pytest.raises(UserError, match="code of its own"):
+        resolve_backbone(tmp_path)

@@ -1,6 +1,5 @@
 """A run made when the norms on q, k and v had other names goes on as if nothing had been renamed."""
 
-import json
 import re
 import shutil
 
@@ -8,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training.tiny_runs import result
 
-from lamina.training import checkpoints
+from lamina import digests
 
 NEW = re.compile(r"\.([qkv])_norm\.")
 
@@ -29,10 +28,8 @@ def rename(path):
     for group in rest["groups"]:
         group["params"] = sorted(former(key) for key in group["params"])
     torch.save(rest, path / "optimizer.pt")
-    listed = json.loads((path / checkpoints.MANIFEST).read_text(encoding="utf-8"))["files"]
-    listed = {name: checkpoints._settled(path / name) for name in listed}
-    checksum = checkpoints._checksum(listed)
-    (path / checkpoints.MANIFEST).write_text(json.dumps({"checksum": checksum, "files": listed}), encoding="utf-8")
+    (path / digests.MANIFEST).unlink()
+    digests.seal(path)
 
 
 def test_a_run_of_former_names_is_resumed_bit_for_bit(trained, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from lamina.errors import UserError, nearest
+from lamina.modeling import loading
 from lamina.values import text, whole_number
 
 
@@ -150,14 +151,13 @@ def resolve_backbone(
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)
-    sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads, "vocab_size": vocab_size}
+    sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads}
     for name, value in sizes.items():
         if value is not None:
             whole_number(name, value)
     config = _find(backbone)
     changes: dict[str, Any] = {}
     if hidden_size is not None and hidden_size != config.hidden_size:
-        _positive("hidden_size", hidden_size)
         if num_heads is None:
             num_heads = _heads(hidden_size, _head_dim(config))
         ratio = config.intermediate_size / config.hidden_size
@@ -165,7 +165,6 @@ def resolve_backbone(
         if (expert := getattr(config, "moe_intermediate_size", None)) is not None:
             changes["moe_intermediate_size"] = _round_up(expert / config.hidden_size * hidden_size)
     if num_heads is not None:
-        _positive("num_heads", num_heads)
         width = changes.get("hidden_size", config.hidden_size)
         if width % num_heads or (width // num_heads) % 2:
             raise UserError(
@@ -180,11 +179,10 @@ def resolve_backbone(
             groups = max(1, config.num_attention_heads // key_heads)
             changes["num_key_value_heads"] = num_heads // groups if num_heads % groups == 0 else num_heads
     if num_layers is not None:
-        _positive("num_layers", num_layers)
         changes["num_hidden_layers"] = num_layers
     for name, value in (("vocab_size", vocab_size), ("max_position_embeddings", max_position_embeddings)):
         if value is not None:
-            _positive(name, value)
+            whole_number(name, value)
             if not hasattr(config, name):
                 raise UserError(f"{name}: the backbone {config.model_type!r} has none (it reads no tokens)")
             changes[name] = value
@@ -196,13 +194,8 @@ def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
         config = copy.deepcopy(backbone)
     elif str(backbone) in PRESETS or not Path(backbone).is_dir():
         config = get(str(backbone)).config()
-    elif not (Path(backbone) / "config.json").is_file():
-        raise UserError(f"backbone {str(backbone)!r}: the folder holds no config.json")
     else:
-        try:
-            config = AutoConfig.from_pretrained(str(backbone))
-        except (ValueError, OSError) as error:
-            raise UserError(f"backbone {str(backbone)!r}: {' '.join(str(error).split())}") from error
+        config = loading.read_config(backbone, "backbone", weights=False)
     config = getattr(config, "backbone_config", None) or config  # a Lamina model's: the plan is chosen anew
     missing = [n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not hasattr(config, n)]
     if missing:
@@ -234,8 +227,3 @@ def _heads(width: int, head_dim: int) -> int:
     if not fitting:
         raise UserError(f"hidden_size: {width} cannot be divided into heads of an even width (allowed: even numbers)")
     return min(fitting, key=lambda h: abs(width // h - head_dim))
-
-
-def _positive(field_name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{field_name}: {value!r} is not a whole number of at least 1")
