@@ -73,7 +73,10 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
                 annotation_position="bottom left",
             )
             top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
-        top = max([top, *(losses[-1] for losses in evaluated if len(losses))])  # where each one ended is in the picture
+        ends = [losses[-1] for losses in evaluated if len(losses)]
+        if ends and min(ends) > unigram_entropy:  # none is down there yet: the way that they have come is what there is
+            ends += [losses[len(losses) // 2] for losses in evaluated if len(losses)]
+        top = max([top, *ends])  # where each one ended is in the picture
         pad = 0.06 * max(top - low, 0.1)
         figure.update_yaxes(range=[low - pad, top + pad])
     figure.update_xaxes(title="tokens", rangemode="tozero")

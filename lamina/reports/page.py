@@ -67,8 +67,9 @@ def prose(texts: Iterable[str], colours: Mapping[str, str]) -> str:
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """What a reader should beware of; a command line flag at a text's end is set as code."""
-    shown = (re.sub(r"(--[a-z-]+(?: [\d.,e-]+\d)?)", r"<code>\1</code>", escape(text)) for text in texts)
+    """What a reader should beware of; a command line flag is set as code, with its value."""
+    flag = r"(--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
+    shown = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in shown)
 
 
@@ -196,7 +197,7 @@ details[open] summary { margin-bottom: 10px; }
 .drawn.several { display: grid; grid-template-columns: 1fr 1fr; gap: 0 26px; }
 .drawn figure { min-width: 0; }
 .lead { color: var(--grey); font-size: 15px; }
-.short { display: grid; grid-template-columns: 190px 1fr; gap: 2px 22px; padding: 8px 0; max-width: none;
+p.short { display: grid; grid-template-columns: 190px 1fr; gap: 2px 22px; padding: 8px 0; max-width: none;
   border-bottom: 1px solid var(--rule); margin: 0; }
 .short a { color: var(--accent); text-decoration: none; font-weight: 550; }
 .short a:hover { text-decoration: underline; }

@@ -36,10 +36,10 @@ class CompareSettings(RunSettings):
         workers: trials that run at a time, each in a process of its own (default: one a core)
     """
 
-    placements: str | list[str] = DEFAULT_PLACEMENTS
-    learning_rates: str | float | list[float | str] = "5e-3"
+    placements: str | tuple[str, ...] = DEFAULT_PLACEMENTS
+    learning_rates: str | float | tuple[float | str, ...] = "5e-3"
     learning_rates_of: str | dict[str, Any] = ""
-    seeds: str | int | list[int | str] = "0"
+    seeds: str | int | tuple[int | str, ...] = "0"
     init: str = "same:scaled"
     output: str = "runs/compare"
     workers: int | None = None

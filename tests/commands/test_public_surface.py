@@ -38,7 +38,7 @@ learning-rate steps seeds batch-size sequence-length corpus text-field tokenizer
 max-grad-norm tolerance output threads
 """
 OPTIONS = {
-    "compare": [*SHARED.split(), "placements", "learning-rates", "seeds", "output", "workers"],
+    "compare": [*SHARED.split(), *["placements", "learning-rates", "learning-rates-of", "seeds", "output", "workers"]],
     "pretrain": [*SHARED.split(), "placement", "from", "from-model", "output", "learning-rate", "seed", *SCALE.split()],
     "preflight": [
         *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
