@@ -91,13 +91,16 @@ def refuse_changes(folder: Path, given: dict[str, Any], free: Collection[str] = 
     stored = run_folder.read_yaml(path).get("settings")
     if not isinstance(stored, dict):
         raise UserError(f"{str(path)!r}: the field 'settings' is missing")
+    from lamina.training.checks import BEFORE
+
+    before = {**BEFORE, **stored}  # of a study older than a setting
     for name, value in given.items():
         if value == "auto" and name in ("precision", "compile"):
             continue  # decided when the study began
-        if name not in free and name in stored and stored[name] != value:
+        if name not in free and name in before and before[name] != value:
             others = ", ".join(sorted(set(free) - {"output"}))
             raise UserError(
-                f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
+                f"{name}: {value!r} differs from the study's {before[name]!r} (allowed with --resume: the same, or "
                 f"another of {others}; else another --output)"
             )
     return {**stored, **{k: v for k, v in given.items() if v != "auto" or k not in ("precision", "compile")}}
