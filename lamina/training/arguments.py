@@ -119,7 +119,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
     if "activation_checkpointing" not in known:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
     values = {k: v for k, v in values.items() if k in known}
-    if values["lr_scheduler_type"] == "cosine_with_min_lr":
+    if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:
         arguments = TrainingArguments(**values)

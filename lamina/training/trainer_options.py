@@ -15,8 +15,11 @@ from lamina.errors import UserError
 Check = Callable[[Any], bool]
 
 
-def _whole(low: int) -> tuple[Check, str]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low, f"a whole number of at least {low}"
+def _whole(low: int, high: int = 2**31 - 1) -> tuple[Check, str]:
+    def good(v: Any) -> bool:
+        return isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
+
+    return good, f"a whole number from {low} to {high}"
 
 
 def _one_of(*values: Any) -> tuple[Check, str]:
@@ -33,9 +36,9 @@ def _or_none(kind: tuple[Check, str]) -> tuple[Check, str]:
 
 def _number(low: float, high: float) -> tuple[Check, str]:
     def good(v: Any) -> bool:
-        return isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) and low <= v < high
+        return isinstance(v, int | float) and not isinstance(v, bool) and low <= v < high
 
-    return good, f"a number of at least {low:g}" + (f" and below {high:g}" if math.isfinite(high) else "")
+    return good, f"a number of at least {low:g} and below {high:g}"
 
 
 _BOOL = _one_of(True, False)
@@ -52,16 +55,16 @@ OPTIONS: dict[str, tuple[Check, str]] = {
     "lr_scheduler_type": _one_of(*SCHEDULES),
     "lr_scheduler_kwargs": _MAPPING,
     "label_smoothing_factor": _number(0.0, 1.0),
-    "neftune_noise_alpha": _or_none(_number(0.0, math.inf)),
+    "neftune_noise_alpha": _or_none(_number(0.0, 1e6)),
     "tf32": _or_none(_BOOL),
     "torch_empty_cache_steps": _or_none(_whole(1)),
     "full_determinism": _BOOL,
     "include_num_input_tokens_seen": _one_of(True, False, "all", "non_padding", "no"),
     "per_device_eval_batch_size": _whole(1),
-    "dataloader_num_workers": _whole(0),
+    "dataloader_num_workers": _whole(0, 1024),
     "dataloader_pin_memory": _BOOL,
     "dataloader_persistent_workers": _BOOL,
-    "dataloader_prefetch_factor": _or_none(_whole(1)),
+    "dataloader_prefetch_factor": _or_none(_whole(1, 1024)),
     "ddp_find_unused_parameters": _BOOL,
     "ddp_bucket_cap_mb": _or_none(_whole(1)),
     "ddp_broadcast_buffers": _or_none(_BOOL),
