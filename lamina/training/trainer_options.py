@@ -106,13 +106,14 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
     """Make the optimiser and the schedule that were asked for, and take a step. Raises UserError where they can't."""
-    weight = torch.nn.Parameter(torch.ones(2, 2))
+    chosen = "optim" in options or "optim_args" in options
+    weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
         optimizer = kind([weight], **settings)
         weight.grad = torch.ones_like(weight)
-        if "optim" in options or "optim_args" in options:
+        if chosen:
             optimizer.step()
     except Exception as error:  # each optimiser's library raises its own
         raise UserError(f"trainer.optim: {name!r} can't be used here ({_line(error)})") from None
