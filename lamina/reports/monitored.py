@@ -205,12 +205,16 @@ def _every_expert(item: Shown) -> go.Figure | None:
             colorscale="Viridis",
             zmin=0,
             hovertemplate="layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
-            colorbar={"title": {"text": "load / balanced load", "side": "right"}, "thickness": 12, "outlinewidth": 0},
+            colorbar={
+                "title": {"text": "load / balanced load", "side": "right", "font": {"size": 12, "color": GREY}},
+                "thickness": 12,
+                "outlinewidth": 0,
+            },
         )
     )
     picture.update_xaxes(title="expert")
-    picture.update_yaxes(title="layer")
-    return polish(picture, min(560, 140 + 16 * len(table)))
+    picture.update_yaxes(title="layer", dtick=1 if len(table) <= 16 else None)
+    return polish(picture, max(260, min(560, 140 + 16 * len(table))))
 
 
 def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: str, *, log: bool) -> go.Figure | None:

@@ -61,13 +61,16 @@ def refuse_changes(
     folder: Path, given: Mapping[str, Any], free: Collection[str], what: str = "study"
 ) -> dict[str, Any]:
     """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
+    from lamina.training.checks import BEFORE
+
     stored = read_study(folder)["settings"]
+    before = {**BEFORE, **stored}  # of a study older than a setting
     given = {name: value for name, value in given.items() if not (value == "auto" and name in _DECIDED)}
     for name, value in given.items():
-        if name not in free and name in stored and stored[name] != value:
+        if name not in free and name in before and before[name] != value:
             others = ", ".join(sorted(set(free) - {"output"}))
             raise UserError(
-                f"{name}: {value!r} differs from the {what}'s {stored[name]!r} (allowed with --resume: the same, or "
+                f"{name}: {value!r} differs from the {what}'s {before[name]!r} (allowed with --resume: the same, or "
                 f"another of {others}; else another --output)"
             )
     return {**stored, **given}

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from lamina.errors import UserError, unknown
 from lamina.training.settings import PretrainSettings
+from lamina.training.trainer_options import OPTIONS, check_together, check_value, try_out
 
 _OURS = {
     "output_dir": "output",
@@ -39,6 +40,11 @@ _OURS = {
     "bf16": "precision",
     "fp16": "precision",
     "torch_compile": "compile",
+    "torch_compile_backend": "compile",
+    "torch_compile_mode": "compile",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing": "gradient_checkpointing",
+    "data_seed": "seed",
 }
 _FIXED = (
     *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
@@ -59,13 +65,15 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
         )
     device = device_of(settings)
     known = {f.name for f in fields(TrainingArguments) if f.init}
-    for name in settings.trainer:
+    for name, value in settings.trainer.items():
         if name in _OURS:
             raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
         if name in _FIXED:
             raise UserError(f"trainer.{name}: fixed, Lamina's records rest on it")
         if name not in known:
-            raise unknown("trainer argument", name, known - set(_OURS) - set(_FIXED))
+            raise unknown("trainer argument", name, known & set(OPTIONS))
+        check_value(name, value)
+    check_together(settings.trainer, settings.schedule)
     values: dict[str, Any] = {
         "output_dir": str(Path(settings.output) / "checkpoints"),
         "max_steps": settings.steps,
@@ -111,12 +119,15 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
     if "activation_checkpointing" not in known:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
     values = {k: v for k, v in values.items() if k in known}
-    if values["lr_scheduler_type"] == "cosine_with_min_lr":
+    if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:
-        return TrainingArguments(**values)
-    except (ValueError, TypeError, ImportError) as error:
+        arguments = TrainingArguments(**values)
+    except Exception as error:  # its checks raise what they like
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+    if settings.trainer:
+        try_out(arguments, settings.trainer)
+    return arguments
 
 
 def device_of(settings: PretrainSettings) -> str:

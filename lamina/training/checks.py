@@ -40,7 +40,11 @@ FREE |= {"rollback", "rollback_factor", "rollback_skip", "probe_every", "probes"
 # those that treat every element of a weight by itself
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
-BEFORE = {**SPEED_BEFORE, "streaming": False, "shuffle_buffer": PretrainSettings.shuffle_buffer}
+BEFORE = {
+    **SPEED_BEFORE,
+    **{name: getattr(PretrainSettings, name) for name in ("streaming", "shuffle_buffer")},
+    **{name: getattr(PretrainSettings, name) for name in ("schedule", "decay", "decay_shape")},
+}
 
 
 def check(settings: PretrainSettings, processes: int = 1, *, trained: bool = True) -> Plan:

@@ -35,6 +35,7 @@ from lamina.training.order import TrainOrder
 from lamina.training.recorder import RunRecorder, stop_signals
 from lamina.training.resuming import go_on_from, identity
 from lamina.training.rollback import Rollbacks
+from lamina.training.schedule import schedule_of
 from lamina.training.scheduled import ScheduledProbes
 from lamina.training.settings import PretrainSettings, Status
 from lamina.training.sharding import shard
@@ -152,6 +153,7 @@ class Line:
             processes=crew,
             experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
             rate_factors=factors,
+            schedule=schedule_of(settings),
             rate_factor=rollbacks.learning_rate_factor,
             run_state=state,
             on_checkpoint=on_checkpoint,

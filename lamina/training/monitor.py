@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
 
     NaN counts as the largest. Does not wait for the device.
     """
-    return _statistics(x, count)[1]
+    return _statistics(x, count)[1].sort(descending=True).values
 
 
 def _statistics(x: torch.Tensor, count: int = TOP) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,8 +94,9 @@ def _statistics(x: torch.Tensor, count: int = TOP) -> tuple[torch.Tensor, torch.
     peaks = magnitude.amax(-1)
     statistics = torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), peaks.max()])
     # the largest lie in the tokens with the largest peaks, so that only those tokens' elements are sorted
-    values = magnitude[peaks.topk(min(count, len(peaks))).indices].flatten()
-    return statistics, values.topk(min(count, len(values))).values
+    tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
+    values = magnitude.index_select(0, tokens).flatten()
+    return statistics, values.topk(min(count, len(values)), sorted=False).values
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
@@ -119,11 +120,14 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
         found[key], largest = _statistics(x)
         top.append(largest)
 
+    def behind(key: tuple[int, str]) -> Callable[..., None]:
+        return lambda module, args, output: see(key, output)
+
     handles = []
     for index, block in enumerate(base.layers):
         for name in ("attention", "feed_forward"):
             residual: Residual = getattr(block, name)
-            handles.append(residual.register_forward_hook(lambda m, args, out, key=(index, name): see(key, out)))
+            handles.append(residual.register_forward_hook(behind((index, name))))
     handles.append(base.layers[0].register_forward_pre_hook(lambda m, args: see((-1, "block"), args[0])))
     was_training = model.training
     model.eval()

@@ -29,8 +29,11 @@ class RunSettings:
         steps: optimiser steps
         batch_size: blocks in a micro-batch, over all processes
         gradient_accumulation: micro-batches in an optimiser step
-        min_learning_rate: the cosine's end, as a share of the peak
+        schedule: of the learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: level until the decay)
+        min_learning_rate: the schedule's end, as a share of the peak
         warmup: linear warm-up, in steps (1 or more) or as a share of all steps (below 1)
+        decay: of the wsd schedule: how long the rate falls at the end, in steps (1 or more) or as a share (below 1)
+        decay_shape: of the wsd schedule: linear, 1-sqrt or cosine
         weight_decay: AdamW's, on weight matrices only
         beta1: AdamW's first beta
         beta2: AdamW's second beta
@@ -78,8 +81,11 @@ class RunSettings:
     steps: int = 100
     batch_size: int = 16
     gradient_accumulation: int = 1
+    schedule: str = "cosine"
     min_learning_rate: float = 0.1
     warmup: float = 0.1
+    decay: float = 0.2
+    decay_shape: str = "linear"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -132,6 +138,7 @@ class RunSettings:
             "weight_decay",
             "max_grad_norm",
             "warmup",
+            "decay",
             "min_learning_rate",
             "divergence_margin",
             "stuck_margin",
@@ -151,9 +158,28 @@ class RunSettings:
                 raise UserError(f"{name}: {getattr(self, name)!r} (allowed: {', '.join(allowed)})")
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
+        self._check_schedule()
         for target in self.reports():
             if target not in ("tensorboard", "wandb", "trackio"):
                 raise UserError(f"report_to: {target!r} (allowed: none, tensorboard, wandb, trackio)")
+
+    def _check_schedule(self) -> None:
+        for name, allowed in (("schedule", SCHEDULES), ("decay_shape", DECAYS)):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}: {getattr(self, name)!r} (allowed: {', '.join(allowed)})")
+        if self.schedule != "wsd":
+            for name in ("decay", "decay_shape"):
+                if getattr(self, name) != getattr(RunSettings, name):
+                    raise UserError(f"{name}: {getattr(self, name)!r} has no meaning without --schedule wsd")
+            return
+        if not self.decay > 0:
+            raise UserError(f"decay: {self.decay!r} (allowed: a number above 0)")
+        spans = [in_steps(span, self.steps) for span in (self.warmup, self.decay)]
+        if sum(spans) > self.steps:
+            raise UserError(
+                f"decay: {spans[1]} steps and {spans[0]} of warm-up are more than steps = {self.steps} (allowed: "
+                f"at most {self.steps - spans[0]})"
+            )
 
     def _check_width(self) -> None:
         constants = ("k_embedding", "k_hidden", "k_readout")
@@ -265,9 +291,17 @@ class PretrainSettings(RunSettings):
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 COMPILE = ("auto", "on", "off")
+SCHEDULES = ("cosine", "wsd")
+DECAYS = ("linear", "1-sqrt", "cosine")
 WIDTH_SCALINGS = ("none", "standard", "standard-no-alignment", "mup", "mup-no-alignment")
 PARALLEL = ("auto", "ddp", "fsdp2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
-LISTS = ("placements", "learning_rates", "seeds", "verify_rates")  # of studies: what may be a Python list, too
+# of studies: what may be a Python list, too
+LISTS = ("placements", "learning_rates", "learning_rates_of", "seeds", "verify_rates")
 BALANCES = ("auto", "none", "bias", "loss")
 Status = Literal["finished", "short", "stuck", "diverged", "interrupted", "failed"]
+
+
+def in_steps(span: float, steps: int) -> int:
+    """A number of steps (1 or more) or a share of them (below 1) in steps, counted as the Trainer does its warm-up."""
+    return int(span) if span >= 1 else math.ceil(steps * span)

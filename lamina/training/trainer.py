@@ -110,6 +110,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         processes: this one and the run's others; a model that ``sharding.shard`` shared out is used as it is.
         experts: balances and counts them.
         rate_factors: (of width scaling) each parameter's factor on the learning rate.
+        schedule: of the learning rate: its share of the peak by steps done; else the arguments' own.
         rate_factor: on all learning rates, after rollbacks.
         run_state: of the checkpoint that the run goes on from.
         on_checkpoint: called before a checkpoint is written; gives what its run state holds beside the trainer's own.
@@ -124,6 +125,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         processes: Processes | None = None,
         experts: ExpertBalance | None = None,
         rate_factors: dict[str, float] | None = None,
+        schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
         run_state: dict[str, Any] | None = None,
         on_checkpoint: Callable[[], dict[str, Any]] = dict,
@@ -140,7 +142,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         self.series = StepSeries(self.processes)
         self.order, self.on_checkpoint, self.spared = order, on_checkpoint, spared
         self.run_state, self.rate_factor = run_state or {}, rate_factor
-        self.rate_factors = rate_factors
+        self.rate_factors, self.schedule = rate_factors, schedule
         self.guard = guard
         self.experts = experts
         if experts is not None:
@@ -185,6 +187,16 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
             self.optimizer = kind(groups, **options)
         return super().create_optimizer(model)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Trainer's schedule, or the run's own."""
+        if self.lr_scheduler is None and self.schedule is not None:
+            chosen: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

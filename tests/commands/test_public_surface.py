@@ -18,7 +18,8 @@ from lamina.training.settings import PretrainSettings
 
 SHARED = """
 backbone num-layers hidden-size num-heads untie-embeddings init corpus text-field tokenizer sequence-length
-eval-fraction steps batch-size gradient-accumulation min-learning-rate warmup weight-decay beta1 beta2 epsilon
+eval-fraction steps batch-size gradient-accumulation schedule min-learning-rate warmup decay decay-shape
+weight-decay beta1 beta2 epsilon
 max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-every probes logging-steps eval-steps
 eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 from training.tiny_runs import layers, records, values
-from transformers import AutoModelForCausalLM, Trainer, ViTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, ViTConfig
 
 import lamina.modeling  # noqa: F401
 from lamina import build
 from lamina.data import prepare_blocks
+from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.training import pretrain as pretraining
 from lamina.training.checks import backbone_config
-from lamina.training.monitor import hidden_state_rows, largest_magnitudes
+from lamina.training.monitor import GradientNorms, gain_rows, hidden_state_rows, largest_magnitudes
 from lamina.training.trainer import LaminaTrainer
 
 
@@ -169,6 +170,18 @@ def test_fewer_elements_than_100_are_all_of_them_and_nan_comes_first():
     assert largest_magnitudes(x).tolist() == sorted(x.abs().flatten().tolist(), reverse=True)
     x[0, 1, 2] = math.nan
     assert math.isnan(largest_magnitudes(x)[0])
+
+
+def test_another_librarys_model_is_refused_with_what_is_needed():
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = LlamaForCausalLM(config)
+    for act in (GradientNorms, lambda m: hidden_state_rows(m, torch.ones(1, 2, dtype=torch.long), 0), gain_rows_of):
+        with pytest.raises(UserError, match=r"LlamaForCausalLM is no Lamina model \(allowed: one that lamina\.build"):
+            act(model)
+
+
+def gain_rows_of(model):
+    return gain_rows(model, 0)
 
 
 def test_an_image_model_is_monitored_too():
