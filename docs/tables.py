@@ -10,7 +10,7 @@ from typing import Any
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/reliability.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/probes.md", "docs/reliability.md")
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
 
@@ -132,6 +132,47 @@ def _title(suite: str) -> str:
     return suite.replace("_", " ")
 
 
+def families_sentence() -> str:
+    """How many of transformers' families the probes were verified on."""
+    record = _families()
+    if record is None:
+        return _no_families()
+    found = record["families"]
+    return (
+        f"Verified on {len(found['measured'])} families of transformers {record['versions']['transformers']}, as tiny "
+        f"models with random weights: each probe's numbers equal independent formulas, or it says in one line why it "
+        f"has no meaning there. {len(found['refused'])} more are refused as a whole, in one line. "
+        f"[docs/probes.md](docs/probes.md#verified-families) lists both. {record['date']}, "
+        f"revision {record['revision']}."
+    )
+
+
+def families_list() -> str:
+    """The families by their model_type: measured and refused."""
+    record = _families()
+    if record is None:
+        return _no_families()
+    found, faults = record["families"], {case["name"] for case in record["faults"]}
+    right = [name for name in found["measured"] if name not in faults]
+    lines = [f"Every probe is right or refused in one line: {', '.join(f'`{name}`' for name in right)}.", ""]
+    if wrong := [name for name in found["measured"] if name in faults]:
+        lines += [f"With a probe that is wrong or fails: {', '.join(f'`{name}`' for name in wrong)}.", ""]
+    lines.append(f"Refused as a whole: {', '.join(f'`{name}`' for name in found['refused'])}.")
+    return "\n".join(lines)
+
+
+def _families() -> dict[str, Any] | None:
+    record = _record("families", "docs/reliability")
+    return record if record and "families" in record else None
+
+
+def _no_families() -> str:
+    return (
+        "Not measured yet: there is no docs/reliability/families.json (`python tests/reliability/families.py --output "
+        "docs/reliability/families.json`)."
+    )
+
+
 def _record(name: str, folder: str = "benchmarks/results") -> dict[str, Any] | None:
     path = ROOT / folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -161,6 +202,7 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
+    found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}
         found[f"depth-{device}"] = depth_table(f"depth-{device}")

@@ -11,10 +11,16 @@ import pandas as pd
 import torch
 
 from lamina.probes.context import Context
-from lamina.probes.directions import Directions, check_tokens, note_streams
+from lamina.probes.directions import Directions, check_tokens, note_streams, once
 from lamina.probes.ratio import Ratio
 from lamina.probes.registry import Probe, probe
 from lamina.probes.structure import Point
+
+WHOSE = {
+    "last": "each sequence's last token (Gromov et al. 2024)",
+    "first": "each sequence's first token",
+    "all": "all tokens (Mix-LN Eq 8)",
+}
 
 
 @probe
@@ -33,9 +39,10 @@ class AngularDistance(Probe):
     leave the embedding out.
 
     Args:
-        tokens: "last" (the papers'): each sequence's last token, of padded texts the last real one, the separator
-            where an encoder's tokenizer ends texts in one; "all": every token; "first": the first one, the class token
-            of most encoders and vision models. By default the last one for text and all patches for images.
+        tokens: "last" (Gromov et al.): each sequence's last token, of padded texts the last real one, the separator
+            where an encoder's tokenizer ends texts in one; "all" (Mix-LN Eq 8, over 256K tokens): every token;
+            "first": the first one, the class token of most encoders and vision models. By default the last one for
+            text, and all of them for images and while a model trains, where sequences are few.
         tokens_per_batch: with "all", how many tokens of a batch are kept until its last layer is seen (by default as
             many as fit a quarter of the model's own memory, the page says so where these aren't all).
     """
@@ -52,7 +59,10 @@ class AngularDistance(Probe):
         self._angles = Ratio()
 
     def begin(self, context: Context) -> None:
-        self._directions = Directions(context, self.tokens, self.tokens_per_batch)
+        tokens = self.tokens or ("all" if "step" in context.state else None)
+        self._directions = Directions(context, tokens, self.tokens_per_batch)
+        self._whose = WHOSE[self._directions.tokens]
+        once(context.notes, f"The angles are those of {self._whose}.")
         self._states = context.structure.states()
         self._pairs = np.triu_indices(len(self._states), k=1)
         note_streams(context)
@@ -99,7 +109,7 @@ class AngularDistance(Probe):
             "The distances themselves: 0 is the same direction, 0.5 a right angle.",
         )
         titles = ("Angular distance, each block size by itself", "Angular distance")
-        found = []
+        found, whose = [], getattr(self, "_whose", "")
         for shown, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
             figure = heat_map(
                 shown,
@@ -111,7 +121,7 @@ class AngularDistance(Probe):
                 y_title="layers n in the block",
                 scale="Viridis_r",  # light is small, as in the papers
             )
-            found.append((figure, caption))
+            found.append((figure, f"{caption} Angles of {whose}." if whose else caption))
         return found
 
     def sentences(self, frame: Any) -> Sequence[str]:

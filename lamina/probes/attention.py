@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.errors import UserError
 from lamina.probes.context import Context
-from lamina.probes.registry import Probe, probe
+from lamina.probes.registry import Probe, check_sequences, probe
 from lamina.probes.statistics import Running
 from lamina.probes.structure import LayerSite
 
@@ -50,12 +50,19 @@ class Attention(Probe):
     source = "attention sinks: Xiao et al. 2023; entropy collapse: Zhai et al. 2023; logit growth: Dehghani et al. 2023"
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
+    def __init__(self, sequences: int = 16):
+        """``sequences``: how many are looked at (0: all). Raises UserError for what is no whole number from 0."""
+        self.sequences = check_sequences(self.name, sequences)
+
+    def cost(self, context: Context) -> float:
+        return 2.0 * context.tokens(self.sequences)
+
     def begin(self, context: Context) -> None:
         self._samples: dict[int, Running] = {}
         self._largest: dict[int, torch.Tensor] = {}
 
     def finish(self, context: Context) -> pd.DataFrame:
-        batches = context.batches[: context.forwards or len(context.batches)]
+        batches = context.first(self.sequences)
         for number, inputs in enumerate(batches):
             context.progress(number, len(batches), self.name)
             inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}

@@ -66,7 +66,7 @@ class Bounds(Probe):
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )
 
-    def __init__(self, sequences: int = 4, tokens: int = 64, constant: float = 1.0, tolerance: float = 1e-2):
+    def __init__(self, sequences: int = 1, tokens: int = 32, constant: float = 1.0, tolerance: float = 1e-2):
         for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UserError(f"bounds: option {name!r} is {value!r} (allowed: a whole number of at least {least})")
@@ -77,6 +77,9 @@ class Bounds(Probe):
         self.sequences, self.tokens = sequences, tokens
         self.constant, self.tolerance = float(constant), float(tolerance)
         self._rows: list[tuple[int, str, str, int, str, float, float]] = []
+
+    def cost(self, context: Context) -> float:
+        return 150.0 * self.sequences * self.tokens
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Measure both sides on the first tokens of the first texts."""

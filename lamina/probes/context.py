@@ -58,6 +58,26 @@ class Context:
         """Whether it is a model of text."""
         return "input_ids" in self.batches[0]
 
+    def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
+        """The batches of the first ``sequences`` inputs, 0 for all."""
+        if not sequences:
+            return list(self.batches)
+        found: list[Mapping[str, torch.Tensor]] = []
+        for batch in self.batches:
+            if sequences <= 0:
+                break
+            found.append({name: tensor[:sequences] for name, tensor in batch.items()})
+            sequences -= len(next(iter(batch.values())))
+        return found
+
+    def tokens(self, sequences: int = 0) -> float:
+        """How many tokens the first ``sequences`` inputs (0: all) hold; of images an image counts 256."""
+        total = 0.0
+        for batch in self.first(sequences):
+            first = next(iter(batch.values()))
+            total += first.numel() if first.ndim == 2 else 256.0 * len(first)
+        return total
+
     def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Any:
         """Run the model (without its head where ``head`` is False) on one batch; no cache."""
         from lamina.probes.running import forward

@@ -142,21 +142,22 @@ def note_streams(context: Context) -> None:
         text = (
             f"The state behind {which} is a norm's output (Post-LN): its length is fixed, only its direction changes."
         )
-        _once(context.notes, text)
+        once(context.notes, text)
     if inner:
         which = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
         text = (
             f"The stream is normalised inside {which} but not behind them (HybridNorm): the states compared are the "
             "layers' outputs, before that norm."
         )
-        _once(context.notes, text)
+        once(context.notes, text)
 
 
 def _ends_normed(sublayer: Sublayer) -> bool:
     return any(norm.role == "post_norm" for norm in sublayer.norms)
 
 
-def _once(notes: list[str], text: str) -> None:
+def once(notes: list[str], text: str) -> None:
+    """Append a note that is not there yet."""
     if text not in notes:
         notes.append(text)
 

@@ -15,7 +15,7 @@ import torch
 from lamina.probes.context import Context
 from lamina.probes.directions import ranges
 from lamina.probes.parameters import places, shared_layers
-from lamina.probes.registry import Probe, probe
+from lamina.probes.registry import Probe, check_sequences, probe
 from lamina.probes.spikes import spike_scores
 from lamina.probes.watching import watch
 
@@ -24,9 +24,10 @@ _CHUNK = 2**20
 
 @probe
 class Gradients(Probe):
-    """Norm and variance of the gradient of the mean loss over the batches, at the model's present weights.
+    """Norm and variance of the gradient of the mean loss over the first ``sequences`` texts.
 
-    One gradient, accumulated over all batches and weighted by their predicted tokens; nothing is clipped.
+    At the model's present weights. One gradient, accumulated over their batches and weighted by their predicted tokens;
+    nothing is clipped.
 
     - ``gradient_norm``: the L2 norm. Of the parameters of a role (``role``: query, ..., pre_norm, ...;
       where a module's name is not one of the known, its path in the sub-layer), of a sub-layer or a layer (role
@@ -51,6 +52,16 @@ class Gradients(Probe):
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
     over_steps = ("gradient_norm", "gradient_variance")
 
+    def __init__(self, sequences: int = 16):
+        """``sequences``: the loss is the mean over so many (0: all).
+
+        Raises UserError for another value than a whole number from 0.
+        """
+        self.sequences = check_sequences(self.name, sequences)
+
+    def cost(self, context: Context) -> float:
+        return 3.5 * context.tokens(self.sequences)
+
     def begin(self, context: Context) -> None:
         context.check_head()
 
@@ -61,7 +72,7 @@ class Gradients(Probe):
         self._note(context)
         groups: dict[tuple[int, str, str], _Moments] = {}
         with _fresh_gradients(parameters.values()), torch.enable_grad():
-            correction = _accumulate(context, states)
+            correction = _accumulate(context, states, context.first(self.sequences))
             for name, parameter in parameters.items():
                 moments = _Moments()
                 moments.add(parameter.grad, parameter.numel())
@@ -197,7 +208,7 @@ class _Moments:
         return max(0.0, self.squares / self.count - (self.total / self.count) ** 2) if self.count else math.nan
 
 
-def _accumulate(context: Context, states: list[_Moments]) -> float:
+def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Any]) -> float:
     """Leave the gradient of the mean loss in the parameters, up to the factor that is returned.
 
     The factor is 1 where every sequence has as many predicted tokens as the first.
@@ -207,10 +218,10 @@ def _accumulate(context: Context, states: list[_Moments]) -> float:
         if state.requires_grad:
             state.register_hook(lambda gradient: states[index].add(gradient, gradient.numel()))
 
-    sequences = sum(len(batch["input_ids"]) for batch in context.batches)
+    sequences = sum(len(batch["input_ids"]) for batch in batches)
     predicted = expected = 0
-    for number, batch in enumerate(context.batches):
-        context.progress(number, len(context.batches), "gradients")
+    for number, batch in enumerate(batches):
+        context.progress(number, len(batches), "gradients")
         inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
         with watch(context.structure.states(), see, root=context.model):
             losses = context.token_losses(inputs)

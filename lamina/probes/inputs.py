@@ -45,6 +45,9 @@ def batches_of(
     Raises:
         UserError: for what can't be read, is shorter than a block, or does not fit the model.
     """
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads not in ("input_ids", "pixel_values"):
+        raise UserError(f"model: {type(model).__name__} reads {reads} (allowed: models of text or of images)")
     if reads_images(model):
         items = _images(given, corpus, model, sequences, seed)
         return [{"pixel_values": part} for part in items.split(batch_size)]

@@ -70,8 +70,8 @@ class JacobianProbe(Probe):
 
     def __init__(
         self,
-        sequences: int = 2,
-        tokens: int = 64,
+        sequences: int = 1,
+        tokens: int = 32,
         tolerance: float = 1e-2,
         iterations: int = 100,
         total: bool = True,
@@ -87,6 +87,9 @@ class JacobianProbe(Probe):
         self.options: dict[str, Any] = {"tolerance": float(tolerance), "iterations": iterations}
         self._rows: list[tuple[int, str, str, int, str, float, float]] = []
         self._unfinished = 0
+
+    def cost(self, context: Context) -> float:
+        return 400.0 * self.sequences * self.tokens
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""

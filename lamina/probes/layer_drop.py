@@ -16,7 +16,7 @@ from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.context import Context
 from lamina.probes.directions import ranges
-from lamina.probes.registry import Probe, probe
+from lamina.probes.registry import Probe, check_sequences, probe
 from lamina.probes.removal import BRANCH, MEANINGS, REMOVE, removed
 from lamina.probes.running import forward
 from lamina.probes.suffixes import Suffixes
@@ -59,6 +59,7 @@ class LayerDrop(Probe):
         higher_is_better: what a good score is.
         standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
             of 0.1 nats where that is more (0: all text).
+        sequences: of how many the loss is taken at most (0: of all); it costs half a pass for each layer and text.
     """
 
     name = "layer_drop"
@@ -78,6 +79,7 @@ class LayerDrop(Probe):
         score: Callable[[nn.Module], float] | None = None,
         higher_is_better: bool = True,
         standard_error: float = 0.05,
+        sequences: int = 4,
     ):
         if not isinstance(block, int) or isinstance(block, bool) or block < 1:
             raise UserError(f"block: {block!r} (allowed: a number of layers, 1 or more)")
@@ -94,11 +96,15 @@ class LayerDrop(Probe):
         self.block, self.metrics = block, METRICS if metric == "all" else (metric,)
         self.meanings, self._wants_all = MEANINGS if meaning == "all" else (meaning,), meaning == "all"
         self.score, self.higher_is_better, self.tolerance = score, higher_is_better, standard_error
+        self.sequences = check_sequences(self.name, sequences)
         self.task = None
         if task is not None:
             from lamina.probes.tasks import Task
 
             self.task = Task(str(task), include_path=include_path, metric=task_metric, limit=limit)
+
+    def cost(self, context: Context) -> float:
+        return 0.8 * context.structure.num_layers * len(self.meanings) ** 0.5 * context.tokens(self.sequences)
 
     def begin(self, context: Context) -> None:
         if self.score is None:
@@ -128,7 +134,8 @@ class LayerDrop(Probe):
         angles = AngularDistance()
         angles.begin(context)
         prepare_loss(context)
-        for number, batch in enumerate(context.batches):
+        batches = context.first(self.sequences)
+        for number, batch in enumerate(batches):
             inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
             with Suffixes(context, partial(self._sequences, context, inputs)) as passes:
                 with watch(context.structure.states(), angles.see, root=context.model):
@@ -136,14 +143,14 @@ class LayerDrop(Probe):
                 angles.end_batch(inputs, None)
                 for start in starts:
                     done = number * len(starts) + start
-                    context.progress(done, len(context.batches) * len(starts), f"without layer {start}")
+                    context.progress(done, len(batches) * len(starts), f"without layer {start}")
                     plain = passes.without(start, self.block)
                     bare = passes.without_branches(start, self.block) if BRANCH in self.meanings else None
                     for meaning in self.meanings:
                         found = bare if meaning == BRANCH and bare is not None else plain
                         dropped[start, meaning] += found.tolist()
             if len(whole) >= _MIN_SEQUENCES and self.tolerance and self._precise(whole, dropped):
-                if number + 1 < len(context.batches):
+                if number + 1 < len(batches):
                     context.notes.append(f"layer_drop: {len(whole)} sequences were enough.")
                 break
         rows: list[tuple] = []

@@ -50,7 +50,7 @@ class LogitLens(Probe):
     over_steps = ("cross_entropy", "top1_agreement")
     needs = frozenset({"tokens"})
 
-    def __init__(self, tokens: int = 2048):
+    def __init__(self, tokens: int = 1024):
         """``tokens``: about how many predicted tokens to look at, as whole sequences; 0: all that there are.
 
         Raises UserError for another value than a whole number from 0.
@@ -58,6 +58,14 @@ class LogitLens(Probe):
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
             raise UserError(f"logit_lens: option 'tokens' is {tokens!r} (allowed: a whole number, 0 for all)")
         self.tokens = tokens
+
+    def cost(self, context: Context) -> float:
+        head = context.structure.head
+        weight = getattr(head, "weight", None)
+        share = (
+            weight.numel() / max(1, sum(p.numel() for p in context.model.parameters())) if weight is not None else 0.5
+        )
+        return (1 + 1.5 * share * context.structure.num_layers) * (self.tokens or context.tokens())
 
     def begin(self, context: Context) -> None:
         model: Any = context.model

@@ -14,7 +14,7 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.probes.context import Context
 from lamina.probes.magnitudes import as_tokens
-from lamina.probes.registry import Probe, probe
+from lamina.probes.registry import Probe, check_sequences, probe
 from lamina.probes.removal import refill
 from lamina.probes.statistics import Running
 from lamina.probes.structure import Point
@@ -41,20 +41,25 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
     """
     x = x.float()
     if kind.startswith("int8"):
-        peak = x.abs().amax(-1 if kind == "int8_token" else (-2, -1), keepdim=True)
+        peak = _peak(x, -1 if kind == "int8_token" else (-2, -1))
         step = torch.where(peak > 0, peak / 127, torch.ones_like(peak))
-        return (x / step).round().clamp(-127, 127) * step
+        return (x / step).round_().clamp_(-127, 127).mul_(step)
     dtype = _FLOATS[kind]
     if kind not in _FP8_EDGE:
         return x.to(dtype).float()
     limit = torch.finfo(dtype).max
     if scaled:
-        peak = x.abs().amax((-2, -1), keepdim=True)
+        peak = _peak(x, (-2, -1))
         scale = torch.where(peak > 0, limit / peak, torch.ones_like(peak))
-        return (x * scale).clamp(-limit, limit).to(dtype).float() / scale
+        return (x * scale).clamp_(-limit, limit).to(dtype).float().div_(scale)
     edge, rounds_up = _FP8_EDGE[kind]
     over = x.abs() >= edge if rounds_up else x.abs() > edge  # the cast itself saturates, or not, as the device likes
     return torch.where(over, x.sign() * math.inf, x.clamp(-limit, limit).to(dtype).float())
+
+
+def _peak(x: torch.Tensor, dims: int | tuple[int, int]) -> torch.Tensor:
+    """The largest |x| over some dimensions, which stay with one element."""
+    return torch.linalg.vector_norm(x, math.inf, dims, keepdim=True)
 
 
 @probe
@@ -85,8 +90,9 @@ class LowPrecision(Probe):
     source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
     over_steps = ("token_error",)
 
-    def __init__(self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True):
+    def __init__(self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int = 4):
         """``fp8_scaling``: scale each tensor to FP8's largest value, or cast as it is. ``loss``: measure the loss, too.
+        ``sequences``: of how many the tensors are rounded, as whole batches (0: of all).
 
         Raises UserError for another value.
         """
@@ -94,10 +100,14 @@ class LowPrecision(Probe):
             raise UserError(f"low_precision: option 'fp8_scaling' is {fp8_scaling!r} (allowed: tensor, none)")
         if not isinstance(loss, bool):
             raise UserError(f"low_precision: option 'loss' is {loss!r} (allowed: true, false)")
+        self.sequences = check_sequences(self.name, sequences)
         self.scaled, self.loss = fp8_scaling == "tensor", loss
 
+    def cost(self, context: Context) -> float:
+        return 12.0 * context.tokens(self.sequences)
+
     def begin(self, context: Context) -> None:
-        self._context, self._batch = context, 0
+        self._context, self._batch, self._seen = context, 0, 0
         self._places: dict[tuple, Point] = {}
         for state, point in context.structure.states().items():
             self._places[state, "block", "state", 0] = point
@@ -116,25 +126,36 @@ class LowPrecision(Probe):
         return self._places
 
     def see(self, key: Any, value: torch.Tensor) -> None:
+        if self._enough():
+            return
         tokens = as_tokens(value, self._context.batches[self._batch])
         x = tokens.x.float()
         kept = x.numel() if tokens.valid is None else int(tokens.valid.sum()) * x.shape[-1]
         self._elements[key] += kept
         size = _norms(x, tokens.valid)
+        nonzero, infinite = int(torch.count_nonzero(x)), _infinite(x) if not bool(size.isfinite().all()) else 0
         for kind in FORMATS:
             back = round_trip(x, kind, scaled=self.scaled)
-            self._counts[key, kind] += torch.tensor(
-                [int((back.isinf() & x.isfinite()).sum()), int(((back == 0) & (x != 0)).sum())]
-            )
+            lost = nonzero - int(torch.count_nonzero(back))  # what is 0 comes back as 0
             error = back.sub_(x).abs_()
-            self._worst[key, kind] = _largest(self._worst[key, kind], float(error.max()))
+            worst = float(error.max())
+            self._worst[key, kind] = _largest(self._worst[key, kind], worst)
+            # Only what overflowed has an infinite error: what was infinite before has none (inf - inf is NaN).
+            over = _infinite(error) if not math.isfinite(worst) or infinite else 0
+            self._counts[key, kind] += torch.tensor([over, lost])
             relative = torch.where(size == 0, 0.0, _norms(error, tokens.valid) / size)  # 0 comes back as 0
             self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+        self._seen += len(next(iter(inputs.values())))
         self._batch += 1
 
+    def _enough(self) -> bool:
+        return bool(self.sequences) and self._seen >= self.sequences
+
     def standard_error(self) -> float | None:
+        if self._enough():
+            return None  # no text is added to these
         finite = [e for e in self._errors.values() if not e.count or bool(e.mean.isfinite().all())]
         return max((e.relative_error() for e in finite), default=None)
 
@@ -269,6 +290,10 @@ def changed_states(context: Context, change: Callable[[torch.Tensor], torch.Tens
 
 def _like(x: torch.Tensor, kind: str, scaled: bool) -> torch.Tensor:
     return round_trip(x, kind, scaled=scaled).to(x.dtype)
+
+
+def _infinite(x: torch.Tensor) -> int:
+    return int(torch.count_nonzero(x.isinf()))
 
 
 def _may_overflow(kind: str, scaled: bool) -> bool:

@@ -134,6 +134,13 @@ def _without_head(new: Sequence[str]) -> str:
 
 def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:
     """A model's structure from one small forward pass on a part of a batch. Raises UserError."""
+    parts = getattr(model, "base_model", model)
+    two = all(isinstance(getattr(parts, name, None), nn.Module) for name in ("encoder", "decoder"))
+    if two and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UserError(
+            f"model: {type(model).__name__} is an encoder and a decoder (allowed: one of them, which from Python is "
+            "lamina.probe(model.get_encoder(), ...))"
+        )
     device = next(model.parameters()).device
     tiny = {name: (t[:1, :8] if name == "input_ids" else t[:1]).to(device) for name, t in inputs.items()}
     try:

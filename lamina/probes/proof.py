@@ -11,8 +11,9 @@ from torch import nn
 
 from lamina.errors import UserError
 from lamina.probes.directions import ranges
+from lamina.probes.replay import intercept
 from lamina.probes.running import forward
-from lamina.probes.structure import LayerSite, Structure
+from lamina.probes.structure import LayerSite, Point, Structure
 from lamina.probes.watching import watch
 
 SEQUENCES = 3
@@ -39,6 +40,9 @@ def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Mod
     _check_batch(structure, found, _watched(root, states, {name: tensor[:1] for name, tensor in few.items()}))
     if "input_ids" in few and few["input_ids"].shape[1] > 1:
         _check_tokens(structure, found, root, few)
+    mixing = _mixing(structure, root, few)
+    structure = replace(structure, layers=tuple(_with_mixers(site, mixing) for site in structure.layers))
+    structure = replace(structure, layers=tuple(_without_gated(site, found) for site in structure.layers))
     wrong = [site.index for site in structure.layers if site.sublayers and not _adds_up(site, found)]
     if not wrong:
         return structure
@@ -69,7 +73,12 @@ def _parts(structure: Structure) -> dict[Any, Any]:
         points["output", site.index] = site.output
         for number, sublayer in enumerate(site.sublayers):
             points["contribution", site.index, number] = sublayer.contribution
+            if sublayer.feed_forward is not None:
+                path, module = sublayer.feed_forward.down
+                points["down", site.index, number] = Point(module, path, "output", sublayer.feed_forward.post.call)
             for norm in sublayer.norms:
+                if norm.role == "out_norm":
+                    points["out", site.index, number] = norm.input
                 if norm.role == "post_norm":
                     points.setdefault(("sum", site.index, number), norm.input)
                     points["normed", site.index, number] = norm.output
@@ -173,6 +182,68 @@ def _adds_up(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> bool:
             skip, added, pending = normed.double().reshape_as(x), torch.zeros_like(x), False
     candidates = (skip, x) if pending else (skip,)
     return _is_sum(output.reshape_as(x), added, candidates, precision)
+
+
+def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> set[tuple[int, int]]:
+    """(layer, sub-layer) of what looks like a feed-forward but carries something from token to token (RWKV's WKV)."""
+    points: dict[Any, Point] = {}
+    for site in structure.layers:
+        for number, sublayer in enumerate(site.sublayers):
+            if sublayer.feed_forward is not None:
+                path, module = sublayer.feed_forward.up[0]
+                post = sublayer.feed_forward.post
+                points["up", site.index, number] = Point(module, path, "input", post.call)
+                points["post", site.index, number] = post
+    found: dict[Any, torch.Tensor] = {}
+
+    def change(key: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+        if key[0] == "post":
+            found[key] = tensor
+            return None
+        found[key] = tensor.detach().requires_grad_()
+        return found[key].clone()
+
+    mixing = set()
+    with torch.enable_grad(), intercept(points, change, root=root):
+        forward(root, inputs)
+    for kind, layer, number in list(found):
+        start, end = found.get(("up", layer, number)), found.get(("post", layer, number))
+        if kind != "post" or start is None or end is None or not end.requires_grad:
+            continue
+        with torch.enable_grad():
+            rows = end.flatten(0, -2)
+            row = len(rows) // 2
+            (gradient,) = torch.autograd.grad(rows[row].sum(), start, retain_graph=True, allow_unused=True)
+        if gradient is None or gradient.numel() // gradient.shape[-1] != len(rows):
+            continue
+        each = gradient.flatten(0, -2).abs().amax(-1)
+        if float(each.sum() - each[row]) > _SAME * float(each[row]):
+            mixing.add((layer, number))
+    return mixing
+
+
+def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
+    sublayers = tuple(
+        replace(sublayer, kind="mixer", feed_forward=None) if (site.index, number) in mixing else sublayer
+        for number, sublayer in enumerate(site.sublayers)
+    )
+    return replace(site, sublayers=sublayers)
+
+
+def _without_gated(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> LayerSite:
+    """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
+    sublayers = []
+    for number, sublayer in enumerate(site.sublayers):
+        down = found.get(("down", site.index, number))
+        end = found.get(("out", site.index, number), found.get(("contribution", site.index, number)))
+        if sublayer.feed_forward is not None and down is not None and end is not None:
+            rows = [t.double().flatten(0, -2) for t in (end, down)]
+            precision = torch.finfo(end.dtype).eps
+            same = rows[0].shape == rows[1].shape
+            if not same or not _is_sum(rows[0], torch.zeros_like(rows[0]), (rows[1],), precision):
+                sublayer = replace(sublayer, feed_forward=None)
+        sublayers.append(sublayer)
+    return replace(site, sublayers=tuple(sublayers))
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:

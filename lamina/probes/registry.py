@@ -49,6 +49,13 @@ class Probe:
     needs: ClassVar[frozenset[str]] = frozenset()
     over_steps: ClassVar[tuple[str, ...]] = ()
 
+    def cost(self, context: Context) -> float:
+        """About how many tokens' forward passes of the whole model its own work takes, beside the shared passes.
+
+        An estimate: probes run in its order, and the time that is left is told by it.
+        """
+        return 0.0
+
     def begin(self, context: Context) -> None:
         """Called once, before the forward passes. Raises UserError where the probe has no meaning for the model."""
 
@@ -80,6 +87,13 @@ class Probe:
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
         """What a result says, in plain sentences with its numbers."""
         return []
+
+
+def check_sequences(name: str, sequences: Any) -> int:
+    """The option ``sequences`` of a probe: how many it measures, 0 for all. Raises UserError for what is no count."""
+    if isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 0:
+        raise UserError(f"{name}: option 'sequences' is {sequences!r} (allowed: a whole number, 0 for all)")
+    return sequences
 
 
 def probe(made: type[Probe]) -> type[Probe]:

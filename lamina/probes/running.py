@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from lamina.probes.registry import Probe
 from lamina.probes.structure import Point, Structure
 from lamina.probes.watching import watch
 
+PASSES = "forward passes"
 MIN_SEQUENCES = 16  # a standard error of fewer says little
 MASKED_SHARE = 0.15
 
@@ -31,12 +32,17 @@ def run(
     strict: bool = True,
     done: Callable[[Probe, pd.DataFrame, float], None] = lambda probe, frame, seconds: None,
     broken: Callable[[Probe, Exception], None] | None = None,
+    estimated: Callable[[dict[str, float]], None] | None = None,
+    starting: Callable[[str], None] = lambda name: None,
 ) -> dict[str, pd.DataFrame]:
     """Run the probes; returns each one's frame by its name. ``done`` is called as soon as a probe's is there.
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
     ``strict`` a probe that has no meaning for the model is left out with a note. ``broken`` is told of one whose frame
-    could not be made or handed to ``done``, and the others go on; without it the exception is raised.
+    could not be made or handed to ``done``, and the others go on; without it the exception is raised. ``done`` is given
+    the seconds of a probe's own work, in the shared forward passes and behind them. ``estimated`` is told before any of
+    it what each is thought to take, and what the passes are (by their name, "forward passes"), and ``starting`` what
+    begins. The cheap ones come first.
 
     Raises:
         UserError: a probe has no meaning for the model (with ``strict``), or can't be given what it needs.
@@ -47,24 +53,32 @@ def run(
 
         is_causal(context.model, context.batches[0]["input_ids"].to(context.device))
     ready: list[Probe] = []
+    seconds: dict[Probe, float] = {}
     for probe in probes:
         if "tokens" in probe.needs and not context.reads_tokens:
             _refuse(context, probe, UserError(f"{probe.name}: needs a model of text (allowed: other probes)"), strict)
             continue
+        began = time.monotonic()
         try:
             probe.begin(context)
         except UserError as error:
             _refuse(context, probe, error, strict)
             continue
+        seconds[probe] = time.monotonic() - began
         ready.append(probe)
-    _forward_passes(context, ready, tolerance)
+    ready.sort(key=lambda probe: probe.cost(context))
+    if estimated is not None:
+        estimated(estimates(context, ready))
+    starting(PASSES)
+    _forward_passes(context, ready, tolerance, seconds)
     frames: dict[str, pd.DataFrame] = {}
     for number, probe in enumerate(ready):
+        starting(probe.name)
         context.progress(number, len(ready), probe.name)
         began = time.monotonic()
         try:
             frame = probe.finish(context)
-            done(probe, frame, time.monotonic() - began)
+            done(probe, frame, seconds[probe] + time.monotonic() - began)
         except UserError as error:
             _refuse(context, probe, error, strict)
             continue
@@ -84,7 +98,26 @@ def _refuse(context: Context, probe: Probe, error: UserError, strict: bool) -> N
     context.notes.append(f"{probe.name} left out: {error}")
 
 
-def _forward_passes(context: Context, probes: Sequence[Probe], tolerance: float) -> None:
+def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
+    """Seconds that the forward passes and each probe's own work are thought to take, from a small pass timed here."""
+    inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
+    with torch.no_grad():
+        forward(context.model, inputs)  # the first pass of a process is slow
+        began = time.monotonic()
+        forward(context.model, inputs)
+        first = next(iter(inputs.values()))
+        each = (time.monotonic() - began) / (first.numel() if first.ndim == 2 else 256.0)
+    found = {PASSES: each * context.tokens() if any(_streams(probe) for probe in probes) else 0.0}
+    return found | {probe.name: each * probe.cost(context) for probe in probes}
+
+
+def _streams(probe: Probe) -> bool:
+    return bool(probe.points()) or type(probe).end_batch is not Probe.end_batch
+
+
+def _forward_passes(
+    context: Context, probes: Sequence[Probe], tolerance: float, seconds: MutableMapping[Probe, float]
+) -> None:
     points: dict[tuple[int, Any], Point] = {}
     streaming = []
     for number, probe in enumerate(probes):
@@ -98,16 +131,20 @@ def _forward_passes(context: Context, probes: Sequence[Probe], tolerance: float)
     root = context.model if head else context.base
 
     def see(key: tuple[int, Any], value: torch.Tensor) -> None:
+        began = time.monotonic()
         probes[key[0]].see(key[1], value)
+        seconds[probes[key[0]]] += time.monotonic() - began
 
     sequences = 0
     with torch.no_grad(), watch(points, see, root=root):
         for number, inputs in enumerate(context.batches):
-            context.progress(number, len(context.batches), "forward passes")
+            context.progress(number, len(context.batches), PASSES)
             inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}
             output = forward(root, inputs)
             for probe in streaming:
+                began = time.monotonic()
                 probe.end_batch(inputs, output)
+                seconds[probe] += time.monotonic() - began
             del output
             sequences += len(next(iter(inputs.values())))
             context.forwards = number + 1
@@ -115,7 +152,7 @@ def _forward_passes(context: Context, probes: Sequence[Probe], tolerance: float)
                 errors = [e for e in (probe.standard_error() for probe in streaming) if e is not None]
                 if errors and max(errors) <= tolerance:
                     break
-    context.progress(len(context.batches), len(context.batches), "forward passes")
+    context.progress(len(context.batches), len(context.batches), PASSES)
 
 
 def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:

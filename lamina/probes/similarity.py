@@ -22,8 +22,8 @@ class Similarity(Probe):
     """The cosine between every two states of the stream, its mean by distance, and each layer's block influence.
 
     - ``cosine``: E cos(x^i, x^j) over all tokens, ``start`` = i, ``size`` = j - i > 0.
-    - ``cosine_by_distance``: its mean over all pairs with j - i = ``size`` (FuseNorm Fig 6, 12), ``start`` = -1.
-      ``output_cosine_by_distance``: the same without x^0, so between layers' outputs only.
+    - ``cosine_by_distance``: its mean over all pairs of layers' outputs with j - i = ``size`` (FuseNorm Fig 12: x^0 is
+      not among them, so N layers have N - 1 distances), ``start`` = -1.
     - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), ``start`` = l, ``size`` = 1.
 
     x^l is the stream before layer l, x^N the one behind the last layer, before the final norm. The mean is of the
@@ -42,13 +42,13 @@ class Similarity(Probe):
     name = "similarity"
     title = "Similarity of the layers"
     summary = "the cosine between all pairs of states, its mean by distance, and each layer's block influence"
-    source = "FuseNorm Fig 6, 12; ShortGPT (block influence)"
+    source = "FuseNorm Fig 12 (by distance); ShortGPT (block influence)"
     over_steps = ("cosine_by_distance", "block_influence")
 
     def __init__(self, tokens: str = "all", tokens_per_batch: int | None = None):
         check_tokens(tokens, tokens_per_batch)
         self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
-        self._cosines, self._by_distance, self._outputs_by_distance = Ratio(), Ratio(), Ratio()
+        self._cosines, self._by_distance = Ratio(), Ratio()
 
     def begin(self, context: Context) -> None:
         self._directions = Directions(context, self.tokens, self.tokens_per_batch)
@@ -67,28 +67,23 @@ class Similarity(Probe):
         first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
         pairs = totals[:, first, second].double()
         self._cosines.add(pairs, counts)
-        self._by_distance.add(_mean_by(second - first, pairs), counts)
         if len(self._states) > 2:
             outputs = first > 0
-            self._outputs_by_distance.add(_mean_by((second - first)[outputs], pairs[:, outputs]), counts)
+            self._by_distance.add(_mean_by((second - first)[outputs], pairs[:, outputs]), counts)
         self._directions.end()
 
     def standard_error(self) -> float | None:
         if self._cosines.samples < 2:
             return math.inf
         # The cosine's own scale is 1: relative to a mean near 0 no error would be small enough.
-        return float(self._by_distance.standard_error.max())
+        return float((self._by_distance if len(self._states) > 2 else self._cosines).standard_error.max())
 
     def finish(self, context: Context) -> pd.DataFrame:
         start, end = self._pairs
         cosines = _rows(start, end - start, "cosine", self._cosines)
-        distances = np.arange(1, len(self._states))
-        found = [
-            cosines.sort_values(["size", "start"], ignore_index=True),
-            _rows(-1, distances, "cosine_by_distance", self._by_distance),
-        ]
+        found = [cosines.sort_values(["size", "start"], ignore_index=True)]
         if len(self._states) > 2:
-            found.append(_rows(-1, distances[:-1], "output_cosine_by_distance", self._outputs_by_distance))
+            found.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
         neighbours: Any = cosines[cosines["size"] == 1]
         found.append(neighbours.assign(metric="block_influence", value=1.0 - neighbours["value"]))
         return pd.concat(found, ignore_index=True)
@@ -98,23 +93,20 @@ class Similarity(Probe):
 
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])
-        by_distance = frame[frame["metric"].isin(["cosine_by_distance", "output_cosine_by_distance"])]
-        kinds = {"cosine_by_distance": "all states", "output_cosine_by_distance": "without the embedding"}
-        by_distance = by_distance.assign(states=by_distance["metric"].map(kinds))
+        by_distance = frame[frame["metric"] == "cosine_by_distance"]
         influence = frame[frame["metric"] == "block_influence"]
-        return [
+        found = [
             (
                 lines(
                     by_distance,
                     x="size",
                     y="value",
-                    colour="states",
                     title="Cosine similarity by layer distance",
-                    x_title="distance between the states, layers",
+                    x_title="distance between the layers",
                     y_title="mean cosine",
                 ),
-                "Mean cosine of all pairs of states that are so many layers apart (FuseNorm's Figure 6): a flat line "
-                "is a stream that each layer changes little.",
+                "Mean cosine of the outputs of all pairs of layers that are so many apart (FuseNorm's Figure 12; the "
+                "embedding is not among them): a flat line is a stream that each layer changes little.",
             ),
             (
                 heat_map(square, x="start", y="end", value="value", title="Cosine between states"),
@@ -132,17 +124,19 @@ class Similarity(Probe):
                 "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
             ),
         ]
+        return found if len(by_distance) else found[1:]
 
     def sentences(self, frame: Any) -> Sequence[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
         influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
-        farthest = int(curve.index.max())
+        farthest = int(curve.index.max()) if len(curve) else 0
         said = []
         if farthest > 1:
             middle = max(1, farthest // 2)
             said.append(
-                f"The cosine between two states falls from {curve[1]:.2f} for neighbours over {curve[middle]:.2f} at a "
-                f"distance of {middle} layers to {curve[farthest]:.2f} between the first and the last state."
+                f"The cosine between two layers' outputs goes from {curve[1]:.2f} for neighbors over "
+                f"{curve[middle]:.2f} at a distance of {middle} layers to "
+                f"{curve[farthest]:.2f} between the first and the last layer."
             )
         if len(influence) > 1:
             count = max(1, round(len(influence) / 10))

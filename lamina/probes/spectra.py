@@ -56,7 +56,8 @@ class Spectra(Probe):
     at most tokens - 1 and the normalised ranks are biased low while tokens / D_ff is small, so with no more tokens than
     D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
     and role; where they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
-    Experts have no ranks here: each sees few tokens.
+    Experts have no ranks here: each sees few tokens. The covariances take the first batches until they have
+    ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text).
     """
 
     name = "spectra"
@@ -64,17 +65,25 @@ class Spectra(Probe):
     summary = "eigenvalues of the embedding, condition numbers of the feed-forward's weights, ranks of its activations"
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
 
-    def __init__(self, few_tokens: str = "refuse", memory: float = 1.0):
+    def __init__(self, few_tokens: str = "refuse", memory: float = 1.0, tokens_per_channel: int = 4):
         if few_tokens not in ("refuse", "warn"):
             raise UserError(f"spectra: option 'few_tokens' is {few_tokens!r} (allowed: refuse, warn)")
         if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
             raise UserError(f"spectra: option 'memory' is {memory!r} (allowed: GiB, a number above 0)")
+        if isinstance(tokens_per_channel, bool) or not isinstance(tokens_per_channel, int) or tokens_per_channel < 0:
+            raise UserError(
+                f"spectra: option 'tokens_per_channel' is {tokens_per_channel!r} (allowed: a whole number, 0 for all)"
+            )
+        self.tokens_per_channel = tokens_per_channel
         self.few_tokens, self.memory = few_tokens, float(memory)
         self._groups: list[dict[Key, Point]] = []
         self._found: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
         self._widths: dict[int, int] = {}
         self._tokens = 0
+
+    def cost(self, context: Context) -> float:
+        return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
         """Decide what is gathered in which pass. Raises UserError where there is too little text for the ranks."""
@@ -146,8 +155,14 @@ class Spectra(Probe):
     def see(self, key: Key, value: torch.Tensor) -> None:
         """Add a layer's activations [batch, tokens, D_ff] to its covariance."""
         covariance = self._found.setdefault(key, Covariance())
+        if self._full(key):
+            return  # each token costs the square of the width
         covariance.add(value)
         self._tokens = max(self._tokens, covariance.count)
+
+    def _full(self, key: Key) -> bool:
+        """Whether a covariance has as many tokens as it takes."""
+        return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._found[key].count
 
     def standard_error(self) -> float | None:
         """Infinite while the ranks are biased for want of text; they have no error of their own."""
@@ -174,6 +189,8 @@ class Spectra(Probe):
             with torch.no_grad(), watch(group, self.see, root=context.base):
                 for inputs in list(context.batches)[: context.forwards or None]:
                     context.forward({name: value.to(context.device) for name, value in inputs.items()}, head=False)
+                    if all(self._full(key) for key in group):
+                        break
             self._reduce()
         rows = [
             (layer, "feed_forward", role, 0, metric, value, math.nan)

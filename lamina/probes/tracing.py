@@ -100,7 +100,10 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     with torch.no_grad():
         try:
             normed = norm(sign[None, None] * 8).flatten().float()
-        except TypeError:  # a gated norm, which takes the gate beside the channels: the same for each of them here
+        except (
+            TypeError,
+            AttributeError,
+        ):  # a gated norm, which takes the gate beside the channels: the same for each of them here
             normed = _gated(norm, sign)
     if normed is None or normed.shape != weight.shape:
         return None
@@ -117,7 +120,7 @@ def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
     gate = 20.0
     try:
         return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate
-    except (TypeError, RuntimeError):
+    except (TypeError, AttributeError, RuntimeError):
         return None
 
 

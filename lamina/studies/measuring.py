@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,8 @@ class Measuring:
                 strict=False,
                 done=self._done,
                 broken=self._broken,
+                estimated=self.context.progress.plan,  # type: ignore[attr-defined]
+                starting=self.context.progress.start,  # type: ignore[attr-defined]
             )
         except KeyboardInterrupt:
             self._write("interrupted", "stopped by Ctrl-C; what was finished is kept (--resume goes on)")
@@ -171,16 +174,45 @@ class Measuring:
 
 
 class Bars:
-    """``Context.progress`` as a bar at a time: what is being done, how much of it, and how long it will take."""
+    """``Context.progress`` as a bar at a time: what is being done, how much of it, and how long all of it will take.
+
+    ``plan`` takes what each probe and the forward passes are thought to take and says so; ``start`` what begins. What
+    is left is the plan's, times how long the finished parts took for each second of theirs.
+    """
 
     def __init__(self, *, show: bool):
         self.show, self.what, self.bar = show, "", None
+        self._plan: dict[str, float] = {}
+        self._finished: list[str] = []
+        self._running, self._began = "", time.monotonic()
+
+    def plan(self, seconds: dict[str, float]) -> None:
+        """Say how long it will take."""
+        self._plan, self._began = dict(seconds), time.monotonic()
+        if self.show and self._plan:
+            longest = sorted(self._plan, key=lambda name: -self._plan[name])[:3]
+            parts = ", ".join(f"{name} {_duration(self._plan[name])}" for name in longest)
+            tqdm.write(f"about {_duration(sum(self._plan.values()))} ({parts})", file=sys.stderr)
+
+    def start(self, name: str) -> None:
+        """A probe, or the forward passes, begins; the one before is finished."""
+        if self._running:
+            self._finished.append(self._running)
+        self._running = name
+
+    def left(self) -> str:
+        """How long is left, in words."""
+        planned = sum(self._plan.get(name, 0.0) for name in self._finished)
+        passed = time.monotonic() - self._began
+        pace = passed / planned if planned > 1.0 else 1.0
+        rest = sum(each for name, each in self._plan.items() if name not in self._finished)
+        return f", about {_duration(rest * pace)} left" if self._plan else ""
 
     def __call__(self, done: int, every: int, what: str) -> None:
         if what != self.what:
             self.close()
             self.what = what
-            self.bar = tqdm(total=every, desc=what, disable=not self.show, dynamic_ncols=True, leave=False)
+            self.bar = tqdm(total=every, desc=f"{what}{self.left()}", disable=not self.show, leave=False)
         if self.bar is not None:
             self.bar.total = every
             self.bar.update(done - self.bar.n)
@@ -190,3 +222,7 @@ class Bars:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

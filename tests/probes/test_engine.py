@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pandas as pd
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 
 from lamina.errors import UserError
 from lamina.probes.causality import is_causal
+from lamina.probes.probing import make_context
 from lamina.probes.probing import probe as run_probe
 from lamina.probes.registry import Probe
-from lamina.probes.running import loss, masked_positions, token_losses
+from lamina.probes.running import loss, masked_positions, run, token_losses
+from lamina.probes.settings import ProbeSettings
 from lamina.probes.statistics import Running
 
 
@@ -140,3 +143,33 @@ def test_a_running_mean_and_its_standard_error():
     one = Running()
     one.add(values[:1])
     assert one.relative_error() == math.inf
+
+
+def test_seconds_are_those_of_a_probes_own_work_wherever_it_is_done_and_the_cheap_come_first():
+    class Slow(Watcher):
+        name = "slow"
+
+        def cost(self, context):
+            return 1e9
+
+        def end_batch(self, inputs, output):
+            super().end_batch(inputs, output)
+            time.sleep(0.02)
+
+    class Other(Watcher):
+        name = "other"
+
+    told, planned, begun = {}, {}, []
+    ids = _ids(12)
+    context = make_context(small_model("llama"), ProbeSettings(), ids)
+    run(
+        context,
+        [Slow(), Other()],
+        done=lambda probe, frame, seconds: told.update({probe.name: seconds}),
+        estimated=planned.update,
+        starting=begun.append,
+    )
+    assert 0.06 <= told["slow"] < 2  # three batches
+    assert told["other"] < 0.06
+    assert begun == ["forward passes", "other", "slow"]
+    assert planned["slow"] > planned["forward passes"] > planned["other"] == 0

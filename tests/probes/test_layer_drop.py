@@ -204,7 +204,7 @@ def test_generation_with_a_cache_without_a_layer_is_that_of_the_deleted_layer():
 def test_standard_errors_are_of_the_paired_difference_over_sequences():
     model = small_model("llama")
     ids = small_inputs(model, sequences=6)["input_ids"]
-    frame = probe(model, "layer_drop", ids, batch_size=4)["layer_drop"]
+    frame = probe(model, "layer_drop(sequences=0)", ids, batch_size=4)["layer_drop"]
     whole = np.array([float(causal_loss(model, row[None]).detach()) for row in ids])
     other = np.array([loss_without(model, row[None], [1]) for row in ids])
     rows = frame.set_index(["layer", "meaning", "metric"])["standard_error"]
@@ -221,11 +221,20 @@ def test_it_stops_when_the_errors_are_small_and_says_after_how_many_sequences():
     model = small_model("llama")
     ids = small_inputs(model, sequences=40)["input_ids"]
     context = context_of(model, [{"input_ids": part} for part in ids.split(4)])
-    run(context, [LayerDrop(standard_error=0.99)])
+    run(context, [LayerDrop(standard_error=0.99, sequences=0)])
     assert any("layer_drop: 16 sequences were enough" in note for note in context.notes)
     context.notes.clear()
-    run(context, [LayerDrop(standard_error=0)])
-    assert not context.notes
+    run(context, [LayerDrop(standard_error=0, sequences=0)])
+    assert not any("were enough" in note for note in context.notes)
+
+
+def test_four_sequences_are_what_it_costs_by_default():
+    model = small_model("llama")
+    ids = small_inputs(model, sequences=6)["input_ids"]
+    frames = [probe(model, name, ids, batch_size=3)["layer_drop"] for name in ("layer_drop", "layer_drop(sequences=4)")]
+    pd.testing.assert_frame_equal(*frames)
+    four = probe(model, "layer_drop(sequences=0)", ids[:4])["layer_drop"]
+    assert frames[0]["value"].to_numpy() == pytest.approx(four["value"].to_numpy(), rel=1e-4, abs=1e-6)
 
 
 def test_the_angular_distance_stands_beside():

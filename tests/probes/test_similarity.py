@@ -39,10 +39,8 @@ def test_cosines_by_pair_and_by_distance_and_block_influence(name):
     _, wanted = naive_cosines(model, inputs)
     pairs = of(frame, "cosine")
     assert pairs == pytest.approx({(i, j - i): wanted[i, j] for i in range(4) for j in range(i + 1, 4)}, abs=1e-6)
-    by_distance = {(-1, k): np.mean([wanted[i, i + k] for i in range(4 - k)]) for k in (1, 2, 3)}
-    assert of(frame, "cosine_by_distance") == pytest.approx(by_distance, abs=1e-6)
-    outputs = {(-1, k): np.mean([wanted[i, i + k] for i in range(1, 4 - k)]) for k in (1, 2)}
-    assert of(frame, "output_cosine_by_distance") == pytest.approx(outputs, abs=1e-6)
+    outputs = {(-1, k): np.mean([wanted[i, i + k] for i in range(1, 4 - k)]) for k in (1, 2)}  # 2 for 3 layers
+    assert of(frame, "cosine_by_distance") == pytest.approx(outputs, abs=1e-6)
     assert of(frame, "block_influence") == pytest.approx({(i, 1): 1 - wanted[i, i + 1] for i in range(3)}, abs=1e-6)
 
 
@@ -66,8 +64,8 @@ def test_standard_errors_are_over_sequences_also_of_the_mean_by_distance():
     each, _ = naive_cosines(model, inputs)
     rows = frame.set_index(["metric", "start", "size"])["standard_error"]
     assert rows["cosine", 1, 2] == pytest.approx(each[1, 3].std(ddof=1) / 6**0.5, rel=1e-4)
-    mean = (each[0, 2] + each[1, 3]) / 2  # of one text: the pairs' errors are not independent
-    assert rows["cosine_by_distance", -1, 2] == pytest.approx(mean.std(ddof=1) / 6**0.5, rel=1e-4)
+    mean = (each[1, 2] + each[2, 3]) / 2  # of one text: the pairs' errors are not independent
+    assert rows["cosine_by_distance", -1, 1] == pytest.approx(mean.std(ddof=1) / 6**0.5, rel=1e-4)
 
 
 def test_padding_is_left_out_and_each_token_counts_once():
@@ -125,7 +123,7 @@ def test_sentences_and_figures():
     said = " ".join(made.sentences(frame))
     least = min(of(frame, "block_influence").items(), key=lambda item: item[1])[0][0]
     assert f"Layer {least} changes the stream's direction least" in said
-    assert f"{of(frame, 'cosine_by_distance')[-1, 3]:.2f} between the first and the last state" in said
+    assert f"{of(frame, 'cosine_by_distance')[-1, 2]:.2f} between the first and the last layer" in said
     assert len(made.figures(frame)) == 3
 
 
