@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.placements import Plan
 
@@ -74,7 +75,7 @@ class Trial:
     @cached_property
     def _layers(self) -> Frame:
         parts = []
-        for path in sorted((self.folder / "layers").glob("part-*.parquet")):
+        for path in digests.intact(self.folder, "layers/part-*.parquet"):
             try:
                 part: Frame = pd.read_parquet(path)
                 parts.append(part.loc[part["metric"].isin(METRICS), list(_COLUMNS)])
@@ -90,7 +91,7 @@ class Trial:
         found: dict[str, Frame] = {}
         for folder in sorted(self.folder.glob("probes/*/")):
             parts = []
-            for path in sorted(folder.glob("part-*.parquet")):
+            for path in digests.intact(self.folder, f"probes/{folder.name}/part-*.parquet"):
                 try:
                     part: Frame = pd.read_parquet(path)
                     if {"step", "value"} <= set(part.columns):

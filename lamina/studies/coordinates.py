@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
 from lamina.studies.width_settings import CoordCheckSettings
@@ -216,6 +217,7 @@ def _row(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
+        digests.require(folder / TABLE)
         return pd.read_parquet(folder / TABLE)[list(COLUMNS)]
     except (OSError, ValueError, KeyError):
         return pd.DataFrame(columns=list(COLUMNS))
@@ -224,7 +226,7 @@ def _read(folder: Path) -> Frame:
 def _write(folder: Path, table: Frame) -> None:
     temporary = folder / f".{TABLE}"
     table.to_parquet(temporary, index=False)
-    temporary.replace(folder / TABLE)
+    digests.replace(temporary, folder / TABLE)
 
 
 def _refuse_changes(folder: Path, given: dict[str, Any]) -> None:

@@ -155,6 +155,7 @@ def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
             failed = False
         finally:
             replaced.settle(folder, failed=failed)
+            digests.close(folder)
 
 
 @contextmanager
