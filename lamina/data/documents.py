@@ -102,7 +102,8 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
 
     row = start[0]
     try:
-        with parquet.ParquetFile(path) as file:
+        # opened here: a name with a colon would be taken for an address
+        with path.open("rb") as source, parquet.ParquetFile(source) as file:
             schema = file.schema_arrow
             if text_field not in schema.names:
                 raise unknown(f"text_field of --corpus {str(path)!r}:", text_field, schema.names)

@@ -60,7 +60,7 @@ def spec_by_name(probes: str) -> dict[str, str]:
 
 def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What a folder to resume holds of finished probes. Raises UserError where its settings were others."""
-    stored = run_folder.read_yaml(folder / "config.yaml")
+    stored = run_folder.read_written_yaml(folder / "config.yaml")
     for name, value in settings.to_dict().items():
         if name not in FREE and stored.get(name) != value:
             raise UserError(

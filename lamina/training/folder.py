@@ -237,6 +237,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_written_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping that Lamina wrote. Raises UserError where it is not as it was written, too."""
+    if words := digests.differs(path):
+        raise UserError(f"{str(path)!r} {words} (allowed: the file as it was; --overwrite to begin again)")
+    return read_yaml(path)
+
+
 def finite(data: Any) -> Any:
     """The same data with None for every float that JSON has no number for."""
     if isinstance(data, float) and not math.isfinite(data):
