@@ -22,6 +22,7 @@ MANIFEST, LEDGER = "manifest.json", "digests.jsonl"
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading an altered one raises
 # Files that are read whoever wrote them, so one that the ledger does not know is named, too.
 _READ = ("layers/part-*.parquet", "probes/*/part-*.parquet", "rollbacks.json", "result.json", "metrics.jsonl")
+ALTERED = f"is altered: its digest in {LEDGER} is another"
 _PLAIN = (".md", ".txt", ".log", ".html")  # beside a saved model these are nobody's input
 
 Entry = tuple[int, str]
@@ -218,8 +219,8 @@ class Ledger:
             return None
         earlier = allowed[-1]
         if len(allowed) == 2 and earlier is not None and found > earlier[0] and name.endswith(".jsonl"):
-            return None if _starts_with(path, earlier) else "is altered"  # a line that a kill or a full disk cut short
-        return "is altered"
+            return None if _starts_with(path, earlier) else ALTERED  # a line that a kill or a full disk cut short
+        return ALTERED
 
     def settle(self) -> None:
         """Decide what the file of the last line holds, now that nobody writes it, and write the ledger anew."""
@@ -264,7 +265,7 @@ def begin(folder: Path) -> str | None:
     ledger = Ledger(folder)
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        apart = name.split("/")[0] in ("checkpoints", "trials", "tensorboard", "model")
+        apart = name.startswith((".", "checkpoints/", "trials/", "tensorboard/", "model/"))
         if path.is_file() and not apart and path.suffix in (".json", ".jsonl", ".yaml", ".csv", ".parquet"):
             ledger.entries[name] = entry_of(path)
     ledger.entries.pop(LEDGER, None)
@@ -312,6 +313,12 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def close(folder: Path) -> None:
+    """At the end of the work in a folder: its ledger says of each file what it holds, and is known when it is cut."""
+    with contextlib.suppress(OSError, ValueError):
+        Ledger.read(folder).settle()
+
+
 def rewrite(folder: Path) -> None:
     """Shorten a folder's ledger to a line a file."""
     if found := _writing(folder / LEDGER):
@@ -334,6 +341,21 @@ def differs(path: Path) -> str | None:
             except (OSError, ValueError):
                 return None
     return None
+
+
+def intact(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder that match a pattern and are as they were written, in order; all where no ledger tells."""
+    found = sorted(folder.glob(pattern))
+    with contextlib.suppress(OSError, ValueError):
+        ledger = Ledger.read(folder)
+        found = [path for path in found if ledger.differs(path.relative_to(folder).as_posix()) is None]
+    return found
+
+
+def require(path: Path) -> None:
+    """Raise ValueError where a file is not as it was written: reading it could raise anything, or mislead."""
+    if words := differs(path):
+        raise ValueError(f"{path.name} {words}")
 
 
 def differences(folder: Path, *, trials: bool = True) -> list[str]:

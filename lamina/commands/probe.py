@@ -41,9 +41,9 @@ def run(argv: list[str]) -> int:
         given.pop("checkpoint", None)
     folder = Path(given.get("output", ProbeSettings.output))
     if others.resume and (folder / "config.yaml").is_file():
-        from lamina.training.folder import read_yaml
+        from lamina.training.folder import read_written_yaml
 
-        given = {**read_yaml(folder / "config.yaml"), **given}
+        given = {**read_written_yaml(folder / "config.yaml"), **given}
     from lamina.api import probe_folder
 
     result = probe_folder(**given, png=others.png, resume=others.resume, overwrite=others.overwrite)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lamina.data.cache import cache_root, publish
+from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EMBEDDED, corpus_fingerprint, validate_corpus
 from lamina.data.encoding import Encoder
 from lamina.data.mix import Part, parse_mix
@@ -188,13 +188,13 @@ def _prepared(
     settings = f"{_FORMAT}|{fingerprint}|{encoder.content_hash()}|{sequence_length}|{eval_fraction!r}"
     key = hashlib.sha256(settings.encode()).hexdigest()
     folder = root / "blocks" / key[:32]
-    if not _is_whole(folder):
+    if not is_whole(folder):
 
         def write(draft: Path) -> None:
             packed = _pack_corpus(draft, corpus, text_field, encoder, sequence_length, eval_fraction, progress)
             _write_meta(draft, packed, encoder, sequence_length, key)
 
-        publish(folder, write, _is_whole)
+        publish(folder, write)
     return _open(folder)
 
 
@@ -246,17 +246,6 @@ def _write_meta(draft: Path, packed: Packed, encoder: Encoder, sequence_length: 
     )
     meta = {"dtype": encoder.dtype.name, "stats": dataclasses.asdict(stats)}
     (draft / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether the folder holds blocks that can be read: what a crash of the machine cut short is made again."""
-    try:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        size, stats = np.dtype(meta["dtype"]).itemsize, BlockStats(**meta["stats"])
-        sizes = [(folder / name).stat().st_size for name in (_TRAIN, _EVAL)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return sizes == [stats.train_tokens * size, stats.eval_tokens * size]
 
 
 def _open(folder: Path) -> Blocks:

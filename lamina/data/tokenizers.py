@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.data.cache import cache_root, publish
+from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EMBEDDED, corpus_fingerprint
 from lamina.data.mix import parse_mix
 from lamina.data.network import local_when_unreachable, one_line
@@ -122,9 +122,9 @@ def _trained_bpe(size: int, corpus: str, text_field: str, cache: Path, eval_frac
     settings = f"{_BPE_FORMAT}|{prints}|{size}|{eval_fraction!r}"
     folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not is_whole(folder):
         trained = _train_bpe(size, corpora, text_field, eval_fraction)
-        publish(folder, lambda draft: trained.save(str(draft / file.name)), lambda found: (found / file.name).is_file())
+        publish(folder, lambda draft: trained.save(str(draft / file.name)))
     return _wrap(Tokenizer.from_file(str(file)))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import plotly.io
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.probes.compact import compact
 from lamina.reports import tables
@@ -122,7 +123,9 @@ def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
     pictures = ""
     for drawn in told.get("figures") or ():
         try:
-            picture = plotly.io.from_json(_inside(folder, str(drawn["file"])).read_text(encoding="utf-8"))
+            path = _inside(folder, str(drawn["file"]))
+            digests.require(path)
+            picture = plotly.io.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError) as error:
             pictures += callouts([f"A figure is missing: {error}"])
             continue
@@ -151,7 +154,8 @@ def _measured(told: Mapping[str, Any]) -> str:
 
 def _numbers(folder: Path, name: str) -> str:
     try:
-        frame = read_parquet(_inside(folder, f"{name}.parquet"))
+        digests.require(path := _inside(folder, f"{name}.parquet"))
+        frame = read_parquet(path)
         found = main_numbers(frame)
     except (OSError, ValueError, KeyError) as error:
         return callouts([f"{name}.parquet cannot be shown: {error}"])

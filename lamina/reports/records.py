@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.placements import Plan
 from lamina.probes import spikes
@@ -77,7 +78,7 @@ class Trial:
     def layers(self) -> Frame:
         """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
         parts = []
-        for path in sorted((self.folder / "layers").glob("part-*.parquet")):
+        for path in digests.intact(self.folder, "layers/part-*.parquet"):
             try:
                 parts.append(read_parquet(path)[list(_COLUMNS)])
             except (OSError, ValueError, KeyError) as error:
@@ -92,7 +93,7 @@ class Trial:
         found: dict[str, Frame] = {}
         for folder in sorted(self.folder.glob("probes/*/")):
             parts = []
-            for path in sorted(folder.glob("part-*.parquet")):
+            for path in digests.intact(self.folder, f"probes/{folder.name}/part-*.parquet"):
                 try:
                     part = read_parquet(path)
                     if {"step", "value"} <= set(part.columns):

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from lamina import digests
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, refuse_changes, write_study
 from lamina.studies.width_settings import CoordCheckSettings
@@ -216,6 +217,7 @@ def _row(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
+        digests.require(folder / TABLE)
         table = pd.read_parquet((folder / TABLE).absolute(), page_checksum_verification=True)
         return table[list(COLUMNS)]
     except (OSError, ValueError, KeyError):
@@ -226,4 +228,4 @@ def _write(folder: Path, table: Frame) -> None:
     temporary = folder / f".{TABLE}"
     # absolute: a relative path with a colon would be a URI; checksums: a flipped bit is known when it is read
     table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
-    temporary.replace(folder / TABLE)
+    digests.replace(temporary, folder / TABLE)

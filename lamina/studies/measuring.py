@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.probes.compact import compact
 from lamina.probes.probing import make_context
@@ -100,7 +101,7 @@ class Measuring:
         """Write a probe's frame and figures, then say in result.json that they are there."""
         path = self.folder / f"{probe.name}.parquet"
         frame.to_parquet(path.with_name(f".{path.name}").absolute(), index=False)
-        os.replace(path.with_name(f".{path.name}"), path)
+        digests.replace(path.with_name(f".{path.name}"), path)
         error = probe.standard_error()
         self.told[probe.name] = {
             **self._words(probe),

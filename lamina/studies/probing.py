@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.placements.custom import split_specs
 from lamina.probes import registry
@@ -59,7 +60,7 @@ def spec_by_name(probes: str) -> dict[str, str]:
 
 def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What a folder to resume holds of finished probes. Raises UserError where its settings were others."""
-    stored = run_folder.read_yaml(folder / "config.yaml")
+    stored = run_folder.read_written_yaml(folder / "config.yaml")
     for name, value in settings.to_dict().items():
         if name not in FREE and stored.get(name) != value:
             raise UserError(
@@ -72,5 +73,10 @@ def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> di
         for name, one in told.items()
         if one.get("status") == "finished"
         and (folder / f"{name}.parquet").is_file()
+        and not any(digests.differs(folder / file) for file in _files_of(name, one))
         and one.get("spec") == specs.get(name, one.get("spec"))
     }
+
+
+def _files_of(name: str, told: dict[str, Any]) -> list[str]:
+    return [f"{name}.parquet", *(str(drawn["file"]) for drawn in told.get("figures") or ())]

@@ -163,6 +163,7 @@ def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
             failed = False
         finally:
             replaced.settle(folder, failed=failed)
+            digests.close(folder)
 
 
 @contextmanager
@@ -237,6 +238,13 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
     return read_mapping(path)
+
+
+def read_written_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping that Lamina wrote. Raises UserError where it is not as it was written, too."""
+    if words := digests.differs(path):
+        raise UserError(f"{str(path)!r} {words} (allowed: the file as it was; --overwrite to begin again)")
+    return read_yaml(path)
 
 
 def finite(data: Any) -> Any:

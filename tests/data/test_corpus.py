@@ -5,6 +5,7 @@ import lzma
 import os
 import sys
 
+import pandas as pd
 import pytest
 import zstandard
 
@@ -201,3 +202,11 @@ def test_the_fingerprint_is_that_of_names_contents_and_text_field(tmp_path):
     (folder / "b.txt").rename(folder / "c.txt")
     seen.append(corpus_fingerprint(str(folder)))
     assert len(set(seen)) == 4
+
+
+def test_a_name_with_a_colon_is_a_path(tmp_path, monkeypatch):
+    """pyarrow would take it for an address."""
+    monkeypatch.chdir(tmp_path)
+    pd.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "rows.parquet")
+    os.rename("rows.parquet", "lr:3e-3.parquet")
+    assert texts("lr:3e-3.parquet") == ["one", "two"]

@@ -2,15 +2,17 @@ import dataclasses
 import errno
 import json
 import math
+import os
 import pickle
 import shutil
+import subprocess
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from lamina.data import BlockStats, bits_per_byte, perplexity, prepare_blocks
+from lamina.data import BlockStats, bits_per_byte, cache, perplexity, prepare_blocks
 from lamina.errors import UserError
 
 
@@ -200,16 +202,49 @@ def test_the_same_corpus_gives_the_same_blocks_byte_by_byte(corpus, tmp_path):
     assert parts[0].stats == parts[1].stats
 
 
-@pytest.mark.parametrize("damage", ["cut", "meta"])
-def test_damaged_blocks_are_made_again(corpus, damage):
-    blocks, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
-    whole = blocks.train.path.read_bytes()
-    if damage == "cut":
-        blocks.train.path.write_bytes(whole[:100])
-    else:
-        (blocks.train.path.parent / "meta.json").write_text("{")
-    again, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
-    assert again.train.path.read_bytes() == whole
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm", [cut, flip, lambda path: path.unlink(), a_folder], ids=["cut", "flip", "gone", "folder"]
+)
+@pytest.mark.parametrize("name", ["train.bin", "eval.bin", "meta.json", "tokenizer.json", "manifest.json"])
+def test_what_is_damaged_in_the_cache_is_made_again(corpus, own_cache, name, harm):
+    blocks, tokenizer = prepare_blocks(corpus, "bpe:320", 32, progress=False)
+    whole = blocks.train.array.tobytes()
+    for path in own_cache.rglob(name):
+        harm(path)
+    again, same = prepare_blocks(corpus, "bpe:320", 32, progress=False)
+    assert again.train.array.tobytes() == whole
+    assert again.stats == blocks.stats
+    assert same.get_vocab() == tokenizer.get_vocab()
+
+
+def test_drafts_of_processes_that_are_gone_are_swept(corpus, own_cache):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    key, mine = "0" * 32, cache._host()
+    gone, alive, elsewhere, old = (
+        own_cache / "blocks" / f".{key}.{name}.abcdef01"
+        for name in (f"{mine}.{process.pid}", f"{mine}.{os.getpid()}", f"01234567.{process.pid}", "99")
+    )
+    for path in (gone, alive, elsewhere, old):
+        path.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    prepare_blocks(corpus, "bytes", 32, progress=False)
+    assert [path.exists() for path in (gone, alive, elsewhere, old)] == [False, True, True, False]
 
 
 def test_a_full_disk_leaves_nothing_behind_and_comes_as_it_is(corpus, own_cache, monkeypatch):
