@@ -83,9 +83,11 @@ class Record:
 
 
 def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Iterator[Record]:
-    """Runs joined with their burn-ins; a run that has none yet is left out."""
+    """Runs joined with their burn-ins; one that has none yet, or was too short to tell by its status, is left out."""
     courses = {json.dumps(m["case"], sort_keys=True): m["result"]["features"] for m in measured}
     for run in runs:
+        if run["result"]["status"] == "short":  # it says that nobody can tell
+            continue
         result, key = run["result"], json.dumps(run["case"], sort_keys=True)
         if key in courses:
             entropy = result["unigram_entropy"] or math.nan

@@ -62,7 +62,7 @@ def _share(found: list[Any]) -> str:
 def _deciding(found: dict[str, int]) -> list[str]:
     return [
         f"Undecided were {found['undecided']}; {found['told a step']} of them were told a step before their last that "
-        f"would decide. Of these {found['trained']} trained, and {found['shown by it']} had shown it by that step.",
+        f"should decide. Of these {found['trained']} trained, and {found['shown by it']} had shown it by that step.",
         "",
     ]
 

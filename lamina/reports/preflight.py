@@ -83,7 +83,7 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
         title="Preflight: will it train?",
         facts=[
             f"{first['num_layers']} layers × {first['hidden_size']} wide",
-            f"{first['steps']} steps planned, {first['burn_in_steps']} taken",
+            f"{first['steps']} steps planned, {_span([int(row['burn_in_steps']) for row in records])} taken",
         ],
         command=command,
         sections=sections,
@@ -96,28 +96,33 @@ _BURN_IN = (
 )
 
 
+def _span(counts: list[int]) -> str:
+    return str(min(counts)) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+
+
 def label_of(placement: str, rate: float, rows: Frame) -> str:
     """The placement, with its learning rate where several were asked about."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
 def _verdicts(records: list[dict[str, Any]], labels: list[str], colour: Mapping[str, str]) -> str:
-    head = ["placement", "init", "learning rate", "verdict", "why, and what to change", "FP16 headroom"]
-    body = []
+    """A line a run, and below it why and what to change: text in a column would be out of sight on a phone."""
+    head = ["placement", "learning rate", "verdict", "init", "FP16 headroom"]
+    body, said = [], []
     for row, label in zip(records, labels, strict=True):
-        kind = _CHIPS.get(row["verdict"], "failed")
-        more = "".join(f"<br>{escape(str(row[name]))}" for name in ("change", "note") if row[name])
-        papers = f"<br>Papers: {escape(row['advice'])}" if row["advice"] else ""
+        chip = f'<span class="chip {_CHIPS.get(row["verdict"], "failed")}">{escape(row["verdict"])}</span>'
         cells = [
             f'<td class="name">{swatch(colour[label])}{escape(row["placement"])}</td>',
-            f"<td>{escape(row['init'])}</td>",
             f'<td class="number">{row["learning_rate"]:g}</td>',
-            f'<td><span class="chip {kind}">{escape(row["verdict"])}</span></td>',
-            f'<td class="reason">{escape(row["reason"])}{more}{papers}</td>',
+            f"<td>{chip}</td>",
+            f"<td>{escape(row['init'])}</td>",
             f'<td class="number">{row["fp16_headroom"]:.3g} ×</td>',
         ]
         body.append(f"<tr>{''.join(cells)}</tr>")
-    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts")
+        parts = {"": row["reason"], "What to change: ": row["change"], "Note: ": row["note"], "Papers: ": row["advice"]}
+        lines = "<br>".join(f"{name}{escape(str(text))}" for name, text in parts.items() if text)
+        said.append(f"<p>{swatch(colour[label])}<b>{escape(label)}</b> {chip}<br>{lines}</p>")
+    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts") + "".join(said)
 
 
 def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:
