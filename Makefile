@@ -13,7 +13,7 @@ SEED ?= 0
 .PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/lamina compare --output $(DEMO) --resume $(ARGS)
+	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
 
 test: $(VENV)/.development
 	$(BIN)/python -m pytest -n 2 $(ARGS)

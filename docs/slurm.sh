@@ -16,9 +16,9 @@ export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
-# Without torchrun in between, Slurm's signal reaches the processes themselves. --resume starts where nothing is yet.
+# Without torchrun in between, Slurm's signal reaches the processes themselves. --resume=auto begins where nothing is yet.
 srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID \
-  LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE exec lamina pretrain --resume "$@"' lamina "$@"
+  LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE exec lamina pretrain --resume=auto "$@"' lamina "$@"
 code=$?
 
 if [ "$code" = 130 ]; then # interrupted, with a checkpoint

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lamina import data, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
     from lamina.api import compare, preflight, pretrain
     from lamina.modeling.building import build, wire
     from lamina.probes.probing import probe
@@ -27,9 +28,11 @@ _LAZY = {
 _PACKAGES = ("placements", "modeling", "data", "probes", "training", "preflights", "studies", "reports")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in _PACKAGES:
-        return importlib.import_module(f"lamina.{name}")
-    raise AttributeError(f"module 'lamina' has no attribute {name!r}")
+if not TYPE_CHECKING:  # else a misspelt name would be of type Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        if name in _PACKAGES:
+            return importlib.import_module(f"lamina.{name}")
+        raise AttributeError(f"module 'lamina' has no attribute {name!r}")

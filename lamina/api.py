@@ -8,18 +8,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamina.errors import TrialsFailed
+
 if TYPE_CHECKING:
     import pandas as pd
 
+    from lamina.training.folder import Resume
 
-def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+
+def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
 
-    Returns the rows of results.csv; OUTPUT/report.html is the page. In a script, call it under
-    ``if __name__ == "__main__":``, since its worker processes import the script.
+    Returns the rows of results.csv; OUTPUT/report.html is the page. ``placements``, ``learning_rates`` and ``seeds``
+    may be lists, too. The worker processes do not import the script that calls it.
 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
     from lamina.reports import study_report
     from lamina.studies.compare import compare as run
@@ -27,11 +32,12 @@ def compare(*, resume: bool = False, overwrite: bool = False, bar: bool = True, 
 
     made = CompareSettings.from_dict(settings)
     with _page(study_report, Path(made.output), "results.csv"):
-        return run(made, resume=resume, overwrite=overwrite, bar=bar)
+        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    return _some_ran(results)
 
 
 def probe_folder(
-    *, png: bool = False, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any
+    *, png: bool = False, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """Measure a checkpoint into a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
 
@@ -56,7 +62,7 @@ def probe_folder(
     return result
 
 
-def pretrain(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
+def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
     """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
 
     Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
@@ -104,7 +110,7 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
         run_folder.claim(target, resume=False, overwrite=overwrite)
         run_folder.write_json(target / "environment.json", run_folder.environment(made.seed))
         run_folder.write_text(target / "preflight.csv", rows.to_csv(index=False))
-        layers.to_parquet(target / "layers.parquet", index=False)
+        layers.to_parquet((target / "layers.parquet").absolute(), index=False)
         losses = [item.burn_in.losses for item in found]
         records = {"command": made.command(), "rows": rows.to_dict("records"), "losses": losses}
         run_folder.write_json(target / "preflight.json", records)
@@ -114,7 +120,7 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     return rows
 
 
-def coord_check(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Check whether any module's output grows with the width, as `lamina coord-check` does.
 
     Returns the rows of slopes.csv; OUTPUT/result.json has the verdict, OUTPUT/report.html is the page.
@@ -132,14 +138,15 @@ def coord_check(*, resume: bool = False, overwrite: bool = False, bar: bool = Tr
     return found
 
 
-def transfer(*, resume: bool = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
 
     Returns the rows of results.csv; OUTPUT/transfer.json holds the interval, the target's rates and the risk,
-    OUTPUT/report.html is the page. In a script, call it under ``if __name__ == "__main__":``.
+    OUTPUT/report.html is the page.
 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
     from lamina.reports.transfer import transfer_report
     from lamina.studies.transfer import transfer as run
@@ -147,7 +154,15 @@ def transfer(*, resume: bool = False, overwrite: bool = False, bar: bool = True,
 
     made = TransferSettings.from_dict(settings)
     with _page(transfer_report, Path(made.output), "transfer.json"):
-        return run(made, resume=resume, overwrite=overwrite, bar=bar)
+        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    return _some_ran(results)
+
+
+def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
+    """The results as they are. Raises TrialsFailed where no trial ran."""
+    if set(results["status"]) == {"failed"}:
+        raise TrialsFailed(results)
+    return results
 
 
 @contextmanager

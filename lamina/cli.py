@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
 import sys
 
-from lamina.errors import UserError, nearest
+from lamina.errors import UserError, nearest, out_of_memory, shortened
+from lamina.terminal import Printing, one_line
 
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
@@ -26,7 +28,7 @@ COMMANDS = {
 # What the system says about the user's paths and disk; anything else is our mistake and keeps its traceback.
 _THEIRS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM),
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EMFILE),
     errno.ECONNRESET,  # another process of the run has ended
 }
 
@@ -45,8 +47,25 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for the user's mistake, 130 for Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run a command; returns the exit code: 0, 1 for a failed run, 2 for the user's mistake, 130 for Ctrl-C.
+
+    What is printed passes through ``terminal.Printing``: names and texts from files cannot steer the terminal.
+    """
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Printing(out), Printing(err, progress=True)
+    try:
+        code = _main(sys.argv[1:] if argv is None else argv)
+        out.flush()  # here, where a closed pipe can still be told from a fault
+        return code
+    except BrokenPipeError:  # `lamina placements | head`
+        with contextlib.suppress(OSError, ValueError):  # what is left in the buffer goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        return 0
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())))
         return 0
@@ -58,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = argv
     try:
         if name not in COMMANDS:
-            raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
+            shown = shortened(repr(name), 200)
+            raise UserError(f"unknown command {shown}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
         # The Trainer's and the tokenizers' own remarks are for developers; what users must know we say ourselves.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -67,20 +87,24 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(error), 2, told=getattr(error, "told", False))
     except KeyboardInterrupt:
         return _fail("interrupted; what was finished is kept (--resume goes on with it)", 130)
-    except BrokenPipeError:  # `lamina placements | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except OSError as error:
         if error.errno not in _THEIRS:
             raise
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror}{where}; what was finished is kept", 2, told=getattr(error, "told", False))
+    except Exception as error:
+        if (what := out_of_memory(error)) is None:
+            raise
+        lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
+        return _fail(f"{what}; what was finished is kept (allowed: a lower {lower}, as far as the command has it)", 2)
 
 
 def _fail(message: str, code: int, *, told: bool = False) -> int:
     """Say it, unless another process of the run has."""
     if not told:
-        print(f"lamina: {' '.join(message.split())}", file=sys.stderr)
+        print(f"lamina: {one_line(message)}", file=sys.stderr)
     return code
 
 

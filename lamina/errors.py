@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -13,8 +15,23 @@ class UserError(ValueError):
     """
 
 
+class TrialsFailed(UserError):
+    """Every trial of a study failed: the message has the first one's reason, ``results`` the rows of results.csv.
+
+    The command line exits with code 1.
+    """
+
+    def __init__(self, results: Any):
+        count, first = len(results), results.iloc[0]
+        which = "the only trial" if count == 1 else f"all {count} trials"
+        super().__init__(f"{which} failed; {first['trial']}: {first['reason']} (see its log.txt)")
+        self.results = results
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A hint ``; did you mean 'keel'?`` for a misspelt name, or an empty string when nothing is near."""
+    if len(name) > 100:
+        return ""  # no misspelt name, and the search takes the square of its length
     match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 
@@ -23,4 +40,28 @@ def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
     """The error for a name that is not in a list: names the field, the value, the nearest and all the allowed ones."""
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
-    return UserError(f"unknown {field} {value!r}{nearest(value, names)} (allowed: {listed})")
+    shown = shortened(repr(value), 200)
+    return UserError(f"unknown {field} {shown}{nearest(str(value), names)} (allowed: {listed})")
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, its middle left out where it is longer than that."""
+    if len(text) <= longest:
+        return text
+    head = longest * 2 // 3
+    tail = longest - head
+    return f"{text[:head]} ... ({len(text) - longest} characters left out) ... {text[-tail:]}"
+
+
+def out_of_memory(error: BaseException | None) -> str | None:
+    """What ran out, where memory is behind an exception (Python's, torch's on the CPU or a GPU), else None."""
+    while error is not None:
+        text = f"{type(error).__name__}: {error}"
+        if "CUDA out of memory" in text or "MPS backend out of memory" in text:
+            return "out of memory on the GPU"
+        if isinstance(error, MemoryError) or re.search(
+            r"can't allocate memory|[Cc]annot allocate memory|not enough memory|OutOfMemoryError", text
+        ):
+            return "out of memory"
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,7 +1,10 @@
 """What the README says is what the program does now."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import lamina
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_generated_tables_are_up_to_date():
@@ -21,11 +25,37 @@ def test_the_generated_tables_are_up_to_date():
         assert module.filled(text) == text, "run python docs/tables.py"
 
 
-def test_the_first_python_example_runs():
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
-    names: dict = {}
-    exec(code, names)
-    assert names["loss"].isfinite()
+def run_as_a_script(code: str, folder: Path) -> str:
+    """What a file of the code prints, run as a reader would: in a folder of its own, without a main guard."""
+    (folder / "mine.py").write_text(code, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def smaller(code: str) -> str:
+    """The same code for a model and a run of a size that takes a second."""
+    code, count = re.subn(r"num_layers=24, steps=200", "num_layers=2, steps=4, sequence_length=16, eval_blocks=8", code)
+    assert count == ("lamina.compare" in code)
+    return code
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_a_python_example_runs_as_a_script(code, tmp_path):
+    out = run_as_a_script(smaller(code), tmp_path)
+    if "lamina.compare" in code:
+        assert "failed" not in out
+        assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", BLOCKS)
+def test_a_python_example_runs_as_it_stands(code, tmp_path):
+    assert "failed" not in run_as_a_script(code, tmp_path)
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))

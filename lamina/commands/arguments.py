@@ -32,7 +32,7 @@ class Parser(ArgumentParser):
             name = unknown[1].strip("'\"").split("=")[0]
             given = name if name.startswith("-") else f"--{name.replace('_', '-')}"
             raise UserError(f"unknown option {given}{nearest(given, options)} (see `{self.prog} --help`)")
-        value = re.search(r"(?:Given|Got) value: (.*)", line)
+        value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value: (.*)", line)
         key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
         if value and key:
             name = key[1].lstrip("-").replace("_", "-")
@@ -96,9 +96,28 @@ def add_settings(parser: Parser, settings: type, *, positional: tuple[str, ...] 
             parser.add_argument(flag, *ALIASES.get(entry.name, ()), type=kind, default=default, help=helps[entry.name])
 
 
+def add_output_modes(parser: Parser, resume: str) -> None:
+    """``--resume``, ``--resume=auto`` and ``--overwrite``: what becomes of what the output folder holds."""
+    auto = "with =auto, begin where the output folder holds nothing yet"
+    parser.add_argument("--resume", type=str, default="", metavar="[=auto]", help=f"{resume}; {auto}")
+    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+
+
 def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[str, Any], Namespace]:
-    """What was given on the command line and in --config (the command line wins), and the values of ``others``."""
+    """What was given on the command line and in --config (the command line wins), and the values of ``others``.
+
+    Of these ``resume`` is True, False or "auto".
+    """
+    argv = ["--resume=yes" if word == "--resume" else word for word in argv]  # or it would take the word that follows
     everything = parser.parse_args(argv)
+    if "resume" in others:
+        if everything.resume not in ("", "yes", "auto"):
+            raise UserError(f"--resume: {everything.resume!r} (allowed: --resume, --resume=auto)")
+        everything.resume = everything.resume if everything.resume == "auto" else everything.resume == "yes"
+        if everything.resume:
+            from lamina.training.folder import recover
+
+            recover(Path(everything.output))
     given = parser.parse_args(argv, defaults=False).as_dict()
     given = {k.replace("-", "_"): v for k, v in given.items() if k not in ("config", *others)}
     path = everything.get("config")

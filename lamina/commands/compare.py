@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.api import compare
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.errors import TrialsFailed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,13 +17,16 @@ EXAMPLES = """
   lamina compare
   lamina compare --placements pre_ln,peri_ln,keel --num-layers 48 --hidden-size 64 --steps 200
   lamina compare --corpus books/ --tokenizer bpe:4096 --learning-rates 1e-3,3e-3,1e-2 --seeds 0,1,2 --output runs/books
-  lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:scaled
+  lamina compare --learning-rates 3e-3,1e-2 --learning-rates-of "keel=1e-2,3e-2; post_ln=1e-4,1e-3"
+  lamina compare --placements "mix_ln(alpha=0.5),my_placement.yaml" --init same:normal
   lamina compare --output runs/books --resume
 """
 
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, say where it is."""
+    from lamina.studies.compare import FREE
+    from lamina.studies.record import has_study, refuse_changes
     from lamina.studies.settings import CompareSettings
 
     parser = make_parser(
@@ -30,27 +35,34 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, CompareSettings)
-    parser.add_argument("--resume", action="store_true", help="go on with the study in the output folder")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "go on with the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", CompareSettings.output))
-    if others.resume and (folder / "study.yaml").is_file():
-        from lamina.studies.compare import refuse_changes
-
-        given = refuse_changes(folder, given)
-    results = compare(**given, resume=others.resume, overwrite=others.overwrite)
+    if others.resume and has_study(folder):
+        given = refuse_changes(folder, given, FREE)
+    try:
+        results, failure = compare(**given, resume=others.resume, overwrite=others.overwrite), None
+    except TrialsFailed as error:
+        results, failure = error.results, error
     print(summary(results))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}")
-    return int(set(results["status"]) == {"failed"})  # where no trial ran, a script should stop
+    return 0 if failure is None else failed(failure)
+
+
+def failed(failure: TrialsFailed) -> int:
+    """Say that no trial ran; returns the exit code, at which a script should stop."""
+    print(f"lamina: {' '.join(str(failure).split())}", file=sys.stderr)
+    return 1
 
 
 def summary(results: pd.DataFrame) -> str:
-    """The ranking of a study's results as lines for the terminal."""
-    from lamina.reports import summarize
+    """The ranking of a study's results as lines for the terminal, and what to beware of."""
+    from lamina.reports import notices, summarize
 
+    ranking = summarize(results)
     lines = [f"{'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"]
-    for row in summarize(results).to_dict("records"):
+    for row in ranking.to_dict("records"):
         loss, spread = row["eval_loss"], row["eval_loss_std"]
         shown = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
         lines.append(f"{row['placement']:<24} {row['status_text']:<20} {shown:>17} {row['learning_rate']:>13g}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(f"note: {notice}" for notice in notices(ranking, results))])

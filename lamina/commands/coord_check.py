@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.api import coord_check
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
 
 EXAMPLES = """
   lamina coord-check
@@ -27,8 +27,7 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, CoordCheckSettings)
-    parser.add_argument("--resume", action="store_true", help="keep the widths and seeds that the folder has already")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "keep the widths and seeds that the folder has already")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     found = coord_check(**given, resume=others.resume, overwrite=others.overwrite)
     folder = Path(given.get("output", CoordCheckSettings.output))

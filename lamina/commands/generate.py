@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.commands.arguments import make_parser
+from lamina.digests import refuse_damaged
 from lamina.errors import UserError
 
 EXAMPLES = """
@@ -32,6 +33,7 @@ def run(argv: list[str]) -> int:
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "config.json").is_file():
         raise UserError(f"model: {options.model!r} holds no saved model (config.json is missing)")
+    refuse_damaged(folder)
     print(continuation(folder, options.prompt, options.max_new_tokens, options.temperature, options.seed))
     return 0
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lamina.api import pretrain
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
 
 EXAMPLES = """
   lamina pretrain --placement keel --num-layers 64 --steps 1000 --output runs/keel-64
@@ -25,8 +25,7 @@ def run(argv: list[str]) -> int:
 
     parser = make_parser("pretrain", "Train one model; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES)
     add_settings(parser, PretrainSettings)
-    parser.add_argument("--resume", action="store_true", help="go on from the output folder's last checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "go on from the output folder's last checkpoint")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     if others.resume:
         from lamina.training.checks import FREE, merge

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
 from lamina.errors import UserError
 
 EXAMPLES = """
@@ -32,8 +32,7 @@ def run(argv: list[str]) -> int:
     add_settings(parser, ProbeSettings, positional=("checkpoint",))
     parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and end")
     parser.add_argument("--png", action="store_true", help="draw each figure as a PNG, too (needs Chromium or Chrome)")
-    parser.add_argument("--resume", action="store_true", help="go on with the probes that are not finished")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "go on with the probes that are not finished")
     given, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
     if others.list:
         print(listing(full=True))
@@ -76,6 +75,8 @@ def summary(result: dict[str, Any]) -> str:
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
         f"{model['placement']}; {result['inputs']['text']}"
     ]
+    for warning in result.get("warnings") or ():
+        lines += ["", *textwrap.wrap(f"warning: {warning}", 110)]
     for name, told in result["probes"].items():
         said = told.get("sentences") or [told.get("reason") or "no sentence"]
         if told["status"] != "finished":

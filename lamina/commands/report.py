@@ -33,6 +33,9 @@ def run(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     from lamina.reports import report, screenshot
+    from lamina.training.folder import recover
+
+    recover(Path(options.folder))
 
     page = report(Path(options.folder))
     print(f"the page: {page}")

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lamina.api import transfer
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.compare import failed
+from lamina.errors import TrialsFailed
 
 EXAMPLES = """
   lamina transfer
@@ -19,6 +21,7 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
+    from lamina.studies.record import has_study, refuse_changes
     from lamina.studies.width_settings import TransferSettings
 
     parser = make_parser(
@@ -28,19 +31,21 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, TransferSettings)
-    parser.add_argument("--resume", action="store_true", help="go on with the study in the output folder")
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
+    add_output_modes(parser, "go on with the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", TransferSettings.output))
-    if others.resume and (folder / "study.yaml").is_file():
-        from lamina.studies.compare import refuse_changes
+    if others.resume and has_study(folder):
         from lamina.studies.transfer import FREE
 
         given = refuse_changes(folder, given, FREE)
-    results = transfer(**given, resume=others.resume, overwrite=others.overwrite)
+    failure = None
+    try:
+        transfer(**given, resume=others.resume, overwrite=others.overwrite)
+    except TrialsFailed as error:
+        failure = error
     print(told(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
-    return int(set(results["status"]) == {"failed"})
+    return 0 if failure is None else failed(failure)
 
 
 def told(summary: dict[str, Any]) -> str:

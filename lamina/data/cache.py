@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lamina.errors import UserError
+from lamina.values import home
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
     """The cache's folder: the one given, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
-    return Path(cache_dir or os.environ.get("LAMINA_CACHE") or "~/.cache/lamina").expanduser()
+    if cache_dir:
+        return home("cache_dir", cache_dir)
+    return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
 
 
 def publish(folder: Path, write: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:

@@ -102,7 +102,7 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
 
     row = start[0]
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path.absolute()) as file:
             schema = file.schema_arrow
             if text_field not in schema.names:
                 raise unknown(f"text_field of --corpus {str(path)!r}:", text_field, schema.names)

@@ -13,6 +13,7 @@ from lamina.errors import UserError, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
     Block,
     LaminaForCausalLM,
@@ -81,6 +82,9 @@ def build(
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
+    if torch.get_default_device().type != "meta":
+        fields = "hidden_size, num_layers, vocab_size"
+        refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
     head = str(head or adapter_of(config).heads[0])
     if head not in HEADS:
         raise unknown("head", head, HEADS)

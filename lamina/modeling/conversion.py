@@ -335,7 +335,8 @@ def computed(plan: Plan) -> tuple[Any, ...]:
 
     layers = tuple((sublayer(layer.attention), sublayer(layer.feed_forward)) for layer in plan.layers)
     ends = (norm(plan.final_norm), norm(plan.embedding_norm), plan.embedding_scale)
-    return layers, *ends, plan.qk_norm, plan.v_norm
+    inner = (plan.qk_norm, plan.v_norm)
+    return layers, *ends, *inner, None if inner == ("off", "off") else norm(plan.qkv_norm)
 
 
 def _check_class(model: PreTrainedModel) -> None:

@@ -139,6 +139,11 @@ def _small(weight: Weight, std: float) -> float:
     "HybridNorm's: SmallInit cut off at 3 std, attention-out and FFN-out divided by sqrt(2 * num_layers)",
     truncated=3.0,
 )
+@initializer(
+    "small_scaled_uncut",
+    "Mix-LN Table 8's Scaled Initialization: small_scaled, not cut off (for weights other than attention-out and "
+    "FFN-out the paper states none; SmallInit's is the natural reading)",
+)
 def _small_scaled(weight: Weight, std: float) -> float:
     return _scaled(weight, _small(weight, std))
 

@@ -10,7 +10,9 @@ Copied beside a checkpoint by transformers, so it imports only torch, transforme
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -183,44 +185,100 @@ def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNor
     )
 
 
-class NormedLinear(nn.Linear):
-    """A projection whose output is normalised in parts of ``norm_dim`` channels: a head's, or the full width."""
+class NormedProjections(nn.Module):
+    """A backbone's attention with norms on its queries, keys or values: ``q_norm``, ``k_norm`` and ``v_norm``.
 
-    norm_dim: int
-    norm: LaminaNorm
+    Each stands beside its projection, which stays the linear layer that transformers made: whatever wraps, swaps or
+    merges linear layers (LoRA, quantization, serving engines) leaves the norms alone. Mixed into the attention's class
+    by ``norm_projections``, whose ``forward`` calls the methods here where the backbone's calls the projections.
+    """
 
-    @classmethod
-    def of(cls, linear: nn.Linear, norm_dim: int, norm: LaminaNorm) -> NormedLinear:
-        """The same parameters under the same names, with the norm behind them."""
-        new = cls.__new__(cls)
-        new.__dict__ = linear.__dict__
-        new.norm_dim, new.norm = norm_dim, norm
-        return new
+    backbone_class: type[nn.Module]
+    normed: tuple[str, ...]  # of "q", "k" and "v"
+    stacked: str | None  # the one projection to all three, where there is one
+    q_norm: LaminaNorm
+    k_norm: LaminaNorm
+    v_norm: LaminaNorm
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = super().forward(input)
-        return self.norm(y.unflatten(-1, (-1, self.norm_dim))).flatten(-2)
+    def normed_queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]; keys and values likewise."""
+        return _in_parts(self.q_norm, self.q_proj(hidden))  # type: ignore[operator]
+
+    def normed_keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _in_parts(self.k_norm, self.k_proj(hidden))  # type: ignore[operator]
+
+    def normed_values(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _in_parts(self.v_norm, self.v_proj(hidden))  # type: ignore[operator]
+
+    def normed_stack(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values stacked in the last axis."""
+        parts = list(getattr(self, str(self.stacked))(hidden).chunk(3, dim=-1))
+        for index, name in enumerate("qkv"):
+            if name in self.normed:
+                parts[index] = _in_parts(getattr(self, f"{name}_norm"), parts[index])
+        return torch.cat(parts, dim=-1)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and pickled by the backbone's class: this one may not have been made yet where it is read."""
+        return _empty_normed_projections, (self.backbone_class, self.normed, self.stacked), self.__getstate__()
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any, **kwargs: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if (new := current_key(key)) != key:
+                state_dict[new] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class NormedStack(nn.Linear):
-    """As NormedLinear, for queries, keys and values stacked in one projection: ``norms`` has those of each that is."""
+def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
+    """Norm each part of ``norm.hidden_size`` channels on its own: a head, or the full width."""
+    return norm(y.unflatten(-1, (-1, norm.hidden_size))).flatten(-2)
 
-    norm_dims: dict[str, int]
-    norms: nn.ModuleDict
 
-    @classmethod
-    def of(cls, linear: nn.Linear, norm_dims: dict[str, int], norms: dict[str, nn.Module]) -> NormedStack:
-        """The same parameters under the same names, with the norms behind them; the names are of "q", "k" and "v"."""
-        new = cls.__new__(cls)
-        new.__dict__ = linear.__dict__
-        new.norm_dims, new.norms = norm_dims, nn.ModuleDict(norms)
-        return new
+def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None = None) -> type[NormedProjections]:
+    """The subclass of a backbone's attention that norms the parts named in ``normed`` ("q", "k", "v").
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        parts = dict(zip("qkv", super().forward(input).chunk(3, dim=-1), strict=True))
-        for name, norm in self.norms.items():
-            parts[name] = norm(parts[name].unflatten(-1, (-1, self.norm_dims[name]))).flatten(-2)
-        return torch.cat(list(parts.values()), dim=-1)
+    Its forward is the backbone's own, with the names of the projections that it calls replaced by the names of
+    NormedProjections' methods. Raises ValueError where the backbone's forward doesn't call them itself.
+    """
+    key = (base, normed, stacked)
+    if key not in _NORMED_CLASSES:
+        calls = {f"{name}_proj": f"normed_{_PARTS[name]}" for name in normed}
+        calls = {stacked: "normed_stack"} if stacked else calls
+        forward: Any = base.forward
+        code: Any = getattr(forward, "__code__", None)
+        for name in calls:
+            if code is None or name not in code.co_names:
+                raise ValueError(f"{base.__name__}.forward does not call {name!r} itself")
+        code = code.replace(co_names=tuple(calls.get(name, name) for name in code.co_names))
+        made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+        made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+        made.__doc__, made.__qualname__ = forward.__doc__, forward.__qualname__
+        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "forward": made}
+        name = f"Normed{base.__name__}"
+        _NORMED_CLASSES[key] = type(name, (NormedProjections, base), {**attributes, "__module__": __name__})
+    return _NORMED_CLASSES[key]
+
+
+_PARTS = {"q": "queries", "k": "keys", "v": "values"}
+_NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
+
+
+def _empty_normed_projections(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None) -> NormedProjections:
+    made = normed_class(base, normed, stacked)
+    return made.__new__(made)
+
+
+# Where the norms on q, k and v stood at first: inside the projections.
+FORMER_KEYS = {
+    former.format(part): f".{part}_norm." for part in "qkv" for former in (r"\.{}_proj\.norm\.", r"\.Wqkv\.norms\.{}\.")
+}
+
+
+def current_key(key: str) -> str:
+    """What a tensor of an older checkpoint is called now."""
+    for former, current in FORMER_KEYS.items():
+        key = re.sub(former, current, key)
+    return key
 
 
 class Residual(nn.Module):
@@ -346,10 +404,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     }
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
-        if adapter.stacked:
-            _norm_stack(attention, adapter.stacked, plan, like)
-        else:
-            _norm_projections(attention, plan, like)
+        norm_projections(attention, plan, like, adapter.stacked)
         block = Block(
             Residual(attention, wiring["attention"], width, like, dropout, scaled["attention"]),
             Residual(feed_forward, wiring["feed_forward"], width, like, dropout, scaled["feed_forward"]),
@@ -404,39 +459,48 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
         )
 
 
-def _norm_projections(attention: nn.Module, plan: dict, like: nn.Module) -> None:
-    wanted = [("qk_norm", "q_proj"), ("qk_norm", "k_proj"), ("v_norm", "v_proj")]
-    wanted = [(option, name) for option, name in wanted if plan[option] != "off"]
-    for option, name in wanted:  # all of them before any is changed
-        why = None
-        if hasattr(attention, f"{name[0]}_norm"):
-            why = f"has a norm of its own on {name!r}"
-        elif not isinstance(getattr(attention, name, None), nn.Linear):
-            why = f"has no projection {name!r}"
-        elif plan[option] == "head" and not hasattr(attention, "head_dim"):
-            why = "has no one width of a head"
-        if why:
-            raise ValueError(f"{option}: {plan[option]!r} does not apply, {type(attention).__name__} {why}")
-    for option, name in wanted:
-        linear: Any = getattr(attention, name)
-        dim = int(attention.head_dim) if plan[option] == "head" else linear.out_features  # type: ignore[arg-type]
-        setattr(attention, name, NormedLinear.of(linear, dim, _head_norm(dim, like)))
+def norm_projections(attention: nn.Module, plan: dict, like: nn.Module, stacked: str | None = None) -> None:
+    """Put the plan's norms on an attention's queries, keys and values, beside its projections.
 
-
-def _norm_stack(attention: Any, name: str, plan: dict, like: nn.Module) -> None:
-    linear = getattr(attention, name)
+    ``stacked`` names the one projection to all three, where there is one. Raises ValueError, having changed nothing,
+    where the attention has no such projections, or norms of its own on them.
+    """
     scopes = {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}
-    widths = {"head": int(attention.head_dim), "full": linear.out_features // 3}
-    dims = {part: widths[scope] for part, scope in scopes.items() if scope != "off"}
-    if dims:
-        norms: dict[str, nn.Module] = {part: _head_norm(dim, like) for part, dim in dims.items()}
-        setattr(attention, name, NormedStack.of(linear, dims, norms))
+    scopes = {part: scope for part, scope in scopes.items() if scope != "off"}
+    module: Any = attention
+    dims = {}
+    for part, scope in scopes.items():
+        name, why = stacked or f"{part}_proj", None
+        if hasattr(module, f"{part}_norm"):
+            why = f"has a norm of its own on {name!r}"
+        elif not isinstance(getattr(module, name, None), nn.Linear):
+            why = f"has no projection {name!r}"
+        elif scope == "head" and not hasattr(module, "head_dim"):
+            why = "has no one width of a head"
+        if why is None:
+            width = getattr(module, name).out_features // (3 if stacked else 1)
+            dims[part] = int(module.head_dim) if scope == "head" else width
+            if width % dims[part]:
+                why = f"has {name!r} of {width} channels, which heads of {dims[part]} do not divide"
+        if why:
+            option = "v_norm" if part == "v" else "qk_norm"
+            raise ValueError(f"{option}: {scope!r} does not apply, {type(module).__name__} {why}")
+    if not dims:
+        return
+    try:
+        made = normed_class(type(module), tuple(dims), stacked)
+    except ValueError as error:
+        raise ValueError(f"{'qk_norm' if 'q' in dims else 'v_norm'}: {error}") from None
+    spec = plan.get("qkv_norm") or QKV_NORM
+    in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
+    norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, like) for p, dim in dims.items()}
+    module.__class__ = made
+    for part, norm in norms.items():
+        setattr(module, f"{part}_norm", norm)
 
 
-def _head_norm(dim: int, like: nn.Module) -> LaminaNorm:
-    norm = make_norm({"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}, dim, like)
-    assert norm is not None
-    return norm
+# What a plan means that doesn't say: RMSNorm, as in HybridNorm's code, OLMo 2 and Qwen 3.
+QKV_NORM = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
 
 
 class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
@@ -451,6 +515,20 @@ class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, for checkpoints of older versions, too; what is saved again has today's names."""
+        kwargs["key_mapping"] = {**FORMER_KEYS, **(kwargs.get("key_mapping") or {})}
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        kept = [c for c in getattr(model, "_weight_conversions", None) or () if not _renames_former_keys(c)]
+        model._weight_conversions = kept or None  # type: ignore[assignment]
+        return loaded
+
+
+def _renames_former_keys(conversion: Any) -> bool:
+    return any(target in FORMER_KEYS.values() for target in conversion.target_patterns)
 
 
 class LaminaModel(LaminaPreTrainedModel):

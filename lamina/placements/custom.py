@@ -13,22 +13,30 @@ A YAML placement is a list of rules; a later rule changes the layers that it nam
 
 or the full plan as ``Plan.to_dict`` writes it, for one depth. Numbers may be formulas of ``num_layers`` and ``layer``
 (1-based): ``skip_scale: "2 * num_layers"``, ``pre_scale: "layer ** -0.5"``.
+
+A Python file runs as code, with the rights of whoever reads it; a YAML file cannot.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import operator
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import UserError, nearest
+from lamina.errors import UserError, nearest, shortened
 from lamina.placements import registry
 from lamina.placements.plan import SUBLAYERS, Plan
+from lamina.python_files import guarded, run_file
+from lamina.yaml_files import read_mapping
 
+LONGEST_FORMULA = 200  # characters
+LONGEST_TEXT = 2000  # characters of a title, a source, an advice
+MOST_RULED_LAYERS = 200_000  # rules times layers: a second's work
 _RULE_FIELDS = ("layers", *SUBLAYERS)
 _FILE_FIELDS = (
     *("placement", "title", "equation", "source", "initialization", "advice", "rules"),
@@ -81,34 +89,31 @@ def load(path: Path) -> registry.Placement:
 
 
 def _load_python(path: Path) -> registry.Placement:
-    spec = importlib.util.spec_from_file_location(f"lamina_placement_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
     registry.names()  # the package's own placements first: the file may ask for them
     before = dict(registry._registry)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"placement {str(path)!r}: the file raised {type(error).__name__}: {error}") from error
-    new = [p for name, p in registry._registry.items() if before.get(name) is not p]
-    for placement in new:  # the file's own: it neither hides nor replaces a registered one
-        registry._registry.pop(placement.name)
-    registry._registry.update(before)
+        run_file("placement", path)
+    finally:
+        new = [p for name, p in registry._registry.items() if before.get(name) is not p]
+        for placement in new:  # the file's own: it neither hides nor replaces a registered one
+            registry._registry.pop(placement.name)
+        registry._registry.update(before)
     if len(new) != 1:
         raise UserError(f"placement {str(path)!r}: registers {len(new)} placements with @placement (needed: one)")
-    return new[0]
+    made = new[0]
+
+    def make(num_layers: int, **options: Any) -> Plan:
+        with guarded(f"placement {str(path)!r}: the function {made.name!r}"):
+            return made.make(num_layers, **options)
+
+    return replace(made, make=make)
 
 
 def _load_yaml(path: Path) -> registry.Placement:
-    import yaml
-
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"placement {str(path)!r}: not readable as YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(data, Mapping):
-        raise UserError(f"placement {str(path)!r}: a mapping with the field 'rules' is needed")
+        data = read_mapping(path, "a mapping with the field 'rules'")
+    except UserError as error:
+        raise UserError(f"placement {error}") from None
     full = "layers" in data
     if not full:
         for key in data:
@@ -117,7 +122,19 @@ def _load_yaml(path: Path) -> registry.Placement:
                     f"placement {str(path)!r}: unknown field {key!r}{nearest(str(key), _FILE_FIELDS)} "
                     f"(allowed: {', '.join(_FILE_FIELDS)})"
                 )
-    name = str(data.get("placement", path.stem))
+    for field in ("placement", "title", "source", "initialization", "advice"):
+        if not isinstance(value := data.get(field, ""), str) or len(value) > LONGEST_TEXT:
+            raise UserError(
+                f"placement {str(path)!r}: {field}: {shortened(repr(value), 200)} (allowed: text of at most "
+                f"{LONGEST_TEXT} characters)"
+            )
+    equation = data.get("equation", ())
+    equation = (equation,) if isinstance(equation, str) else equation
+    if not isinstance(equation, list | tuple) or not all(isinstance(line, str) for line in equation):
+        raise UserError(
+            f"placement {str(path)!r}: equation: {shortened(repr(equation), 200)} (allowed: a text, or a list of texts)"
+        )
+    name = str(data.get("placement") or path.stem)
 
     def make(num_layers: int) -> Plan:
         try:
@@ -125,11 +142,10 @@ def _load_yaml(path: Path) -> registry.Placement:
         except UserError as error:
             raise UserError(f"placement {str(path)!r}: {error}") from None
 
-    equation = data.get("equation", ())
     return registry.Placement(
         name=name,
         title=str(data.get("title", name)),
-        equation=(equation,) if isinstance(equation, str) else tuple(equation),
+        equation=tuple(equation),
         source=str(data.get("source", path.name)),
         initialization=str(data.get("initialization", "normal")),
         advice=str(data.get("advice", "")),
@@ -144,6 +160,11 @@ def _from_rules(name: str, data: Mapping[str, Any], num_layers: int) -> dict[str
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
         raise UserError("rules: a list of at least one rule is needed")
+    if len(rules) * num_layers > MOST_RULED_LAYERS:
+        raise UserError(
+            f"rules: {len(rules)} rules for {num_layers} layers are too many (allowed: at most {MOST_RULED_LAYERS} "
+            "layers in all the rules together)"
+        )
     for number, rule in enumerate(rules):
         where = f"rules[{number}]"
         if not isinstance(rule, Mapping):
@@ -191,24 +212,34 @@ def _formula(value: Any, names: Mapping[str, float], where: str) -> Any:
         return {k: _formula(v, names, f"{where}.{k}") for k, v in value.items()}
     if not isinstance(value, str) or not where.endswith(("_scale", "_gain")):
         return value
-
-    def evaluate(node: ast.AST) -> float:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            return node.value
-        if isinstance(node, ast.Name) and node.id in names:
-            return names[node.id]
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
-        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](evaluate(node.operand))
-        raise ValueError(ast.dump(node))
-
     try:
-        return evaluate(ast.parse(value, mode="eval").body)
-    except (ValueError, SyntaxError, ArithmeticError, TypeError):
+        if isinstance(found := _evaluate(_parsed(value), names), complex):
+            raise ArithmeticError(found)  # a root of a negative number
+        return found
+    except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         raise UserError(
-            f"{where}: {value!r} is no formula (allowed: numbers, + - * / **, brackets and {', '.join(names)})"
+            f"{where}: {shortened(repr(value), 200)} is no formula (allowed: numbers up to 1e308, + - * / **, brackets "
+            f"and {', '.join(names)}, in at most {LONGEST_FORMULA} characters)"
         ) from None
+
+
+@lru_cache(maxsize=1000)
+def _parsed(formula: str) -> ast.expr:
+    if len(formula) > LONGEST_FORMULA:
+        raise ValueError("too long")
+    return ast.parse(formula.strip(), mode="eval").body
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, float]) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)  # type: ignore[arg-type]  # a float overflows where whole numbers would fill the memory
+    if isinstance(node, ast.Name) and node.id in names:
+        return float(names[node.id])
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.left, names), _evaluate(node.right, names))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_evaluate(node.operand, names))
+    raise ValueError(ast.dump(node))
 
 
 def _scalar(text: str) -> Any:

@@ -283,7 +283,9 @@ def _sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 def _head_norms(plan: Plan) -> list[str]:
     where = {"off": "", "head": "per head", "full": "over the full width"}
     asked = [("queries and keys", plan.qk_norm), ("values", plan.v_norm)]
-    return [f"norm on {name} {where[kind]}" for name, kind in asked if kind != "off"]
+    kind = plan.qkv_norm.kind
+    norm = "norm" if kind in ("rms", "backbone") else _KIND[kind].format(f" {plan.qkv_norm.groups}")
+    return [f"{norm} on {name} {where[scope]}" for name, scope in asked if scope != "off"]
 
 
 def _label(indices: list[int]) -> str:

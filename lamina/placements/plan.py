@@ -12,12 +12,12 @@ Plain data: imports neither torch nor transformers, goes to JSON and comes back 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from lamina.errors import UserError, nearest
+from lamina.values import is_finite
 
 NormKind = Literal["backbone", "rms", "layer", "group"]
 Skip = Literal["stream", "block_input", "both"]
@@ -35,7 +35,7 @@ def _one_of(where: str, value: Any, literal: Any) -> None:
 
 
 def _finite(where: str, value: Any, more: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value):
         raise UserError(f"{where}: {value!r} is not a finite number{more}")
 
 
@@ -140,6 +140,7 @@ class Plan:
     ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
     ``initialization`` is the recommended initialiser's name ("" leaves it to the placement's registration).
     ``qk_norm`` and ``v_norm`` normalise queries and keys, or values: per head, or over the full projected width.
+    ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm where it is per head, which is a group.
     """
 
     placement: str
@@ -149,6 +150,7 @@ class Plan:
     embedding_scale: float | Literal["sqrt_hidden_size"] = 1.0
     qk_norm: HeadNorm = "off"
     v_norm: HeadNorm = "off"
+    qkv_norm: Norm = Norm(kind="rms")
     initialization: str = ""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -163,8 +165,12 @@ class Plan:
             if not isinstance(getattr(self, name), kind):
                 what = "a text" if kind is str else "a mapping"
                 raise UserError(f"{name}: {getattr(self, name)!r} is not {what}")
-        for name in ("final_norm", "embedding_norm"):
+        for name in ("final_norm", "embedding_norm", "qkv_norm"):
             value = getattr(self, name)
+            if name == "qkv_norm" and (value is None or isinstance(value, bool)):
+                raise UserError(
+                    f"{name}: {value!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
+                )
             if isinstance(value, bool):
                 object.__setattr__(self, name, Norm() if value else None)
             elif isinstance(value, str):
@@ -189,8 +195,14 @@ class Plan:
         return list(found.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan."""
-        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+        """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
+
+        Without ``qkv_norm`` where it is the default, so that a plan written before there was the field stays the same.
+        """
+        data = {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+        if self.qkv_norm == type(self).qkv_norm:
+            del data["qkv_norm"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:

@@ -15,8 +15,9 @@ from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lamina.errors import UserError, nearest, unknown
+from lamina.errors import UserError, nearest, shortened, unknown
 from lamina.placements.plan import HeadNorm, Norm, NormKind, Plan
+from lamina.values import text, whole_number
 
 ENTRY_POINTS = "lamina.placements"
 _NO_SCHEME = {"plan", "registry", "diagram", "custom"}
@@ -119,8 +120,8 @@ def resolve(name: str, num_layers: int, **options: Any) -> Plan:
     options in brackets: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown
     option (suggesting the nearest) and a value that the option does not take.
     """
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise UserError(f"num_layers: {num_layers!r} is not a whole number of at least 1")
+    whole_number("num_layers", num_layers)
+    name = text("placement", name)
     from lamina.placements.custom import parse_spec  # imports this module
 
     target, given = parse_spec(name)
@@ -135,6 +136,8 @@ def resolve(name: str, num_layers: int, **options: Any) -> Plan:
         known[key].check(scheme.name, value)
     own = {option.name for option in scheme.options}
     plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in own})
+    if not isinstance(plan, Plan):
+        raise UserError(f"placement {scheme.name!r}: it makes {shortened(repr(plan), 200)} (allowed: a Plan)")
     if plan.num_layers != num_layers:
         raise UserError(f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, num_layers is {num_layers}")
     plan = replace(
@@ -164,6 +167,8 @@ def _apply_common(plan: Plan, options: dict[str, Any]) -> Plan:
             return replace(norm, kind=kind, groups=options.get("groups", own) if kind == "group" else 1)
 
         plan = map_norms(plan, change)
+        if (plan.qk_norm, plan.v_norm) != ("off", "off"):
+            plan = replace(plan, qkv_norm=change(plan.qkv_norm))
     return plan
 
 

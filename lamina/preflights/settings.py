@@ -9,6 +9,7 @@ from typing import Any, Self
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import split_specs
 from lamina.training.settings import PretrainSettings
+from lamina.values import check_kinds, number, path, whole_number
 
 _OWN = ("placements", "learning_rates", "output", "burn_in", "sequences", "flops")
 
@@ -93,12 +94,13 @@ class PreflightSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
-        for name, least in (("burn_in", 4), ("sequences", 2)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"{name}: {value!r} is not a whole number of at least {least}")
-        if self.flops is not None and not self.flops > 0:
-            raise UserError(f"flops: {self.flops!r} (allowed: a number above 0)")
+        check_kinds(self, lists=("placements", "learning_rates"))
+        for name in ("burn_in", "sequences"):
+            whole_number(name, getattr(self, name), 4 if name == "burn_in" else 2)
+        if self.flops is not None:
+            number("flops", self.flops, 0.0, open_low=True)
+        if self.output is not None:
+            object.__setattr__(self, "output", path("output", self.output))
         if self.precision == "fp16":
             raise UserError("precision: 'fp16' (allowed in a preflight: auto, fp32, bf16)")
         self.runs()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.errors import UserError
 from lamina.probes.structure import Structure
 
 
@@ -30,6 +31,8 @@ class Context:
         strict: whether a probe that can't do all of what it does raises (it was asked for by its name) or goes on
             without, with a note (it is one of "all").
         state: filled when the model is at a state of a run: {"step": ...}; else empty.
+        warnings: what puts results in doubt, said before any of them.
+        new_weights: the head's weights that the checkpoint doesn't have: what it predicts means nothing.
     """
 
     model: nn.Module
@@ -42,6 +45,8 @@ class Context:
     progress: Callable[[int, int, str], None] = lambda done, all, what: None
     strict: bool = True
     state: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    new_weights: Sequence[str] = ()
 
     @property
     def device(self) -> torch.device:
@@ -63,11 +68,24 @@ class Context:
         """Mean cross-entropy of a batch in nats per token, float32, with its graph where gradients are on.
 
         A causal model predicts the next token; a masked one its own masked tokens (15 %, the same ones each time).
-        Raises UserError where the model has no such head.
+        Raises UserError where the model has no such head, or one that the checkpoint does not have.
         """
-        from lamina.probes.running import loss
+        return self.token_losses(inputs).mean()
 
-        return loss(self.model, inputs, self.tokenizer)
+    def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The same of each predicted token, [batch, predicted]."""
+        from lamina.probes.running import token_losses
+
+        self.check_head()
+        return token_losses(self.model, inputs, self.tokenizer)
+
+    def check_head(self) -> None:
+        """Raise UserError where the model's head is not in the checkpoint: what it predicts is random."""
+        if self.new_weights:
+            raise UserError(
+                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialised, so the model's "
+                "predictions mean nothing (allowed: a checkpoint with its head)"
+            )
 
     @contextmanager
     def eager_attention(self) -> Iterator[None]:

@@ -113,8 +113,10 @@ def fused(block: Block) -> bool:
 
 
 def unnormed(block: Block) -> bool:
-    """Whether no norm stands on a block's sums, so that its residual path is the identity."""
-    return all(post_norm(block, index) is None for index in range(len(block.site.sublayers)))
+    """Whether no norm stands on a block's sums, so that its residual path is the identity; they must be known."""
+    return bool(block.site.sublayers) and all(
+        post_norm(block, index) is None for index in range(len(block.site.sublayers))
+    )
 
 
 def post_norm(block: Block, index: int) -> NormSite | None:

@@ -30,6 +30,16 @@ class _Tag:
     sum: int = -1  # of "stream" and "normed": the value of the sum that it is, or is a norm of
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """Something added to the stream: ``branches``, None where no module hands it over or it is the stream itself."""
+
+    op: Op
+    skips: tuple[_Tag, ...]
+    branches: tuple[_Tag, ...] | None
+    whole: bool = False  # whether what no module hands over is of the stream's shape
+
+
 def read_layer(call: Call, record: Trace, *, describe: bool = True) -> Layer:
     """Follow the stream through a call; without ``describe`` only far enough to know what is added to it."""
     shape = record.shapes[call.output] if call.output >= 0 else ()
@@ -43,6 +53,7 @@ class _Reader:
     def __init__(self, call: Call, record: Trace, shape: tuple[int, ...], start: int):
         self.found = Followed(call, record, shape, inside(call), _ops_within(call, record), carried={start})
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
+        self.sums: dict[int, _Sum] = {}  # by their values
 
     def read(self, argument: int | str, describe: bool) -> Layer:
         events: list[tuple[int, Any]] = [(c.ended, c) for c in self.found.calls] + [(o.time, o) for o in self.found.ops]
@@ -51,6 +62,7 @@ class _Reader:
                 self._leave(event)
             elif event.call is None or not _in_norm(event.call, self.found.call):
                 self._operate(event)
+        self._keep_sums_of_the_stream()
         self._carry(self.tags.get(self.found.call.output))
         # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
         self.found.post |= {
@@ -59,6 +71,33 @@ class _Reader:
         if describe:
             describe_branches(self.found)
         return Layer(self.found.call, self.found.additions, argument, len(self.found.breaks))
+
+    def _keep_sums_of_the_stream(self) -> None:
+        """Of all that was added to the stream only what the call hands on again, or what a norm reads: FuseNorm's.
+
+        RWKV mixes a token's stream with the one before it and hands the sum to its projections alone.
+        """
+        last = self.tags.get(self.found.call.output)
+        waiting = [last.sum] if last is not None and last.kind != "branch" else []
+        waiting += [value for value in self.found.reads.values() if value in self.sums]
+        kept: set[int] = set()
+        while waiting:
+            value = waiting.pop()
+            if value in kept or value not in self.sums:
+                continue
+            kept.add(value)
+            waiting += [tag.sum for tag in self.sums[value].skips]
+        for value in sorted(kept, key=lambda value: self.sums[value].op.time):
+            found = self.sums[value]
+            for tag in found.skips:
+                self._carry(tag)
+            if found.branches is None:
+                if found.whole:
+                    self.found.breaks.append(found.op.time)
+                continue
+            self.found.out |= {id(tag.norm) for tag in found.branches if tag.norm is not None}
+            parts = sorted((p for tag in found.branches for p in tag.parts), key=lambda p: p.source.began)
+            self.found.additions.append(Addition(found.op, [Branch(p.source, p.factor) for p in parts]))
 
     def _leave(self, call: Call) -> None:
         value = call.output
@@ -132,24 +171,15 @@ class _Reader:
             known = a or b
             if known is not None and known.kind != "branch":
                 # the stream and something that no module hands over: what is added can't be watched
-                self._carry(known)
+                self.sums[out] = _Sum(op, (known,), None, all(self._fits(v) for v in op.inputs))
                 self.tags[out] = _Tag("stream", sum=out)
-                if all(self._fits(v) for v in op.inputs):
-                    self.found.breaks.append(op.time)
             return
-        streams = [t for t in (a, b) if t.kind != "branch"]
-        branches = [t for t in (a, b) if t.kind == "branch"]
+        streams = tuple(t for t in (a, b) if t.kind != "branch")
+        branches = tuple(t for t in (a, b) if t.kind == "branch")
         if not streams:
             self.tags[out] = _Tag("branch", a.parts + b.parts)
             return
-        for t in streams:
-            self._carry(t)
-        if branches:
-            for t in branches:
-                if t.norm is not None:
-                    self.found.out.add(id(t.norm))
-            parts = sorted((p for t in branches for p in t.parts), key=lambda p: p.source.began)
-            self.found.additions.append(Addition(op, [Branch(p.source, p.factor) for p in parts]))
+        self.sums[out] = _Sum(op, streams, branches or None)
         self.tags[out] = _Tag("stream", sum=out)
 
 

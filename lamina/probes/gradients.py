@@ -16,7 +16,6 @@ from lamina.probes.context import Context
 from lamina.probes.directions import ranges
 from lamina.probes.parameters import places, shared_layers
 from lamina.probes.registry import Probe, probe
-from lamina.probes.running import token_losses
 from lamina.probes.spikes import spike_scores
 from lamina.probes.watching import watch
 
@@ -51,6 +50,9 @@ class Gradients(Probe):
     needs = frozenset({"tokens"})
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
     over_steps = ("gradient_norm", "gradient_variance")
+
+    def begin(self, context: Context) -> None:
+        context.check_head()
 
     def finish(self, context: Context) -> pd.DataFrame:
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]
@@ -211,7 +213,7 @@ def _accumulate(context: Context, states: list[_Moments]) -> float:
         context.progress(number, len(context.batches), "gradients")
         inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
         with watch(context.structure.states(), see, root=context.model):
-            losses = token_losses(context.model, inputs, context.tokenizer)
+            losses = context.token_losses(inputs)
         expected = expected or sequences * losses.shape[1]
         predicted += losses.numel()
         (losses.sum() / expected).backward()

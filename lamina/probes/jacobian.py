@@ -11,6 +11,7 @@ import torch
 from lamina.errors import UserError
 from lamina.probes.block_norms import block_norms, log10_total_norm
 from lamina.probes.context import Context
+from lamina.probes.directions import ranges
 from lamina.probes.registry import Probe, probe
 from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
@@ -99,10 +100,16 @@ class JacobianProbe(Probe):
             start = blocks[0].stream.float().square().mean().sqrt().item()
             expected = expected_sigmas(wirings, start)
             logs: dict[str, torch.Tensor] = {}
+            bare = [block.site.index for block in blocks if not block.site.sublayers]
+            if bare:
+                context.notes.append(
+                    f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found."
+                )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
-                norms = self._block(block)
-                norms["keel"] = block_factor(wiring, sigmas).reshape(1)
-                norms["fusenorm"] = self._measured_sigmas(block, wiring)
+                norms = self._block(block, path=not bare)
+                if not bare:
+                    norms["keel"] = block_factor(wiring, sigmas).reshape(1)
+                    norms["fusenorm"] = self._measured_sigmas(block, wiring)
                 for role, norm in norms.items():
                     metric = "formula" if role in ("keel", "fusenorm") else "norm"
                     self._add(block.site.index, "block", role, metric, norm)
@@ -110,7 +117,7 @@ class JacobianProbe(Probe):
                     if role != "identity":
                         self._add(block.site.index, "block", role, "log10_product", logs[role])
                 context.progress(block.site.index + 1, len(blocks), "Jacobians")
-            for role in _PATHS:
+            for role in [role for role in _PATHS if role in logs]:
                 self._add(-1, "model", role, "log10_product", logs[role])
             if self.total:
                 total, found = log10_total_norm(blocks, **self.options)
@@ -125,8 +132,8 @@ class JacobianProbe(Probe):
             )
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
-    def _block(self, block: Block) -> dict[str, torch.Tensor]:
-        """The norms of a block by role, [sequences]."""
+    def _block(self, block: Block, *, path: bool) -> dict[str, torch.Tensor]:
+        """The norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
         whole = norm_of(jacobian, batch_dims=1, **self.options)
@@ -135,9 +142,11 @@ class JacobianProbe(Probe):
             self._search(layer, "block", role, found)
             typical = typical_stretch(jacobian, identity=identity, batch_dims=1)
             self._add(layer, "block", role, "typical", typical)
-        path = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
-        by_token = path.value.log10().flatten(1).mean(1)
-        return {"jacobian": whole.value, "identity": distance.value, "residual_path": 10**by_token}
+        norms = {"jacobian": whole.value, "identity": distance.value}
+        if path:
+            found = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
+            norms["residual_path"] = 10 ** found.value.log10().flatten(1).mean(1)
+        return norms
 
     def _measured_sigmas(self, block: Block, wirings: Sequence[Wiring]) -> torch.Tensor:
         """The residual path's factor, [sequences], from the sigmas at its norms' inputs."""
@@ -222,6 +231,8 @@ class JacobianProbe(Probe):
             f"{last.median():.3g} in the last (medians) in the worst direction, {near.iloc[:quarter].median():.3g} and "
             f"{near.iloc[-quarter:].median():.3g} in a typical one: a layer near 0 passes its input on unchanged."
         )
+        if ("residual_path", "log10_product") not in model:
+            return said
         path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
         said.append(
             f"Along the residual path alone the product is 10^{path:.2f}; the formula with the measured sigma gives "

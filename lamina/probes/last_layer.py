@@ -75,8 +75,8 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
 
     def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if key == "a":  # the graph starts here: nothing before it is kept
-            tensor = found[key] = tensor.detach().requires_grad_()
-            return tensor
+            found[key] = tensor.detach().requires_grad_()
+            return found[key].clone()  # Falcon adds to it in place
         found[key] = tensor
         return None
 

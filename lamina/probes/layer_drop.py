@@ -18,7 +18,7 @@ from lamina.probes.context import Context
 from lamina.probes.directions import ranges
 from lamina.probes.registry import Probe, probe
 from lamina.probes.removal import BRANCH, MEANINGS, REMOVE, removed
-from lamina.probes.running import forward, token_losses
+from lamina.probes.running import forward
 from lamina.probes.suffixes import Suffixes
 from lamina.probes.tracing import first_tensor
 from lamina.probes.watching import watch
@@ -101,6 +101,8 @@ class LayerDrop(Probe):
             self.task = Task(str(task), include_path=include_path, metric=task_metric, limit=limit)
 
     def begin(self, context: Context) -> None:
+        if self.score is None:
+            context.check_head()
         count = context.structure.num_layers
         if self.block >= count:
             raise UserError(f"block: {self.block} of {count} layers leaves none (allowed: up to {count - 1})")
@@ -160,7 +162,7 @@ class LayerDrop(Probe):
     @staticmethod
     def _sequences(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss of each sequence [batch]."""
-        return token_losses(context.model, inputs, context.tokenizer).double().mean(1)
+        return context.token_losses(inputs).double().mean(1)
 
     def _precise(self, whole: list[float], dropped: Mapping[Any, list[float]]) -> bool:
         pairs = [paired.increase(whole, losses) for losses in dropped.values()]
@@ -202,7 +204,7 @@ class LayerDrop(Probe):
 def prepare_loss(context: Context) -> None:
     """Find out what kind of loss the model has, which takes forward passes of its own, before any is watched."""
     inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
-    token_losses(context.model, inputs, context.tokenizer)
+    context.token_losses(inputs)
 
 
 def _same_meanings(context: Context, starts: range, size: int) -> set[int]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from lamina.data.network import local_when_unreachable, one_line
+from lamina.digests import MANIFEST, refuse_damaged
 from lamina.errors import UserError
 from lamina.modeling import modeling_lamina
 
@@ -54,6 +55,8 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
         if found:
             more["gguf_file"] = found[0].name
     source = str(place) if place.exists() else name
+    if place.is_dir():
+        refuse_damaged(place)
     with local_when_unreachable():
         config = _config(source, name, more)
         model, notes = _model(source, name, config, dtype, more)
@@ -63,12 +66,13 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
 
 
 def _of_run(folder: Path) -> Path:
-    if (folder / "model" / "config.json").is_file():
+    if (folder / "model" / "config.json").is_file() or (folder / "model" / MANIFEST).is_file():
         return folder / "model"
-    saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if (p / "config.json").is_file()]
+    saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
+    saved = [p for p in saved if (p / "config.json").is_file()]
     if not saved:
         raise UserError(f"checkpoint: the run {str(folder)!r} has saved no model yet (neither model/ nor checkpoints/)")
-    return max(saved, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+    return max(saved, key=lambda p: int(p.name[11:]))
 
 
 def _config(source: str, name: str, more: dict[str, Any]) -> PreTrainedConfig:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.probes.causality import is_causal
 from lamina.probes.context import Context
 from lamina.probes.registry import Probe, probe
-from lamina.probes.running import forward, is_causal, masked_positions
+from lamina.probes.removal import refill
+from lamina.probes.running import forward, masked_positions
 from lamina.probes.statistics import Running
 from lamina.probes.watching import watch
 
@@ -65,6 +67,7 @@ class LogitLens(Probe):
                 f"logit_lens: {type(model).__name__} has no head over a vocabulary (allowed: a causal or masked "
                 "language model)"
             )
+        context.check_head()
         ids = context.batches[0]["input_ids"][:1].to(context.device)
         self._causal = is_causal(model, ids)
         self._mask: Any = getattr(context.tokenizer, "mask_token_id", None)
@@ -254,6 +257,6 @@ class Tail:
 
     def _stub(self, form: Any) -> Any:
         def stub(*args: Any, **kwargs: Any) -> Any:
-            return self._states if isinstance(form, torch.Tensor) else type(form)((self._states, *form[1:]))
+            return refill(form)(self._states)
 
         return stub

@@ -15,8 +15,10 @@ from lamina.errors import UserError
 from lamina.probes.context import Context
 from lamina.probes.magnitudes import as_tokens
 from lamina.probes.registry import Probe, probe
+from lamina.probes.removal import refill
 from lamina.probes.statistics import Running
 from lamina.probes.structure import Point
+from lamina.probes.tracing import first_tensor
 
 _FLOATS = {
     "fp16": torch.float16,
@@ -247,9 +249,9 @@ def changed_states(context: Context, change: Callable[[torch.Tensor], torch.Tens
         calls += 1
         if calls % (last.call + 1):  # a shared layer's earlier calls: the next one reads their output
             return None
-        if isinstance(output, torch.Tensor):
-            return change(output)
-        return (change(output[0]), *output[1:])
+        found = first_tensor(output)
+        assert found is not None
+        return refill(output)(change(found))
 
     handles = [last.module.register_forward_hook(after)]
     for module, argument in {site.module: site.input.argument for site in sites}.items():

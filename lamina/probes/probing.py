@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from lamina.errors import UserError
 from lamina.probes.context import Context
 from lamina.probes.inputs import NOISE, batches_of, reads_images
 from lamina.probes.loading import load
+from lamina.probes.new_weights import new_head
+from lamina.probes.proof import prove
 from lamina.probes.registry import Probe, make_all
-from lamina.probes.running import forward, run
+from lamina.probes.running import base_of, forward, run
 from lamina.probes.settings import ProbeSettings
 from lamina.probes.structure import Structure
 from lamina.probes.wiring import find_structure
+
+logger = logging.getLogger(__name__)
 
 
 def probe(
@@ -46,6 +51,8 @@ def probe(
     made = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
     context = make_context(model_or_path, made, texts_or_blocks, tokenizer)
+    for warning in context.warnings:
+        logger.warning(warning)
     model, training = context.model, context.model.training
     model.eval()
     try:
@@ -92,15 +99,35 @@ def make_context(
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, "embedded"):
         notes.append("the images are Gaussian noise: give real ones with --corpus to see what the model does with them")
     structure = structure_of(model, batches[0], layers=settings.layers)
+    base = base_of(model, structure, batches[0])
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        structure = prove(structure, {name: tensor.to(device) for name, tensor in batches[0].items()}, base)
+    finally:
+        model.train(training)
     notes += structure.notes
+    loaded_here = not isinstance(model_or_path, nn.Module) and not reads_images(model)
+    new = new_head(model, structure) if loaded_here else []
     return Context(
         model=model,
-        base=_base(model),
+        base=base,
         structure=structure,
         batches=batches,
         tokenizer=tokenizer,
         notes=notes,
         state=state,
+        warnings=[_without_head(new)] if new else [],
+        new_weights=new,
+    )
+
+
+def _without_head(new: Sequence[str]) -> str:
+    names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
+    return (
+        f"The head is not in the checkpoint ({names}: newly initialised), so what the model predicts means nothing. "
+        "Left out: gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
     )
 
 
@@ -120,11 +147,6 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
             "one tower, a decoder, an encoder or a vision model)"
         ) from error
     return find_structure(model, tiny, layers=layers)
-
-
-def _base(model: nn.Module) -> nn.Module:
-    base = getattr(model, "base_model", model)
-    return base if isinstance(base, nn.Module) else model
 
 
 def _device(wanted: str | None) -> str:

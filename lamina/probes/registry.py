@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import parse_spec, split_specs
 from lamina.probes.listing import read
+from lamina.python_files import run_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -156,13 +157,7 @@ def load_file(path: Path) -> str:
         raise UserError(f"probe {str(path)!r}: no such file")
     _load()  # the package's own first: the file must not take one's name
     before = dict(_PROBES)
-    source = importlib.util.spec_from_file_location(f"lamina_probe_{path.stem}", path)
-    assert source is not None
-    assert source.loader is not None
-    try:
-        source.loader.exec_module(importlib.util.module_from_spec(source))
-    except Exception as error:
-        raise UserError(f"probe {str(path)!r}: the file raised {type(error).__name__}: {error}") from error
+    run_file("probe", path)
     new = [name for name, made in _PROBES.items() if before.get(name) is not made]
     if len(new) != 1:
         raise UserError(f"probe {str(path)!r}: registers {len(new)} probes with @probe (needed: one)")

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.probes import tracing
 from lamina.probes.context import Context
+from lamina.probes.removal import refill
 from lamina.probes.structure import LayerSite, Point
 
 Change = Callable[[Any, torch.Tensor], torch.Tensor | None]
@@ -63,8 +65,10 @@ class Block:
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    """A layer's result: itself, or the first of a tuple."""
-    return value[0] if isinstance(value, tuple | list) else value
+    """A layer's result: itself, or the first tensor of what it hands on."""
+    found = tracing.first_tensor(value)
+    assert found is not None
+    return found
 
 
 @contextmanager
@@ -101,7 +105,7 @@ def intercept(
             if point.side == "output" and point.call == done[module]:
                 replaced = change(key, first_tensor(output))
                 if replaced is not None:
-                    output = (replaced, *output[1:]) if isinstance(output, tuple | list) else replaced
+                    output = refill(output)(replaced)
         done[module] += 1
         return output
 

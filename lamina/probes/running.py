@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lamina.errors import UserError
 from lamina.probes.context import Context
 from lamina.probes.registry import Probe
-from lamina.probes.structure import Point
+from lamina.probes.structure import Point, Structure
 from lamina.probes.watching import watch
 
 MIN_SEQUENCES = 16  # a standard error of fewer says little
 MASKED_SHARE = 0.15
-_causal: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def run(
@@ -44,6 +42,10 @@ def run(
         UserError: a probe has no meaning for the model (with ``strict``), or can't be given what it needs.
     """
     context.strict = strict
+    if context.reads_tokens:  # before any hook is there: it takes passes of its own
+        from lamina.probes.causality import is_causal
+
+        is_causal(context.model, context.batches[0]["input_ids"].to(context.device))
     ready: list[Probe] = []
     for probe in probes:
         if "tokens" in probe.needs and not context.reads_tokens:
@@ -122,23 +124,22 @@ def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
     return model(**inputs, **more)
 
 
+def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model without its head, where that takes the same inputs and holds all layers; else the model itself."""
+    base = getattr(model, "base_model", model)
+    if not isinstance(base, nn.Module) or base is model:
+        return model
+    parts = {id(module) for module in base.modules()}
+    takes = inspect.signature(type(base).forward).parameters
+    whole = all(id(site.module) in parts for site in structure.layers)
+    return base if whole and all(name in takes for name in inputs) else model
+
+
 def takes_cache(cls: type[nn.Module]) -> bool:
     """Whether a model's forward can be told to keep no cache."""
     parameters = inspect.signature(cls.forward).parameters
     # Some take it as one of their **kwargs and hand it on to a model that would keep a cache otherwise.
     return "use_cache" in parameters or ("past_key_values" in parameters)
-
-
-def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
-    """Whether a token's output depends on none behind it: found by changing the last one. Remembered by model."""
-    if model not in _causal:
-        with torch.no_grad():
-            ids = ids[:1, : min(8, ids.shape[1])]
-            other = ids.clone()
-            other[0, -1] = (other[0, -1] + 1) % (int(ids.max()) + 1) if int(ids.max()) else 1
-            first = [forward(model, {"input_ids": x})[0][0, 0].float() for x in (ids, other)]
-            _causal[model] = bool(torch.equal(first[0], first[1]))
-    return _causal[model]
 
 
 def loss(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer: Any = None) -> torch.Tensor:
@@ -157,6 +158,8 @@ def token_losses(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer
         raise UserError(
             f"loss: {type(model).__name__} has no head that predicts tokens (allowed: a causal or masked model)"
         )
+    from lamina.probes.causality import is_causal
+
     if is_causal(model, ids):
         logits = forward(model, inputs).logits[:, :-1].float()
         return _cross_entropy(logits, ids[:, 1:])

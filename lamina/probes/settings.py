@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from lamina.errors import UserError, unknown
+from lamina.values import check_kinds, number, path, seed_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +49,15 @@ class ProbeSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
+        check_kinds(self, lists=("probes",))
         for name in ("sequence_length", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: {value} (allowed: 1 or more)")
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
         for name in ("sequences", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}: {getattr(self, name)} (allowed: 1 or more)")
-        if not 0 <= self.tolerance < 1:
-            raise UserError(f"tolerance: {self.tolerance:g} (allowed: from 0 to below 1)")
+            whole_number(name, getattr(self, name))
+        seed_number("seed", self.seed)
+        number("tolerance", self.tolerance, 0.0, 1.0, open_high=True)
+        object.__setattr__(self, "output", path("output", self.output))
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise UserError(f"dtype: {self.dtype!r} (allowed: auto, float32, bfloat16, float16)")
 

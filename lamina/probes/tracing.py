@@ -98,13 +98,27 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     sign[::2] = -1
     bias = getattr(norm, "bias", None)
     with torch.no_grad():
-        normed = norm(sign[None, None] * 8).flatten().float()
+        try:
+            normed = norm(sign[None, None] * 8).flatten().float()
+        except TypeError:  # a gated norm, which takes the gate beside the channels: the same for each of them here
+            normed = _gated(norm, sign)
+    if normed is None or normed.shape != weight.shape:
+        return None
     if isinstance(bias, torch.Tensor):
         normed = normed - bias.detach().float()
     measured = normed * sign.float()
     plain, shifted = weight.float(), weight.float() + 1
     far = ((measured - shifted).abs().mean() < (measured - plain).abs().mean()).item()
     return shifted if far else plain
+
+
+def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
+    """What a gated norm makes of a known vector, without the gate: one of 20 in every channel, whose SiLU is 20."""
+    gate = 20.0
+    try:
+        return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate
+    except (TypeError, RuntimeError):
+        return None
 
 
 class _Follower(TorchDispatchMode):

@@ -40,8 +40,10 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     if strange:
         notes.append(
             f"layer {_some(strange)} adds something to the stream that no module hands over (it is computed or "
-            "rearranged in between), so its sub-layers are known in part only; the states are whole"
+            "rearranged in between), so its sub-layers are left out; the states are whole"
         )
+        for index in strange:
+            resolved[index].additions.clear()
     first, last = calls[0], calls[-1]
     notes += [] if layers else _others(chains, calls)
     return Structure(
@@ -91,7 +93,7 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
         best = max(chains, key=lambda c: (len(c), -c[0].began))
     if best is None:
         lengths = ", ".join(str(len(c)) for c in chains[:6]) or "none"
-        expected = "of any length" if wanted is None else f"of {wanted} (the config's num_hidden_layers)"
+        expected = "of any length" if wanted is None else f"of {wanted} (as many as the config has)"
         raise UserError(
             f"layers: none found in {type(model).__name__}: looked for a chain {expected} of modules that hand one "
             f"tensor on and add to it; found chains of {lengths} (allowed: --layers PATH, the path of the list of "
@@ -144,6 +146,9 @@ def _num_layers(model: nn.Module) -> int | None:
     if config is None:
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    depths = getattr(text, "depths", None)  # of a hierarchy of stages: its num_hidden_layers counts the stages
+    if isinstance(depths, list | tuple) and depths and all(isinstance(depth, int) for depth in depths):
+        return sum(depths)
     value = getattr(text, "num_hidden_layers", None)
     return value if isinstance(value, int) else None
 

@@ -15,16 +15,19 @@ from lamina import placements
 from lamina.errors import UserError
 from lamina.placements import Plan, diagram
 from lamina.placements.custom import parse_spec
-from lamina.reports import depth, evolution, figures, tables
+from lamina.reports import depth, evolution, figures, monitored, tables
 from lamina.reports.coordinates import coordinates_report
+from lamina.reports.mixture import refuse_other_experiments
+from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
 from lamina.reports.preflight import RECORDS, preflight_report
 from lamina.reports.probing import is_probing, probing_report
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
-from lamina.reports.sentences import notices, sentences
+from lamina.reports.sentences import sentences
 from lamina.reports.style import Shown, colours, to_html
 from lamina.reports.transfer import transfer_report
+from lamina.studies.record import has_study
 
 PAGE = "report.html"
 
@@ -43,7 +46,7 @@ def report(folder: Path) -> Path:
         return preflight_report(folder)
     if is_probing(folder):
         return probing_report(folder)
-    if (folder / "study.yaml").is_file():
+    if has_study(folder):
         return study_report(folder)
     if (folder / "result.json").is_file() or (folder / "config.yaml").is_file():
         return run_report(folder)
@@ -53,21 +56,25 @@ def report(folder: Path) -> Path:
 def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
     study = read_study(Path(folder))
+    refuse_other_experiments(study)
     summary, shown, colour = _prepare(study)
-    several = study.results["learning_rate"].nunique() > 1
+    several = bool((summary["learning_rates"] > 1).any())
     ranking = tables.ranking_table(summary, colour) + details(
         f"All {len(study.results)} trials", tables.trials_table(study.results, colour)
     )
-    count = len(summary)
     rates = figures.u_curves(study.results, colour, list(summary["placement"]))
     return write_page(
         study.folder / PAGE,
-        title=f"Where the norms sit: {count} placement{'s' * (count > 1)} side by side",
+        title=f"Where the norms sit: {_title(summary)}",
         facts=_facts(study),
         command=str(study.header.get("command") or ""),
         sections=[
             _happened(study, summary, shown, colour),
-            Section(name="Ranking", title="Ranking by eval loss", html=_ranking_note(several, summary) + ranking),
+            Section(
+                name="Ranking",
+                title="Ranking by eval loss",
+                html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
+            ),
             _loss_section(study, shown, several),
             Section(
                 name="Learning rates",
@@ -75,6 +82,7 @@ def study_report(folder: Path) -> Path:
                 html="" if rates is None else figure(to_html(rates), _RATES),
             ),
             *_depth_sections(shown),
+            *monitored.sections(shown),
             *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),
@@ -95,7 +103,11 @@ def run_report(folder: Path) -> Path:
         command=str(study.header.get("command") or ""),
         sections=[
             _happened(study, summary, shown, colour),
-            Section(name="Result", title="Result", html=tables.ranking_table(summary, colour)),
+            Section(
+                name="Result",
+                title="Result",
+                html=tables.ranking_table(summary, colour) + tables.spike_note(summary),
+            ),
             _loss_section(study, shown, several=False),
             Section(
                 name="Course",
@@ -103,6 +115,7 @@ def run_report(folder: Path) -> Path:
                 html="" if course is None else figure(to_html(course), _COURSE),
             ),
             *_depth_sections(shown),
+            *monitored.sections(shown),
             *evolution.sections(shown),
             _diagrams(study, shown),
             _settings(study),
@@ -137,16 +150,28 @@ def _happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str
         gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in shown},
         variances={item.placement: depth.over_seeds(item, depth.variances) for item in shown},
     )
-    html = prose(said, colour) + callouts(notices(summary, study.results))
+    own = {item.placement: t.plan.initialization for item in shown for t in item.trials if t.plan is not None}
+    html = prose(said, colour) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
     return Section(name="What happened", title="What happened", html=html)
 
 
 def _ranking_note(several: bool, summary: Frame) -> str:
-    parts = ["Each placement at its best learning rate" if several else "Every placement at the same learning rate"]
-    if summary["seeds"].max() > 1:
+    one = len(summary) == 1
+    if several:
+        parts = ["At its best learning rate" if one else "Each placement at its best learning rate"]
+    else:
+        same = summary["learning_rate"].nunique() < 2
+        parts = ["At one learning rate" if one else f"Every placement at {'the same' if same else 'one'} learning rate"]
+    if summary["seeds"].max() > 1 and summary["finished"].any():
         parts.append("mean ± standard deviation over the seeds that finished")
-    parts.append("what got stuck, diverged or failed stands last")
+    if not one and not summary["finished"].all():
+        some = summary["finished"].any()
+        parts.append("those that did not finish stand last" if some else "none finished: ordered by status, then loss")
     return f"<p>{escape(', '.join(parts))}.</p>"
+
+
+def _title(summary: Frame) -> str:
+    return f"{len(summary)} placements side by side" if len(summary) > 1 else str(summary["placement"].iloc[0])
 
 
 def _loss_section(study: Study, shown: list[Shown], several: bool) -> Section:
@@ -246,13 +271,13 @@ def _facts(study: Study) -> list[str]:
 
 _LOSS = (
     "Points: eval loss. Thin lines: training loss. A curve that stays on the dashed line has learned how often each "
-    "token occurs and nothing else. The first steps lie above the picture: double-click shows them. A click on a name "
-    "hides it."
+    "token occurs and nothing else. A double-click shows what lies above the picture (the first steps, mostly). A "
+    "click on a name hides it."
 )
 _RATES = (
     "The lower the better; the bottom of each U is the rate at which a placement is ranked (larger point), and a wide, "
     "flat U forgives a badly chosen one. Marks along the top edge did not finish at that rate: triangle stuck, "
-    "x diverged, cross failed, square interrupted."
+    "x diverged, cross failed, square interrupted, circle too short to tell."
 )
 _COURSE = "The gradient norm is that of all parameters together, before clipping."
 _GRADIENT_ENDS = (

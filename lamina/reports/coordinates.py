@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from lamina.errors import UserError
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
-from lamina.reports.records import Frame, _mapping
+from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.style import polish, to_html
 
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
@@ -37,12 +37,12 @@ def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
     folder = Path(folder)
     try:
-        table: Frame = pd.read_parquet(folder / "coordinates.parquet")
-        slopes: Frame = pd.read_csv(folder / "slopes.csv")
+        table = read_parquet(folder / "coordinates.parquet")
+        slopes: Frame = pd.read_csv((folder / "slopes.csv").absolute())
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r}: no whole coordinate check ({' '.join(str(error).split())[:200]})") from None
-    header = _mapping(folder / "study.yaml")
+    header = study_header(folder)
     settings = header.get("settings")
     settings = settings if isinstance(settings, dict) else {}
     scheme, placement = str(settings.get("width_scaling", "")), str(settings.get("placement", ""))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -91,7 +91,19 @@ def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quan
     return [quantity for _, quantity in sorted(found, key=lambda one: one[0])][:_QUANTITIES]
 
 
-def by_steps(shown: Sequence[Shown], quantity: Quantity) -> go.Figure | None:
+class Drawable(Protocol):
+    """What can be drawn against depth: its name on the axes, what depth is, whether logarithmic, and its table."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def by(self) -> str: ...
+    @property
+    def log(self) -> bool: ...
+    def table(self, trial: Trial) -> Frame: ...
+
+
+def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
     """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel a placement."""
     drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in shown]
     drawn = [(item, table) for item, table in drawn if not table.empty]

@@ -17,6 +17,7 @@ from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
 _MARKERS = {
+    "short": "circle-open",
     "stuck": "triangle-up-open",
     "interrupted": "square-open",
     "diverged": "x-thin-open",
@@ -72,6 +73,7 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
                 annotation_position="bottom left",
             )
             top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
+        top = max([top, *(losses[-1] for losses in evaluated if len(losses))])  # where each one ended is in the picture
         pad = 0.06 * max(top - low, 0.1)
         figure.update_yaxes(range=[low - pad, top + pad])
     figure.update_xaxes(title="tokens", rangemode="tozero")
@@ -85,7 +87,8 @@ def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) ->
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
         return None
-    done = rates[rates["finished"] > 0]
+    measured = (rates["finished"] > 0) | (rates["status"].eq("short") & np.isfinite(rates["eval_loss"]))
+    rates, done = rates.assign(measured=measured), rates[measured]
     losses = done["eval_loss"] if len(done) else pd.Series([1.0, 2.0])
     reach = max(float(losses.max() - losses.min()), 0.05)
     top = float(losses.max()) + 0.16 * reach
@@ -93,7 +96,7 @@ def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) ->
     for placement in order:
         label = escape(placement)
         rows = rates[rates["placement"] == placement].sort_values("learning_rate")
-        fine, lost = rows[rows["finished"] > 0], rows[rows["finished"] == 0]
+        fine, lost = rows[rows["measured"]], rows[~rows["measured"]]
         spread = fine["eval_loss_std"].fillna(0)
         figure.add_scatter(
             x=fine["learning_rate"] if len(fine) else [None],
@@ -127,6 +130,7 @@ def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) ->
     ticks = sorted(rates["learning_rate"].unique())
     figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
     figure.update_yaxes(title="eval loss", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
+    figure.update_yaxes(showticklabels=len(done) > 0)
     return polish(figure, 420)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,10 @@ from string import Template
 
 from plotly.offline import get_plotlyjs
 
+from lamina import digests
 from lamina.reports.style import FONT
+
+logger = logging.getLogger(__name__)
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -35,7 +39,11 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, se
     """Write the page under a temporary name, then put it into place: a reader never sees half of it."""
     parts = [section for section in sections if section.html]
     links = "".join(f'<a href="#{part.anchor}">{escape(part.name)}</a>' for part in parts)
-    body = "".join(f'<section id="{part.anchor}"><h2>{escape(part.title)}</h2>{part.html}</section>' for part in parts)
+    damage = digests.differences(path.parent)
+    for line in damage:
+        logger.warning("%s: %s", path.parent, line)
+    body = callouts(f"{line}: what the page shows of it is not what was written." for line in damage)
+    body += "".join(f'<section id="{part.anchor}"><h2>{escape(part.title)}</h2>{part.html}</section>' for part in parts)
     facts_line = '<span class="dot">·</span>'.join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
     page = Template(_PAGE).substitute(
         policy=_POLICY,
@@ -72,7 +80,9 @@ def figure(html: str, caption: str, heading: str = "") -> str:
 
 def details(summary: str, html: str) -> str:
     """A part that starts folded."""
-    return f"<details><summary>{escape(summary)}</summary>{html}</details>"
+    # a figure in a folded part has no width of its own until it is opened
+    resize = " ontoggle=\"dispatchEvent(new Event('resize'))\"" if "plotly-graph-div" in html else ""
+    return f"<details{resize}><summary>{escape(summary)}</summary>{html}</details>"
 
 
 def sentence(text: str) -> str:
@@ -163,6 +173,7 @@ table.trials td { padding: 6px 10px; }
 .chip { display: inline-block; padding: 1px 9px; border-radius: 20px; font-size: 12.5px; line-height: 1.55;
   background: #eef1f4; color: #4b5763; }
 .chip.finished { background: #e5f3ec; color: #1c6b4c; }
+.chip.short { background: #e3eef8; color: #1d5483; }
 .chip.stuck { background: #fdf0d3; color: #825a00; }
 .chip.diverged, .chip.failed { background: #fbe4e0; color: #9c2f1b; }
 figure { margin: 6px 0 30px; }

@@ -51,7 +51,7 @@ def preflight_report(folder: Path) -> Path:
     folder = Path(folder)
     try:
         known = json.loads((folder / RECORDS).read_text(encoding="utf-8"))
-        layers: Frame = pd.read_parquet(folder / "layers.parquet")
+        layers: Frame = pd.read_parquet((folder / "layers.parquet").absolute())
         return _page(folder, pd.DataFrame(known["rows"]), layers, known["losses"], str(known["command"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -16,7 +16,7 @@ from lamina.errors import UserError
 from lamina.probes.compact import compact
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, prose, sentence, write_page
-from lamina.reports.records import Frame, rows_of
+from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.style import polish_own, to_html
 
 PAGE = "report.html"
@@ -99,10 +99,11 @@ def _in_short(result: Mapping[str, Any], probes: Mapping[str, Any]) -> Section:
         for name, told in probes.items()
         if told.get("sentences")
     )
+    first = [str(warning) for warning in result.get("warnings") or ()]
     notes = [str(note) for note in result.get("notes") or ()]
     if result.get("reason"):
         notes.insert(0, str(result["reason"]))
-    return Section(name="In short", title="In short", html=lines + callouts(notes))
+    return Section(name="In short", title="In short", html=callouts(first) + lines + callouts(notes))
 
 
 def _model(model: Mapping[str, Any]) -> Section:
@@ -150,7 +151,7 @@ def _measured(told: Mapping[str, Any]) -> str:
 
 def _numbers(folder: Path, name: str) -> str:
     try:
-        frame: Frame = pd.read_parquet(_inside(folder, f"{name}.parquet"))
+        frame = read_parquet(_inside(folder, f"{name}.parquet"))
         found = main_numbers(frame)
     except (OSError, ValueError, KeyError) as error:
         return callouts([f"{name}.parquet cannot be shown: {error}"])

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lamina.probes import spikes
 from lamina.reports.records import Frame, complete
 
 # From best to worst: a placement's status at a learning rate is the worst of its seeds'.
-STATUSES = ("finished", "stuck", "interrupted", "diverged", "failed")
-_MEANS = ("perplexity", "bits_per_byte", "unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second")
+STATUSES = ("finished", "short", "stuck", "interrupted", "diverged", "failed")
+_MEANS = (
+    *("perplexity", "bits_per_byte", "unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second"),
+    *spikes.COLUMNS,
+)
 
 
 def summarize(results: Frame) -> Frame:
@@ -20,12 +24,12 @@ def summarize(results: Frame) -> Frame:
 
     The best rate is the one with the lowest mean among those at which every seed finished (where there is none:
     at which the most did), so that a rate cannot win by losing its bad seeds. Placements without a finished seed come
-    last: stuck, interrupted, diverged, failed, and by eval loss within each. ``eval_loss_std`` is over finished seeds
-    (ddof 1), NaN for fewer than two.
+    last: short, stuck, interrupted, diverged, failed, and by eval loss within each. ``eval_loss_std`` is over finished
+    seeds (ddof 1), NaN for fewer than two.
 
     Returns columns rank, placement, learning_rate, learning_rates (how many were tried), seeds, finished, status (the
     worst), status_text ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, the means of perplexity,
-    bits_per_byte, unigram_entropy, tokens, steps, seconds, tokens_per_second, and init, parameters, reason.
+    bits_per_byte, unigram_entropy, tokens, steps, seconds, tokens_per_second, spikes, and init, parameters, reason.
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):

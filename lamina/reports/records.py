@@ -15,6 +15,8 @@ import yaml
 
 from lamina.errors import UserError
 from lamina.placements import Plan
+from lamina.probes import spikes
+from lamina.studies import record as study_record
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +24,14 @@ TEXTS = ("trial", "placement", "init", "status", "reason")
 NUMBERS = (
     *("learning_rate", "seed", "eval_loss", "perplexity", "bits_per_byte", "unigram_entropy"),
     *("tokens", "steps", "seconds", "tokens_per_second", "parameters"),
+    *spikes.COLUMNS,
 )
 # pandas' own annotations make every selection a union of all it could ever be; Frame says what a value is to a reader.
 if TYPE_CHECKING:
     Frame: TypeAlias = Any
 else:
     Frame = pd.DataFrame
-_COLUMNS = ("step", "layer", "sublayer", "role", "metric", "value")
-METRICS = ("gradient_norm", "hidden_variance")
+_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,12 @@ class Trial:
         return _mapping(self.folder / "environment.json")
 
     @cached_property
-    def _layers(self) -> Frame:
+    def layers(self) -> Frame:
+        """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
         parts = []
         for path in sorted((self.folder / "layers").glob("part-*.parquet")):
             try:
-                part: Frame = pd.read_parquet(path)
-                parts.append(part.loc[part["metric"].isin(METRICS), list(_COLUMNS)])
+                parts.append(read_parquet(path)[list(_COLUMNS)])
             except (OSError, ValueError, KeyError) as error:
                 logger.warning("%s: left out of the report (%s)", path.name, error)
         if not parts:
@@ -92,7 +94,7 @@ class Trial:
             parts = []
             for path in sorted(folder.glob("part-*.parquet")):
                 try:
-                    part: Frame = pd.read_parquet(path)
+                    part = read_parquet(path)
                     if {"step", "value"} <= set(part.columns):
                         parts.append(part)
                 except (OSError, ValueError) as error:
@@ -105,22 +107,26 @@ class Trial:
     @cached_property
     def gradients(self) -> Frame:
         """Gradient norm of each block's parameters: a row a block (counted from 1), a column a step."""
-        rows = self._layers
+        rows = self.layers
         rows = rows[(rows["metric"] == "gradient_norm") & (rows["layer"] >= 0) & (rows["role"] == "all")]
         whole = rows[rows["sublayer"] == "block"]
         if whole.empty and not rows.empty:
             squares = rows.assign(value=rows["value"].astype(float) ** 2)
             whole = squares.groupby(["step", "layer"], as_index=False)["value"].sum(min_count=1)
             whole["value"] = np.sqrt(whole["value"])
-        return _by_depth(whole)
+        return by_depth(whole)
 
     @cached_property
     def variances(self) -> Frame:
         """Variance of each block's output: a row a block (counted from 1; 0 is the embedding), a column a step."""
-        rows = self._layers[self._layers["metric"] == "hidden_variance"]
+        return self.streams("hidden_variance")
+
+    def streams(self, metric: str) -> Frame:
+        """A metric of each block's output: a row a block (counted from 1; 0 is the embedding), a column a step."""
+        rows = self.layers[self.layers["metric"] == metric]
         outputs = rows["sublayer"].eq("feed_forward") & rows["layer"].ge(0)
         embedding = rows["sublayer"].eq("block") & rows["layer"].eq(-1)
-        return _by_depth(rows[outputs | embedding])
+        return by_depth(rows[outputs | embedding])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +147,11 @@ class Study:
 
 def read_study(folder: Path) -> Study:
     """Read study.yaml and results.csv. Raises UserError where there is nothing to report."""
-    header = _mapping(folder / "study.yaml")
+    header = study_header(folder)
     if not (folder / "results.csv").is_file():
         raise UserError(f"{str(folder)!r}: no results.csv in this study (no trial has ended yet)")
     try:
-        raw = pd.read_csv(folder / "results.csv", dtype=str, keep_default_na=False)
+        raw = pd.read_csv((folder / "results.csv").absolute(), dtype=str, keep_default_na=False)
     except (ValueError, OSError) as error:
         raise UserError(f"{str(folder / 'results.csv')!r}: not readable as CSV ({error})") from None
     results = complete(raw)
@@ -164,6 +170,20 @@ def read_study(folder: Path) -> Study:
     settings = header.pop("settings", None)
     settings = settings if isinstance(settings, dict) else {}
     return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's config.yaml; empty where it is missing or not readable."""
+    return _mapping(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+
+
+def study_header(folder: Path) -> dict[str, Any]:
+    """study.yaml, or its copy where that file is not whole; empty where neither is."""
+    try:
+        return study_record.read_study(folder)
+    except UserError as error:
+        logger.warning("%s, left out of the report", str(error).partition(" (allowed")[0])
+        return {}
 
 
 def read_run(folder: Path) -> Study:
@@ -211,7 +231,13 @@ def flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _by_depth(rows: Frame) -> Frame:
+def read_parquet(path: Path) -> Frame:
+    """A table's rows; pyarrow and pandas take a relative path with a colon for a URI. Raises OSError, ValueError."""
+    return pd.read_parquet(path.absolute())
+
+
+def by_depth(rows: Frame) -> Frame:
+    """Rows of one quantity as a table: a row a block (counted from 1; 0 for layer -1), a column a step."""
     values: Frame = pd.to_numeric(rows["value"], errors="coerce")
     table: Frame = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
         index="depth", columns="step", values="value", aggfunc="last", dropna=False

@@ -1,4 +1,4 @@
-"""What happened, in two or three plain sentences computed from the numbers, and what a reader should beware of."""
+"""What happened, in two or three plain sentences computed from the numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from textwrap import shorten
 from typing import Any
 
+from lamina.reports.notices import listed
 from lamina.reports.ranking import severity
 from lamina.reports.records import Frame, rows_of
 
 Tables = Mapping[str, Frame]
 _LEVEL = 1.5  # a factor below which two layers' values count as the same size
+_MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
@@ -24,50 +26,51 @@ def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tab
     return [sentence for sentence in said if sentence]
 
 
-def notices(summary: Frame, results: Frame) -> list[str]:
-    """What a reader must know before trusting the ranking: one learning rate, one seed, trials cut short."""
-    said = []
-    if len(summary) > 1 and results["learning_rate"].nunique() < 2:
-        said.append(
-            "One learning rate: placements differ in the rate that suits them, so a comparison at a single rate is "
-            "confounded. Several rates, each placement ranked at its best one: --learning-rates 1e-3,3e-3,1e-2"
-        )
-    if len(summary) > 1 and summary["seeds"].max() < 2:
-        said.append("One seed: small differences may be noise, and nothing here tells how small. --seeds 0,1,2 does.")
-    edges = _at_an_edge(summary, results)
-    if edges:
-        said.append(
-            f"For {_and(edges)} the best learning rate is the lowest or the highest one tried: a wider range may move "
-            "the ranking."
-        )
-    cut = int((results["status"] == "interrupted").sum())
-    if cut:
-        said.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume goes on with the study.")
-    return said
-
-
 def _lead(summary: Frame) -> str:
     done = [row for row in rows_of(summary) if row["finished"]]
     if not done:
-        return f"No trial finished, so there is nothing to rank: {_and(_statuses(summary))}."
+        return _nobody(rows_of(summary))
     first = done[0]
     said = f"{first['placement']} "
     if len(summary) == 1:
-        return said + f"ended at an eval loss of {_loss(first)}, a perplexity of {first['perplexity']:.3g}."
+        perplexity = f", a perplexity of {first['perplexity']:.3g}" if math.isfinite(first["perplexity"]) else ""
+        return said + f"ended at an eval loss of {_loss(first)}{perplexity}."
     said += f"has the lowest eval loss, {_loss(first)}"
     if len(done) == 1:
         return f"{said}; it is the only one of {len(summary)} placements that finished."
     others = [done[1]]
     baseline = [row for row in done[2:] if row["placement"] == "pre_ln"]
     others += baseline or done[2:][-1:]
-    gaps = [f"{o['eval_loss'] - first['eval_loss']:.3f} below {o['placement']} ({_loss(o)})" for o in others]
-    return f"{said}, {_and(gaps)}{_noise(first, others[0])}."
+    return f"{said}, {listed([_gap(first, other) for other in others])}{_noise(first, others[0])}."
+
+
+def _nobody(rows: list[dict[str, Any]]) -> str:
+    """The lead of a study in which no placement finished."""
+    statuses = {row["status"] for row in rows}
+    if len(rows) == 1:
+        return ""  # what became of it is all there is to say
+    if statuses == {"failed"}:
+        return f"All {len(rows)} placements failed, so there is nothing to compare."
+    if statuses == {"short"}:
+        after = max(row["steps"] for row in rows)
+        steps = f"After {after:.0f} steps the" if math.isfinite(after) else "The"
+        return (
+            f"{steps} losses of all {len(rows)} placements still fall: too short to tell which is best, or whether one "
+            "is stuck. More steps will (--steps)."
+        )
+    return f"None of {len(rows)} placements finished, so none can be called the best."
+
+
+def _gap(first: dict[str, Any], other: dict[str, Any]) -> str:
+    gap = other["eval_loss"] - first["eval_loss"]
+    there = f"{other['placement']} ({_loss(other)})"
+    return f"{gap:.3f} below {there}" if gap >= 0.0005 else f"level with {there}"
 
 
 def _noise(first: dict[str, Any], second: dict[str, Any]) -> str:
     gap = second["eval_loss"] - first["eval_loss"]
     spread = math.hypot(first["eval_loss_std"], second["eval_loss_std"])
-    if not math.isfinite(spread):
+    if not math.isfinite(spread) or spread == 0:
         return ""
     seeds = int(min(first["finished"], second["finished"]))
     if gap <= spread:
@@ -76,31 +79,55 @@ def _noise(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def _trouble(summary: Frame) -> str:
-    said = []
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows_of(summary[summary["finished"] == 0]):
-        if row["status"] == "stuck" and math.isfinite(row["eval_loss"]):
-            entropy = row["unigram_entropy"]
-            known = f", {entropy:.2f} nats" if math.isfinite(entropy) else ""
-            said.append(
-                f"{row['placement']} is stuck: at {row['eval_loss']:.2f} its eval loss is no better than the unigram "
-                f"entropy{known}, so it has learned how often each token occurs and next to nothing of the context"
-            )
-        else:
-            reason = f" ({shorten(row['reason'], 160, placeholder=' …').rstrip('.')})" if row["reason"].strip() else ""
-            verb = {"diverged": "diverged", "failed": "failed", "interrupted": "was interrupted", "stuck": "is stuck"}
-            said.append(f"{row['placement']} {verb.get(row['status'], 'did not finish')}{reason}")
+        groups.setdefault(_end(row), []).append(row)
+    said = [_together(end, rows) for end, rows in groups.items()]
     partly = summary[(summary["finished"] > 0) & (summary["finished"] < summary["seeds"])]
     said += [f"{row['placement']}: {row['status_text']}" for row in rows_of(partly)]
-    return "; ".join(said) + "." if said and summary["finished"].any() else ""
+    return "; ".join(said) + "." if said else ""
+
+
+def _end(row: dict[str, Any]) -> str:
+    """What became of a placement that did not finish; those of which the same is said stand together."""
+    entropy, loss = row["unigram_entropy"], row["eval_loss"]
+    known = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
+    if row["status"] == "short":
+        return f"ran too short to tell: {{at}} not clearly below the unigram entropy{known} yet, but still {{fall}}"
+    if row["status"] == "stuck" and loss > entropy + _MARGIN:
+        return f"{{is}} stuck: {{at}} above the unigram entropy{known} and hardly {{fall}} any more"
+    if row["status"] == "stuck" and math.isfinite(loss):
+        close = "hardly better than" if loss < entropy else "no better than"
+        return (
+            f"{{is}} stuck: {{at}} {close} the unigram entropy{known}, so {{it}} learned how often each token occurs "
+            "and next to nothing of the context"
+        )
+    reason = f" ({shorten(row['reason'], 160, placeholder=' …').rstrip('.')})" if row["reason"].strip() else ""
+    verb = {"diverged": "diverged", "failed": "failed", "interrupted": "{was} interrupted", "stuck": "{is} stuck"}
+    return verb.get(row["status"], "did not finish") + reason.replace("{", "{{").replace("}", "}}")
+
+
+def _together(end: str, rows: list[dict[str, Any]]) -> str:
+    """``end`` said of one placement or of several."""
+    names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
+    one = len(rows) == 1
+    words = {"is": "is" if one else "are", "was": "was" if one else "were", "it": "it has" if one else "they have"}
+    words |= {"fall": "falls" if one else "fall"}
+    words["at"] = f"at {losses} its eval loss is" if one else f"at {losses} their eval losses are"
+    return f"{names} {end.format(**words)}"
 
 
 def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
-    known = [p for p in summary["placement"] if _ratio(gradients.get(p), 0) or _ratio(gradients.get(p), -1)]
+    rows = [row for row in rows_of(summary) if row["finished"] or row["status"] in ("stuck", "diverged")]
+    known = [
+        row for row in rows if _ratio(gradients.get(row["placement"]), 0) or _ratio(gradients.get(row["placement"]), -1)
+    ]
     said = []
-    if len(known) == 1:
-        said.append(_evenness(known[0], gradients[known[0]], -1))
+    if len(known) == 1 or (known and not known[0]["finished"]):
+        name = _worst(known)
+        said.append(_evenness(name, gradients[name], -1))
     elif known:
-        best, worst = known[0], _worst(summary, known)
+        best, worst = known[0]["placement"], _worst(known)
         column = max((0, -1), key=lambda c: abs(math.log(_ratio(gradients[worst], c) or 1)))
         here, there = _ratio(gradients[worst], column), _ratio(gradients[best], column)
         if here and there and abs(math.log(here)) > abs(math.log(there)) and _size(here) > _LEVEL:
@@ -128,11 +155,10 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
     return _capital("; ".join(said)) + "." if said else ""
 
 
-def _worst(summary: Frame, known: list[str]) -> str:
-    """The stuck placement where there is one (a diverged one's gradients only say that it diverged), else the last."""
-    rows = [row for row in rows_of(summary) if row["placement"] in known]
-    stuck = [row for row in rows if row["status"] == "stuck" and not row["finished"]]
-    return (stuck or sorted(rows, key=lambda row: (severity(row["status"]), row["rank"]))[-1:])[0]["placement"]
+def _worst(known: list[dict[str, Any]]) -> str:
+    """The last stuck placement where there is one (a diverged one's gradients only say that it did), else the last."""
+    stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
+    return (stuck or sorted(known, key=lambda row: (severity(row["status"]), row["rank"])))[-1]["placement"]
 
 
 def _evenness(placement: str, table: Frame, column: int) -> str:
@@ -179,25 +205,6 @@ def _short(value: float) -> str:
 def _loss(row: dict[str, Any]) -> str:
     std = row["eval_loss_std"]
     return f"{row['eval_loss']:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else "")
-
-
-def _statuses(summary: Frame) -> list[str]:
-    return [f"{row['placement']} {row['status_text']}" for row in rows_of(summary)]
-
-
-def _at_an_edge(summary: Frame, results: Frame) -> list[str]:
-    if results["learning_rate"].nunique() < 2:
-        return []
-    found = []
-    for row in rows_of(summary[summary["finished"] > 0]):
-        rates = results.loc[results["placement"] == row["placement"], "learning_rate"].dropna()
-        if rates.nunique() > 1 and row["learning_rate"] in (rates.min(), rates.max()):
-            found.append(str(row["placement"]))
-    return found
-
-
-def _and(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def _capital(text: str) -> str:

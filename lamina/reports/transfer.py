@@ -11,6 +11,7 @@ from typing import Any
 
 from lamina.errors import UserError
 from lamina.reports import figures, tables
+from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import Section, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.style import to_html
@@ -19,7 +20,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _FIGURE = (
     "Eval loss against the learning rate that was given, before the width's factors: under a right scaling the curves "
     "of all widths have their bottom at the same rate. Marks along the top edge did not finish at that rate: triangle "
-    "stuck, x diverged, cross failed, square interrupted."
+    "stuck, x diverged, cross failed, square interrupted, circle too short to tell."
 )
 
 
@@ -31,6 +32,7 @@ def transfer_report(folder: Path) -> Path:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(folder)!r}: no whole transfer ({' '.join(str(error).split())[:200]})") from None
     study = read_study(folder)
+    refuse_other_experiments(study)
     by_width = _by_width(study.results, folder)
     order = list(dict.fromkeys(by_width["placement"]))
     colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(order)}

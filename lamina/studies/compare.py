@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,24 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from lamina.errors import UserError
-from lamina.placements import Plan
+from lamina.probes import spikes
+from lamina.studies.record import (
+    DONE,
+    has_study,
+    read_study,
+    refuse_another_plan,
+    refuse_another_trial,
+    refuse_changes,
+    write_study,
+)
 from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
 from lamina.training import folder as run_folder
 from lamina.training.settings import PretrainSettings
 
-DONE = ("finished", "stuck", "diverged")
 COLUMNS = (
     *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
+    *spikes.COLUMNS,
     *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
 )
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
@@ -30,13 +39,24 @@ _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 # What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
 FREE = {
-    *("placements", "learning_rates", "seeds", "workers", "output", "threads", "save_steps", "keep", "report_to"),
+    *(
+        "placements",
+        "learning_rates",
+        "learning_rates_of",
+        "seeds",
+        "workers",
+        "output",
+        "threads",
+        "save_steps",
+        "keep",
+        "report_to",
+    ),
     *("probe_every", "probes"),
 }
 
 
 def compare(
-    settings: CompareSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: CompareSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed; returns results.csv's rows, the trials in their order.
 
@@ -56,7 +76,7 @@ def compare(
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
     if resume and run_folder.in_use(folder):
-        refuse_changes(folder, settings.to_dict())
+        refuse_changes(folder, settings.to_dict(), FREE)
     if launched()[1] > 1:
         raise UserError(
             f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, for compare starts its own: see --workers; "
@@ -67,6 +87,7 @@ def compare(
         plan = check(trial)
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
+            refuse_another_trial(trial)
     _, tokenizer = prepare_blocks(
         settings.corpus,
         settings.tokenizer,
@@ -81,38 +102,6 @@ def compare(
         return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
 
 
-def refuse_changes(folder: Path, given: dict[str, Any], free: Collection[str] = FREE) -> dict[str, Any]:
-    """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
-    path = folder / "study.yaml"
-    if not path.is_file():
-        raise UserError(f"output: {str(folder)!r} holds no study to resume (study.yaml is missing)")
-    stored = run_folder.read_yaml(path).get("settings")
-    if not isinstance(stored, dict):
-        raise UserError(f"{str(path)!r}: the field 'settings' is missing")
-    for name, value in given.items():
-        if value == "auto" and name in ("precision", "compile"):
-            continue  # decided when the study began
-        if name not in free and name in stored and stored[name] != value:
-            others = ", ".join(sorted(set(free) - {"output"}))
-            raise UserError(
-                f"{name}: {value!r} differs from the study's {stored[name]!r} (allowed with --resume: the same, or "
-                f"another of {others}; else another --output)"
-            )
-    return {**stored, **{k: v for k, v in given.items() if v != "auto" or k not in ("precision", "compile")}}
-
-
-def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
-    try:
-        stored = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if stored != json.loads(json.dumps(plan.to_dict())):
-        raise UserError(
-            f"placements: {placement!r} is not what it was when its trial in {str(folder)!r} was trained (allowed with "
-            "--resume: the same; else another --output, or --overwrite)"
-        )
-
-
 def alike(
     settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, PretrainSettings]]:
@@ -125,8 +114,8 @@ def alike(
     if not speed.is_open(settings):
         return settings.to_dict(), trials
     first = next(iter(trials.values()))
-    if (path := Path(settings.output) / "study.yaml").is_file():  # resumed, perhaps from before there was a choice
-        stored = run_folder.read_yaml(path).get("settings") or {}
+    if has_study(folder := Path(settings.output)):  # resumed, perhaps from before there was a choice
+        stored = read_study(folder)["settings"]
         found = {name: stored.get(name, before) for name, before in SPEED_BEFORE.items()}
     else:
         config = backbone_config(first, vocab_size=vocab_size)
@@ -136,7 +125,7 @@ def alike(
             training_arguments(first).device,
         )
         found = {"precision": choice.precision, "compile": choice.compile}
-        run_folder.write_json(Path(settings.output) / "speed.json", choice.to_dict())
+        run_folder.write_json(folder / "speed.json", choice.to_dict())
     return {**settings.to_dict(), **found}, {name: replace(trial, **found) for name, trial in trials.items()}
 
 
@@ -166,7 +155,7 @@ def run_study(
         "version": run_folder.environment(0)["versions"].get("lamina"),
         "created": created,
     }
-    run_folder.write_yaml(folder / "study.yaml", {**study, "settings": decided})
+    write_study(folder, {**study, "settings": decided})
     results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}
     todo = {t: s for t, s in trials.items() if t not in results}
     progress = _Progress(todo, done=len(results), show=bar)

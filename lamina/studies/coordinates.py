@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from lamina.errors import UserError
 from lamina.modeling.building import build, make_plan
+from lamina.studies.record import has_study, refuse_changes, write_study
 from lamina.studies.width_settings import CoordCheckSettings
 from lamina.training import folder as run_folder
 from lamina.training.checks import backbone_config, check
@@ -44,7 +44,7 @@ FREE = {"output", "seeds", "threads", "tolerance"}  # what a resumed check may c
 
 
 def coord_check(
-    settings: CoordCheckSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: CoordCheckSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> Frame:
     """Run the check and leave its folder; returns ``slopes``' rows. The verdict is in result.json.
 
@@ -57,8 +57,8 @@ def coord_check(
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
     given = asdict(settings)
-    if resume and (folder / "study.yaml").is_file():
-        _refuse_changes(folder, given)
+    if resume and has_study(folder):
+        refuse_changes(folder, given, FREE, "check")
     runs = settings.runs()
     for width in settings.all_widths:
         check(runs[width, settings.all_seeds[0]])
@@ -74,7 +74,7 @@ def coord_check(
         run_folder.write_json(folder / "environment.json", run_folder.environment(0))
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = {"kind": "coord-check", "command": settings.command(), "created": created}
-        run_folder.write_yaml(folder / "study.yaml", {**header, "settings": given})
+        write_study(folder, {**header, "settings": given})
         table = _read(folder) if used else pd.DataFrame(columns=list(COLUMNS))
         done = set(zip(table["width"], table["seed"], strict=True))
         table = table[[pair in runs for pair in zip(table["width"], table["seed"], strict=True)]]
@@ -216,22 +216,14 @@ def _row(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
-        return pd.read_parquet(folder / TABLE)[list(COLUMNS)]
+        table = pd.read_parquet((folder / TABLE).absolute(), page_checksum_verification=True)
+        return table[list(COLUMNS)]
     except (OSError, ValueError, KeyError):
         return pd.DataFrame(columns=list(COLUMNS))
 
 
 def _write(folder: Path, table: Frame) -> None:
     temporary = folder / f".{TABLE}"
-    table.to_parquet(temporary, index=False)
+    # absolute: a relative path with a colon would be a URI; checksums: a flipped bit is known when it is read
+    table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
     temporary.replace(folder / TABLE)
-
-
-def _refuse_changes(folder: Path, given: dict[str, Any]) -> None:
-    stored = run_folder.read_yaml(folder / "study.yaml").get("settings")
-    for name, value in given.items():
-        if name not in FREE and isinstance(stored, dict) and name in stored and stored[name] != value:
-            raise UserError(
-                f"{name}: {value!r} differs from the check's {stored[name]!r} (allowed with --resume: the same, or "
-                f"another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
-            )

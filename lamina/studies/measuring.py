@@ -96,7 +96,7 @@ class Measuring:
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         """Write a probe's frame and figures, then say in result.json that they are there."""
         path = self.folder / f"{probe.name}.parquet"
-        frame.to_parquet(path.with_name(f".{path.name}"), index=False)
+        frame.to_parquet(path.with_name(f".{path.name}").absolute(), index=False)
         os.replace(path.with_name(f".{path.name}"), path)
         error = probe.standard_error()
         self.told[probe.name] = {
@@ -150,6 +150,7 @@ class Measuring:
             "inputs": self._inputs(),
             "settings": self.settings.to_dict(),
             "forwards": self.context.forwards,
+            "warnings": list(self.context.warnings),
             "notes": [n for n in self.context.notes if n not in kept | out | set(self.context.structure.notes)],
             "probes": {name: self.told[name] for name in self.specs if name in self.told}
             | {name: told for name, told in self.told.items() if name not in self.specs},

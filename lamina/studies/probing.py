@@ -17,7 +17,7 @@ FREE = {"probes", "output", "threads", "device"}
 
 
 def probe_folder(
-    settings: ProbeSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: ProbeSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> dict[str, Any]:
     """Measure a checkpoint and leave the folder ``settings.output``; returns what result.json holds.
 

@@ -13,7 +13,8 @@ import torch
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import FREE as COMPARE_FREE
-from lamina.studies.compare import alike, refuse_another_plan, refuse_changes, run_study
+from lamina.studies.compare import alike, run_study
+from lamina.studies.record import refuse_another_plan, refuse_another_trial, refuse_changes
 from lamina.studies.width_settings import TransferSettings
 from lamina.training import folder as run_folder
 from lamina.training.checks import backbone_config, check
@@ -47,7 +48,7 @@ class Rate:
 
 
 def transfer(
-    settings: TransferSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True
+    settings: TransferSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
     """Train the proxy at every rate (and a wider model at those to verify); returns results.csv's rows.
 
@@ -68,6 +69,7 @@ def transfer(
     checked = {width: check(trial) for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
+        refuse_another_trial(trial)
     rates = role_rates(settings)  # a target that cannot be built is known before hours of training
     _, tokenizer = prepare_blocks(
         settings.corpus,
@@ -85,7 +87,7 @@ def transfer(
             results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
-                summary = summarize(pd.read_csv(folder / "results.csv"), settings, rates)
+                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), settings, rates)
                 run_folder.write_json(folder / SUMMARY, summary)
     return results
 
@@ -94,7 +96,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
     """The factor on the learning rate of each kind of weight at the target's width."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
-    check(target)
+    check(target, trained=False)
     config = backbone_config(target)
     scaling = width_scaling_of(target)
     assert scaling is not None
@@ -167,6 +169,8 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
         return "too slow on the proxy, and expected to be"
     if rate.status in ("diverged", "stuck"):
         return "fails on the proxy, and is expected to fail"
+    if rate.status == "short":
+        return "not known: too few steps on the proxy, where its loss still falls"
     if rate.status != "finished":
         return "not known"
     failing = [r.learning_rate for r in rates if _fails(r) and r.learning_rate > rate.learning_rate]
@@ -193,7 +197,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
     """Whether a rate is stable at both widths or fails at both; None where the proxy was not trained at it."""
     status = _status(narrow, wide.learning_rate)
-    if status is None or "failed" in (status, wide.status) or "interrupted" in (status, wide.status):
+    if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None
     return (status == "finished") == (wide.status == "finished")
 
@@ -207,5 +211,5 @@ def _fails(rate: Rate) -> bool:
 
 
 def _severity(status: str) -> int:
-    order = ("finished", "stuck", "diverged", "interrupted", "failed")
+    order = ("finished", "short", "stuck", "diverged", "interrupted", "failed")
     return order.index(status) if status in order else len(order)

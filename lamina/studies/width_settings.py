@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 from lamina.errors import UserError, unknown
 from lamina.studies.settings import command_line, numbers
 from lamina.training.settings import PretrainSettings, RunSettings
+from lamina.values import check_kinds, number, path, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +76,11 @@ class CoordCheckSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
+        check_kinds(self, lists=("widths", "seeds"))
         if len(self.all_widths) < 2:
             raise UserError(f"widths: {self.widths!r} is one width (allowed: two or more, comma-separated)")
-        if not 0 < self.tolerance < math.inf:
-            raise UserError(f"tolerance: {self.tolerance!r} (allowed: a number above 0)")
+        number("tolerance", self.tolerance, 0.0, open_low=True)
+        object.__setattr__(self, "output", path("output", self.output))
         self.runs()
 
     @property
@@ -155,13 +156,12 @@ class TransferSettings(RunSettings):
         if self.base_width not in (None, self.proxy_width):
             raise UserError(f"base_width: {self.base_width!r} is not proxy_width {self.proxy_width} (allowed: none)")
         for name in ("proxy_width", "verify_width", "workers"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UserError(f"{name}: {value!r} is not a whole number of at least 1")
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
         object.__setattr__(self, "base_width", self.proxy_width)
         super().__post_init__()
-        if not 0 <= self.best_margin < math.inf:
-            raise UserError(f"best_margin: {self.best_margin!r} (allowed: a number of at least 0)")
+        number("best_margin", self.best_margin, 0.0)
+        object.__setattr__(self, "output", path("output", self.output))
         if self.num_heads is not None:
             raise UserError(f"num_heads: {self.num_heads!r} (allowed: none; every width keeps the width of a head)")
         if self.proxy_width >= self.target_width:

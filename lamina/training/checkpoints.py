@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -13,22 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lamina import digests
+from lamina.digests import NOT_A_MANIFEST, Entry, listed, settled, sha256, sync
+from lamina.training import replaced
 from lamina.training.distributed import Processes
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
-_NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading an altered one raises
 
 
 def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] = lambda state: True) -> Path | None:
-    """The newest whole checkpoint whose run state is ``admitted``; those that are not whole are named in the log."""
+    """The newest whole checkpoint whose run state is ``admitted``; the log names those that are not whole.
+
+    It also names files in the one found that its manifest does not list: they are not read.
+    """
     for path in reversed(checkpoints(folder)):
         broken = what_is_broken(path)
         if broken is not None:
             logger.warning("%s: %s; going on from the one before", path, broken)
         elif admitted(run_state(path)):
+            if others := digests.strays(path):
+                logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(others[:3]))
             return path
     return None
 
@@ -36,7 +41,7 @@ def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] =
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, whole or not, by step. Raises OSError for a folder that can't be read."""
     there = folder.iterdir() if folder.is_dir() else ()  # glob would find nothing where reading is not allowed
-    return sorted((p for p in there if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
+    return sorted((p for p in there if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -52,31 +57,21 @@ def run_state(path: Path) -> dict[str, Any]:
 def listed_state(path: Path) -> dict[str, Any] | None:
     """A checkpoint's run state if that file is as its manifest lists it, whatever became of the others; else None."""
     try:
-        return run_state(path) if _listed(path)[RUN_STATE][1] == _hash(path / RUN_STATE) else None
-    except (OSError, *_NO_MANIFEST):
+        state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
+        return state if state is not None and state["step"] == step_of(path) else None
+    except (OSError, *NOT_A_MANIFEST):
         return None
 
 
 def what_is_broken(path: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file: missing, cut short or altered. None where it is whole."""
-    try:
-        listed = _listed(path)
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except OSError as error:
-        return f"{MANIFEST}: {error.strerror}"
-    except _NO_MANIFEST:
-        return f"{MANIFEST} is cut short or altered"
-    for name, (size, digest) in listed.items():
-        try:
-            found = (path / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
-            if _hash(path / name) != digest:
-                return f"{name} is altered"
-        except OSError as error:
-            return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}"
-    return None
+    """What is wrong with a checkpoint, naming the file: missing, cut short or altered. None where it is whole.
+
+    One whose folder has another step's name is not whole.
+    """
+    broken = digests.what_is_broken(path)
+    if broken is None and (step := run_state(path)["step"]) != step_of(path):
+        return f"it was taken at step {step}, so it is not what its name says"
+    return broken
 
 
 @contextmanager
@@ -97,10 +92,10 @@ def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
     processes.together(lambda: _seen(path))
     try:
         yield path
-        files = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
-        mine = processes.together(lambda: {f: _settled(path / f) for f in files[processes.rank :: processes.size]})
-        listed = {name: entry for part in processes.everyones(mine) for name, entry in part.items()}
-        processes.by_first(lambda: _publish(path, final, listed))
+        files = digests.files_in(path)
+        mine = processes.together(lambda: {f: settled(path / f) for f in files[processes.rank :: processes.size]})
+        entries = {name: entry for part in processes.everyones(mine) for name, entry in part.items()}
+        processes.by_first(lambda: _publish(path, final, entries))
     except BaseException:
         if processes.first:
             shutil.rmtree(path, ignore_errors=True)  # a full disk needs the room
@@ -110,15 +105,17 @@ def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
 def prune(folder: Path, step: int, keep: int, spared: Callable[[dict[str, Any]], bool] | None = None) -> None:
     """Once checkpoint-STEP is whole, leave ``keep`` up to it, and none after it: those are of a line given up.
 
-    ``spared``: the newest one whose run state it accepts stays, too.
+    ``spared``: the newest one whose run state it accepts stays, too. So does one with another step's name: it is none
+    of this line's, and perhaps the only copy of what it holds.
     """
-    found = checkpoints(folder)
+    found = [path for path in checkpoints(folder) if _of_its_step(path)]
     kept = [p for p in found if step_of(p) <= step][-keep:]
     if spared is not None:
         kept += [p for p in reversed(found) if step_of(p) <= step and _accepts(spared, p)][:1]
     for path in found:
         if path not in kept:
             discard(path)
+    replaced.drop(folder.parent)  # what --overwrite keeps until there is a first checkpoint
 
 
 def discard(path: Path) -> None:
@@ -147,47 +144,17 @@ def _seen(path: Path) -> None:
         raise FileNotFoundError(2, "the output folder is not on a disk that all hosts share", str(path))
 
 
-def _publish(path: Path, final: Path, listed: dict[str, tuple[int, str]]) -> None:
-    manifest = {"checksum": _checksum(listed), "files": listed}
-    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _sync(path / MANIFEST)
-    for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:
-        _sync(folder)
+def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
+    digests.seal(path, entries)
     if final.exists():  # broken, or of a line that was given up: a whole one would have been gone on from
         discard(final)
     os.replace(path, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
-def _listed(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest of a checkpoint's files, by its manifest. Raises one of _NO_MANIFEST where that is altered."""
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    listed = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-    if manifest["checksum"] != _checksum(listed):
-        raise ValueError(f"{MANIFEST} is altered")
-    return listed
-
-
-def _settled(path: Path) -> tuple[int, str]:
-    _sync(path)
-    return path.stat().st_size, _hash(path)
-
-
-def _checksum(listed: dict[str, tuple[int, str]]) -> str:
-    return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
+def _of_its_step(path: Path) -> bool:
+    """False for a folder that was renamed; one whose state can't be read counts as what its name says."""
     try:
-        handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return run_state(path)["step"] == step_of(path)
+    except (OSError, *NOT_A_MANIFEST):
+        return True

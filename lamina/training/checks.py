@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import TrainingArguments
 
+from lamina import digests
 from lamina.data.corpus import changed_since
 from lamina.data.mix import parse_mix
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, recommended
+from lamina.modeling.memory import refuse_beyond_memory
 from lamina.modeling.modeling_lamina import check_head
 from lamina.placements import Plan
 from lamina.probes import registry
@@ -25,6 +28,7 @@ from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.compiling import missing_compiler
 from lamina.training.experts import choose, find_routers
+from lamina.training.folder import was_written
 from lamina.training.groups import check_optimizer, width_scaling_of
 from lamina.training.resuming import known_of, plan_digest
 from lamina.training.settings import PretrainSettings
@@ -39,8 +43,11 @@ SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than the
 BEFORE = {**SPEED_BEFORE, "streaming": False, "shuffle_buffer": PretrainSettings.shuffle_buffer}
 
 
-def check(settings: PretrainSettings, processes: int = 1) -> Plan:
-    """The plan, with everything that can be known wrong before the corpus is read. Raises UserError."""
+def check(settings: PretrainSettings, processes: int = 1, *, trained: bool = True) -> Plan:
+    """The plan, with everything that can be known wrong before the corpus is read. Raises UserError.
+
+    ``trained``: whether this machine trains the model as it is, so that it has to fit into its memory.
+    """
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
@@ -63,12 +70,40 @@ def check(settings: PretrainSettings, processes: int = 1) -> Plan:
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
     with torch.device("meta"):
         few = resolve_backbone(config, num_layers=len(kinds))
-        build(few, replace(plan, layers=kinds), init="normal", width_scaling=scaling)
+        small = build(few, replace(plan, layers=kinds), init="normal", width_scaling=scaling)
+    if trained:
+        _check_memory(settings, config.num_hidden_layers, small, arguments, processes)
     if settings.expert_balance in ("bias", "loss"):
         with torch.device("meta"):
             model = build(config, plan, init="normal")
         choose(settings.expert_balance, find_routers(model))
     return plan
+
+
+def _check_memory(
+    settings: PretrainSettings, num_layers: int, small: Any, arguments: TrainingArguments, processes: int
+) -> None:
+    """Raise UserError where the blocks alone, or the states that enter them, do not fit. A lower bound of what is used.
+
+    ``small``: the model with fewer layers, on the meta device.
+    """
+    config = small.config.get_text_config()
+    device = "cuda" if arguments.device.type == "cuda" else "cpu"
+    parts = processes if settings.parallel == "fsdp2" else 1
+    weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
+    weights = weights * num_layers // config.num_hidden_layers // parts
+    copies = 4 if str(arguments.optim).startswith("adamw_torch") else 2  # itself, its gradient, AdamW's two averages
+    states = settings.batch_size // processes * settings.sequence_length * config.hidden_size * num_layers
+    refuse_beyond_memory(
+        "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device
+    )
+    refuse_beyond_memory(
+        "batch_size, sequence_length",
+        f"the backward pass of {settings.batch_size // processes} × {settings.sequence_length} tokens through "
+        f"{num_layers} blocks takes",
+        2.0 * states,
+        device,
+    )
 
 
 def check_sharded(settings: PretrainSettings) -> None:
@@ -130,14 +165,15 @@ def merge(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 def refuse_changes(folder: Path, plan: Plan, settings: PretrainSettings, fingerprint: str) -> None:
     """Raise UserError where the text or the placement is not what it was when the run in ``folder`` began."""
     known = known_of(folder)
-    stored = known.get("text", _stored(folder / DATA).get("fingerprint"))
+    text = {"corpus": settings.corpus, "fingerprint": fingerprint}
+    stored = known["text"] if "text" in known else _stored(folder / DATA, text).get("fingerprint")
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run in "
             f"{str(folder)!r} began{_changed(settings.corpus, folder / DATA)} (allowed with --resume: the same text; "
             "else another --output, or --overwrite)"
         )
-    before = _stored(folder / "plan.json")
+    before = {} if "plan" in known else _stored(folder / "plan.json", plan.to_dict())
     same = (
         before == json.loads(json.dumps(plan.to_dict())) if "plan" not in known else known["plan"] == plan_digest(plan)
     )
@@ -157,7 +193,15 @@ def _changed(corpus: str, noted: Path) -> str:
     return f"; changed since: {', '.join(found[:3])}{', ...' * (len(found) > 3)}" if found else ""
 
 
-def _stored(path: Path) -> dict[str, Any]:
+def _stored(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """What a file of the run holds; of a damaged one ``now``, if that is what was written. Raises UserError if not."""
+    if words := digests.differs(path):
+        if was_written(path, now):
+            return json.loads(json.dumps(now))
+        raise UserError(
+            f"{str(path)!r} {words}, and it did not hold what this run would write (allowed with --resume: the same "
+            "text and placement; else another --output, or --overwrite)"
+        )
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import json
+import logging
 import math
 import os
 import platform
+import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -15,35 +20,60 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import yaml
 
+from lamina import digests
 from lamina.errors import UserError
+from lamina.training import replaced
+from lamina.values import path
+from lamina.yaml_files import read_mapping
 
-LOCK = ".lock"
+logger = logging.getLogger(__name__)
+
+
 ENVIRONMENT = "environment.json"
+Resume: TypeAlias = bool | Literal["auto"]
+"""Whether to go on with what a folder holds; "auto": if it holds something, else to begin."""
+# What a kill leaves half written, under names that nothing reads.
+_DRAFTS = (
+    ".gone-*",
+    ".model-draft",
+    "checkpoints/.draft-*",
+    "checkpoints/.gone-*",
+    "layers/.part-*",
+    "probes/*/.part-*",
+)
 
 
 def in_use(folder: Path) -> bool:
     """Whether the folder holds anything but a lock, or the first file of a run that was killed before it had a name."""
     return folder.is_dir() and any(
-        child.name != LOCK and not child.name.startswith(f".{ENVIRONMENT}.") for child in folder.iterdir()
+        child.name not in replaced.APART and not child.name.startswith((f".{ENVIRONMENT}.", f".{digests.LEDGER}."))
+        for child in folder.iterdir()
     )
 
 
-def refuse(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raise UserError, changing nothing, where ``claim`` would."""
+def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
+    """Raise UserError, changing nothing, where ``claim`` would.
+
+    Where a kill has left a folder whose old content was moved aside for --overwrite, that is settled first.
+    """
+    if resume not in (True, False, "auto"):
+        raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
         raise UserError("resume and overwrite contradict each other (allowed: one of them)")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output: {str(folder)!r} is a file, not a folder")
+    writable("output", folder)
+    recover(folder)
     if not in_use(folder):
+        if resume is True:
+            raise nothing_to_resume(folder)
         return
     if not (resume or overwrite):
         raise UserError(
             f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, --resume to go on with "
-            "what is there, --overwrite to delete it)"
+            "what is there, --overwrite to replace it)"
         )
     if not _is_ours(folder):
         # Neither deletes nor mixes with somebody's own files: many programs keep a config.yaml.
@@ -53,26 +83,73 @@ def refuse(folder: Path, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def claim(folder: Path, *, resume: bool, overwrite: bool) -> bool:
-    """Make ``folder`` ours to write into; True where it holds something to resume.
+def writable(name: str, folder: Path) -> None:
+    """Raise UserError, making nothing, where ``folder`` is no folder to write into and can't be made one."""
+    path(name, folder)
+    for place in (folder, *folder.absolute().parents):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except FileNotFoundError:
+            if place.is_symlink():
+                raise UserError(f"{name}: {str(place)!r} is a link to nothing (allowed: a folder)") from None
+            continue
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                continue  # the file is among the parents
+            raise UserError(f"{name}: {str(folder)!r}: {error.strerror} (allowed: a folder)") from None
+        if not is_folder:
+            raise UserError(f"{name}: {str(place)!r} is a file, not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{name}: {str(place)!r} may not be written into (allowed: a folder that may)")
+        return
+
+
+def nothing_to_resume(folder: Path) -> UserError:
+    """The error for --resume where nothing was begun."""
+    return UserError(
+        f"output: {str(folder)!r} holds nothing to resume (allowed: the folder of what was begun; --resume=auto to "
+        "begin where there is nothing yet)"
+    )
+
+
+def claim(folder: Path, *, resume: Resume, overwrite: bool) -> bool:
+    """Make ``folder`` ours to write into; True where it holds something to resume. Call it in ``lock``.
+
+    With ``overwrite`` what it holds is moved aside until what replaces it stands (see ``lamina.training.replaced``).
+    From now on a ledger says what its files hold (see ``lamina.digests``).
 
     Raises UserError where it holds something and neither ``resume`` nor ``overwrite`` was given, or what it holds isn't
-    Lamina's, or it is no folder.
+    Lamina's, or it is no folder, or there is nothing to resume.
     """
     refuse(folder, resume=resume, overwrite=overwrite)
     used = in_use(folder)
     if used and overwrite:
-        # the file by which the folder is known as ours goes last, so that a kill leaves one that can be overwritten
-        for child in sorted(folder.iterdir(), key=lambda child: child.name == ENVIRONMENT):
-            if child.name == LOCK:
-                continue
-            if child.is_dir() and not child.is_symlink():
-                shutil.rmtree(child)
-            else:
-                child.unlink()
+        replaced.set_aside(folder)
         used = False
     folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    if broken := digests.begin(folder):
+        logger.warning("%s: %s, so what was written before is not checked by it", folder, broken)
     return used
+
+
+def recover(folder: Path) -> None:
+    """Where --overwrite was killed: put back what it was to replace, or delete that where the new content stands.
+
+    Does nothing while another process works in the folder.
+    """
+    if replaced.is_aside(folder):
+        with contextlib.suppress(UserError), lock(folder):
+            pass  # it is done by whoever gets the lock
+
+
+def _sweep(folder: Path) -> None:
+    for pattern in _DRAFTS:
+        for draft in folder.glob(pattern):
+            shutil.rmtree(draft, ignore_errors=True) if draft.is_dir() else draft.unlink(missing_ok=True)
+    for draft in folder.glob(".*"):
+        if re.fullmatch(r"\..+\.\d+", draft.name) and draft.is_file():  # write_text's
+            draft.unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -80,23 +157,45 @@ def _is_ours(folder: Path) -> bool:
         data = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
         return "lamina" in data["versions"]
     except (OSError, ValueError, KeyError, TypeError):
-        return any(folder.glob("checkpoints/checkpoint-*/manifest.json"))  # the file may be what was damaged
+        from lamina.training.sealed import is_sealed
+
+        # the file may be what was damaged
+        by_study = is_sealed(folder / "study.yaml") or is_sealed(folder / ".study.yaml")
+        return (
+            by_study
+            or (folder / digests.LEDGER).is_file()
+            or any(folder.glob("checkpoints/checkpoint-*/manifest.json"))
+        )
 
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Hold the folder: two processes in one would overwrite each other's files. Waits for up to ``wait`` seconds.
 
-    Raises UserError where another process holds it. Does nothing on a system without such locks.
+    What --overwrite moved aside is settled when the folder is taken (after a kill) and when it is left.
+
+    Raises UserError where another process holds it. On a system without such locks it holds nothing.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _flock(folder, wait):
+        replaced.settle(folder, failed=True)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            replaced.settle(folder, failed=failed)
+
+
+@contextmanager
+def _flock(folder: Path, wait: float) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + wait
-    with (folder / LOCK).open("w") as file:
+    with (folder / replaced.LOCK).open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,21 +221,31 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: to a temporary name, brought to the disk, then renamed. Raises OSError."""
+    """Write a file whole or not at all: to a temporary name, brought to the disk, then renamed. Raises OSError.
+
+    The ledger of its folder, if there is one, says what it holds.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
-        os.replace(temporary, path)
+        temporary.write_text(text, encoding="utf-8")
+        digests.replace(temporary, path)  # brought to the disk: else a power cut can leave an empty file under the name
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON; NaN and infinities become null, so that any reader takes it."""
-    write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n")
+    write_text(path, _json(data))
+
+
+def was_written(path: Path, data: Any) -> bool:
+    """Whether ``write_json`` wrote these data to a file, by its ledger: the file itself may be damaged."""
+    text = _json(data).encode()
+    return digests.entries(path.parent).get(path.name) == (len(text), hashlib.sha256(text).hexdigest())
+
+
+def _json(data: Any) -> str:
+    return json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
@@ -146,15 +255,7 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{str(path)!r}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{str(path)!r}: not readable as YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{str(path)!r}: a YAML mapping is needed, not {type(data).__name__}")
-    return data
+    return read_mapping(path)
 
 
 def finite(data: Any) -> Any:
@@ -167,9 +268,13 @@ def finite(data: Any) -> Any:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """A run's result.json, or None where the run has not ended (or the file is not whole)."""
+    """A run's result.json, or None where the run has not ended (or the file is not what was written, which is said)."""
+    path = folder / "result.json"
+    if words := digests.differs(path):
+        logger.warning("%s %s: it is not believed", path, words)
+        return None
     try:
-        data = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and "status" in data else None
@@ -188,6 +293,7 @@ def environment(seed: int) -> dict[str, Any]:
         "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
         "seed": seed,
         "git_revision": git_revision(),
+        "digests": digests.LEDGER,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 

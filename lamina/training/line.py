@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from lamina import digests
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.data.mixed_blocks import MixedBlocks
@@ -27,6 +28,7 @@ from lamina.training.checkpoints import run_state, step_of
 from lamina.training.checks import backbone_config
 from lamina.training.distributed import Processes
 from lamina.training.experts import ExpertBalance
+from lamina.training.falling import read_metrics, still_falling
 from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.order import TrainOrder
@@ -87,6 +89,7 @@ class Line:
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first, logged = crew.first, int(state["logged_step"]) if state else 0
+        files, records = (state.get("files"), state.get("records")) if state else (None, None)
         train: Any = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
         order = TrainOrder(
             len(train),
@@ -108,8 +111,8 @@ class Line:
                 if part.get("epochs", 0) > 1:
                     logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
         self.recorder = RunRecorder(
-            metrics=MetricsWriter(target, resumed_step, returns, logged) if first else NoWriter(),
-            layers=LayersWriter(target, resumed_step) if first else NoWriter(),
+            metrics=MetricsWriter(target, resumed_step, returns, logged, records) if first else NoWriter(),
+            layers=LayersWriter(target, resumed_step, files) if first else NoWriter(),
             guard=self.guard,
             monitor_ids=monitor_ids,
             tokens_per_step=tokens_per_step,
@@ -123,7 +126,7 @@ class Line:
             self.recorder.take_up(state["evaluations"])
         probing = None
         if settings.probe_every and first:
-            probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step)
+            probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step, files)
 
         def on_checkpoint() -> dict[str, Any]:
             self.recorder.before_checkpoint()
@@ -131,6 +134,9 @@ class Line:
             return {
                 "rollbacks": len(rollbacks.done),
                 "evaluations": self.recorder.evaluations(),
+                "returns": rollbacks.to_list(),
+                "records": self.recorder.metrics.known(),
+                "files": digests.entries(target),
                 **({"stream": train.state_dict(upto)} if settings.streaming else {}),
                 **identity(settings, self.plan, blocks.stats.fingerprint),
             }
@@ -188,6 +194,14 @@ class Line:
             return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
         entropy = self.blocks.stats.unigram_entropy
         if recorder.best_eval > entropy - settings.stuck_margin:
+            falling = still_falling(
+                read_metrics(Path(settings.output)), settings.steps, entropy + settings.stuck_margin
+            )
+            if falling is not None:
+                return "short", (
+                    f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
+                    f"is not {settings.stuck_margin:g} nats below the corpus' unigram entropy of {entropy:.3f} yet"
+                )
             return "stuck", (
                 f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
                 f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"

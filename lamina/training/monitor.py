@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lamina.errors import UserError
 from lamina.modeling.initialization import weights
 from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm, Residual
 from lamina.training.compiling import uncompiled
 
 Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
+TOP = 100  # as many of the largest |x| as Peri-LN's Figure 11 shows
 
 
 class GradientNorms:
@@ -25,6 +27,7 @@ class GradientNorms:
     """
 
     def __init__(self, model: nn.Module):
+        _base(model)
         keys: dict[tuple[int, str, str], int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
@@ -74,43 +77,77 @@ class GradientNorms:
 
 def state_statistics(x: torch.Tensor) -> torch.Tensor:
     """Variance and mean over all elements, mean |x|, largest |x| of a state [batch, tokens, hidden_size]."""
+    return _statistics(x)[0]
+
+
+def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
+    """The ``count`` largest |x| of a state [batch, tokens, hidden_size] (all, where it has fewer), largest first.
+
+    NaN counts as the largest. Does not wait for the device.
+    """
+    return _statistics(x, count)[1]
+
+
+def _statistics(x: torch.Tensor, count: int = TOP) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.detach().float()
-    magnitude = x.abs()
-    return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
+    magnitude = x.abs().flatten(0, -2)
+    peaks = magnitude.amax(-1)
+    statistics = torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), peaks.max()])
+    # the largest lie in the tokens with the largest peaks, so that only those tokens' elements are sorted
+    values = magnitude[peaks.topk(min(count, len(peaks))).indices].flatten()
+    return statistics, values.topk(min(count, len(values))).values
 
 
-def hidden_state_rows(model: nn.Module, input_ids: torch.Tensor, step: int) -> list[Row]:
-    """The statistics of x^0 and of the stream after every sub-layer, for one batch of token ids [batch, tokens].
+def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
+    """The statistics of x^0 and of the stream after every sub-layer, for one batch, and the largest |x| of them all.
 
-    Runs the model in evaluation mode without gradients, uncompiled; leaves its mode as it was.
+    ``inputs`` is what the model is called with, or its main input alone: token ids [batch, tokens], pixel values
+    [batch, channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is
+    sharded in bfloat16, in float32; leaves its mode as it was.
+
+    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
+    sequence's tokens and channels) of x^0 and of the streams behind every sub-layer together, in row ``index`` 0 the
+    largest. One element that stays large through several sub-layers counts in each of them.
     """
     base = _base(model)
+    if isinstance(inputs, torch.Tensor):
+        inputs = {base.main_input_name: inputs}
     found: dict[tuple[int, str], torch.Tensor] = {}
+    top: list[torch.Tensor] = []
+
+    def see(key: tuple[int, str], x: torch.Tensor) -> None:
+        found[key], largest = _statistics(x)
+        top.append(largest)
+
     handles = []
     for index, block in enumerate(base.layers):
         for name in ("attention", "feed_forward"):
-            handles.append(getattr(block, name).register_forward_hook(_recorder(found, (index, name))))
-    handles.append(base.layers[0].register_forward_pre_hook(_first_recorder(found)))
+            residual: Residual = getattr(block, name)
+            handles.append(residual.register_forward_hook(lambda m, args, out, key=(index, name): see(key, out)))
+    handles.append(base.layers[0].register_forward_pre_hook(lambda m, args: see((-1, "block"), args[0])))
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), uncompiled(base):
             if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must be here
-                model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+                model(**inputs, use_cache=False, logits_to_keep=1)
             else:
-                base(input_ids=input_ids, use_cache=False)
+                base(**inputs, use_cache=False)
     finally:
         model.train(was_training)
         for handle in handles:
             handle.remove()
+    values = torch.cat(top)
+    largest = values.topk(min(TOP, len(values))).values
+    flat = torch.cat([torch.stack(list(found.values())).flatten(), largest]).tolist()  # one wait for the device
     rows: list[Row] = []
-    values = torch.stack(list(found.values())).tolist()
-    for (layer, sublayer), statistics in zip(found, values, strict=True):
+    for number, (layer, sublayer) in enumerate(found):
         rows += [
-            (step, layer, sublayer, "all", 0, metric, value)
-            for metric, value in zip(STATE_METRICS, statistics, strict=True)
+            (step, layer, sublayer, "all", 0, metric, flat[number * len(STATE_METRICS) + place])
+            for place, metric in enumerate(STATE_METRICS)
         ]
-    return rows
+    top_values = flat[len(found) * len(STATE_METRICS) :]
+    return rows + [(step, -1, "model", "all", rank, "hidden_top_abs", value) for rank, value in enumerate(top_values)]
 
 
 def gain_rows(model: nn.Module, step: int) -> list[Row]:
@@ -159,20 +196,11 @@ def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, torch.Tensor]]:
 
 
 def _base(model: nn.Module) -> LaminaModel:
-    base = model if isinstance(model, LaminaModel) else model.model
-    assert isinstance(base, LaminaModel)
+    """The backbone of a Lamina model. Raises UserError for another model."""
+    base = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
+    if not isinstance(base, LaminaModel):
+        raise UserError(
+            f"layer monitor: {type(model).__name__} is no Lamina model (allowed: one that lamina.build "
+            "makes or lamina convert writes; lamina.probe measures any transformers model)"
+        )
     return base
-
-
-def _recorder(found: dict[tuple[int, str], torch.Tensor], key: tuple[int, str]):
-    def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        found[key] = state_statistics(output)
-
-    return hook
-
-
-def _first_recorder(found: dict[tuple[int, str], torch.Tensor]):
-    def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        found[-1, "block"] = state_statistics(args[0])
-
-    return hook

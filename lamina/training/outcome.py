@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
 from lamina.training.recorder import RunRecorder, safe_exp
+from lamina.training.series import spike_columns
 from lamina.training.settings import PretrainSettings, Status
 
 
@@ -35,12 +37,14 @@ def outcome(
     init = recommended(plan) if settings.init == "recommended" else settings.init
     init = init if settings.from_model is None else "checkpoint"
     mix = recorder.mix(steps)
+    spikes = recorder.processes.by_first(lambda: spike_columns(Path(settings.output)))
     return {
         "status": status,
         "eval_loss": loss,
         "perplexity": safe_exp(loss),
         "bits_per_byte": bits_per_byte_of(loss, blocks.stats),
         "unigram_entropy": blocks.stats.unigram_entropy,
+        **spikes,
         "tokens": tokens,
         "steps": steps,
         "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,

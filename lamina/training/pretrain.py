@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from lamina import digests
 from lamina.data import Blocks, prepare_blocks, stream_blocks
 from lamina.errors import UserError
 from lamina.training import folder as run_folder
@@ -27,7 +28,8 @@ from lamina.training.distributed import GONE, Processes, lost_another, parallel_
 from lamina.training.guard import Diverged
 from lamina.training.line import Line, is_good
 from lamina.training.outcome import outcome
-from lamina.training.resuming import stored_settings
+from lamina.training.replaced import ENDED
+from lamina.training.resuming import result_to_keep, stored_settings
 from lamina.training.rollback import Rollbacks
 from lamina.training.settings import PretrainSettings
 from lamina.training.sharding import full_state, is_sharded, own_class
@@ -38,7 +40,9 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 30.0  # for a worker of a killed study that still writes its checkpoint
 
 
-def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: bool = False, bar: bool = True) -> dict:
+def pretrain(
+    settings: PretrainSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
+) -> dict:
     """Train a model from scratch and leave the run's folder; returns what result.json holds.
 
     A run that diverges, sticks or is interrupted ends with that status, not with an exception. With ``resume`` a folder
@@ -55,7 +59,7 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
     with processes(device_of(settings), parallel_of(settings)) as crew:
         bar = bar and crew.first
         settings, done = crew.by_first(lambda: _settled(settings, crew, resume=resume, overwrite=overwrite))
-        if done is not None and done["status"] in ("finished", "stuck", "diverged"):
+        if done is not None and done["status"] in ENDED:
             return done
         crew.together(lambda: check(settings, crew.size))
         # before the folder is touched: the corpus may be unreadable
@@ -66,27 +70,34 @@ def pretrain(settings: PretrainSettings, *, resume: bool = False, overwrite: boo
             return _recorded(settings, blocks, tokenizer, crew, before, resume=used, bar=bar)
 
 
-def _settled(settings: PretrainSettings, crew: Processes, *, resume: bool, overwrite: bool) -> tuple[Any, Any]:
+def _settled(
+    settings: PretrainSettings, crew: Processes, *, resume: run_folder.Resume, overwrite: bool
+) -> tuple[Any, Any]:
     """The settings with those of the run to resume, and the result that it has already."""
     settings = source.settled(settings)
     target = Path(settings.output)
     run_folder.refuse(target, resume=resume, overwrite=overwrite)
-    if resume and (stored := stored_settings(target, FREE)) is not None:
+    stored = stored_settings(target, FREE) if resume else None
+    if stored is not None:
         settings = PretrainSettings.from_dict(merge(stored, settings.to_dict()))
+    elif resume is True:
+        raise run_folder.nothing_to_resume(target)
     check(settings, crew.size)
     if crew.size > 1 and crew.parallel == "fsdp2":
         check_sharded(settings)
-    return settings, run_folder.read_result(target) if resume else None
+    return settings, result_to_keep(target) if resume else None
 
 
-def _claim(held: ExitStack, settings: PretrainSettings, blocks: Blocks, *, resume: bool, overwrite: bool) -> bool:
+def _claim(
+    held: ExitStack, settings: PretrainSettings, blocks: Blocks, *, resume: run_folder.Resume, overwrite: bool
+) -> bool:
     target = Path(settings.output)
     plan = source.plan_of(settings, backbone_config(settings).num_hidden_layers)
     if resume:
         refuse_changes(target, plan, settings, blocks.stats.fingerprint)
     held.enter_context(run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0))
     used = run_folder.claim(target, resume=resume, overwrite=overwrite)
-    (target / "result.json").unlink(missing_ok=True)
+    digests.remove(target / "result.json")
     run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
     run_folder.write_yaml(target / "config.yaml", settings.to_dict())
     run_folder.write_json(target / "plan.json", plan.to_dict())
@@ -111,6 +122,7 @@ def _recorded(
         result["seconds"] = round(seconds + time.monotonic() - began, 2)
         if crew.first:
             run_folder.write_json(target / "result.json", result)
+            digests.rewrite(target)  # now it ends with no file that a kill could have kept from its place
         return result
 
     try:
@@ -168,7 +180,7 @@ def _run(
         del line
         gc.collect()
     status, reason = ended
-    if status in ("finished", "stuck"):
+    if status in ENDED and status != "diverged":
         _save(line.model, tokenizer, target / "model", crew)
     result = outcome(settings, status, reason, line.trainer, line.recorder, blocks, line.model, line.plan)
     return {**result, "rollbacks": rollbacks.to_list()}
@@ -209,7 +221,13 @@ def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
         with own_class(model):
             model.save_pretrained(draft, state_dict=state)
         tokenizer.save_pretrained(draft)
-        shutil.rmtree(folder, ignore_errors=True)
+        digests.seal(draft)
+        digests.note(folder / digests.MANIFEST, digests.entry_of(draft / digests.MANIFEST))
+        gone = folder.with_name(".gone-model")
+        shutil.rmtree(gone, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, gone)
         os.replace(draft, folder)
+        shutil.rmtree(gone, ignore_errors=True)
 
     crew.by_first(write)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from lamina.training.distributed import Processes
 from lamina.training.guard import Diverged, DivergenceGuard
-from lamina.training.monitor import Row, gain_rows, hidden_state_rows
+from lamina.training.monitor import TOP, Row, gain_rows, hidden_state_rows
+from lamina.training.orphans import orphaned
 from lamina.training.trainer import LaminaTrainer
 from lamina.training.writers import LayersWriter, MetricsWriter, NoWriter
 
@@ -53,7 +53,6 @@ class RunRecorder(TrainerCallback):
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
         self._logged = (0, 0.0)
-        self._parent = multiprocessing.parent_process()
         self._flushed = time.monotonic()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -77,7 +76,7 @@ class RunRecorder(TrainerCallback):
             self._since = None
         if self.bar is not None:
             self.bar.update(1)
-        if self._parent is not None and not self._parent.is_alive():
+        if orphaned():
             self.interrupted = "the study that started it is gone"
         if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
@@ -100,7 +99,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-        assert self.trainer is not None
+        self._take_series()
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
 
@@ -128,14 +127,27 @@ class RunRecorder(TrainerCallback):
             self.evaluated_step, self.last_eval = int(step), last
         self.best_eval = min(self.best_eval, best)
 
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._take_series()
+
+    def _take_series(self) -> None:
+        """Record the loss and the gradient norm of each step since the last time; all processes at the same step."""
+        assert self.trainer is not None
+        assert self.trainer.series is not None
+        self.layers.add(self.trainer.series.rows())
+
     def before_checkpoint(self) -> None:
         """Bring to the disk what a run that goes on from the checkpoint will not record again."""
+        self._take_series()
         self.layers.flush()
         self.metrics.sync()
 
     def record_divergence(self, diverged: Diverged) -> None:
         """Keep what was seen at the step that ended the run: it is what one wants to look at."""
         assert self.trainer is not None
+        assert self.trainer.series is not None
+        self.trainer.series.end_step(diverged.step)  # that of the step which was not ended
+        self._take_series()
         self.layers.add(self.trainer.layer_rows)
         tokens = diverged.step * self.tokens_per_step
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
@@ -161,8 +173,9 @@ class RunRecorder(TrainerCallback):
             self.layers.flush()
             self._flushed = time.monotonic()
         if self.track_layers:
+            rows = [row for row in rows if row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1)]  # its band's edges
             logs = {
-                f"layers/{metric}/{layer:04d}.{sub}.{role}" + (f"{index:03d}" if role == "expert" else ""): v
+                f"layers/{metric}/{layer:04d}.{sub}.{role}" + (f"{index:03d}" if role == "expert" or index else ""): v
                 for _, layer, sub, role, index, metric, v in rows
             }
             handler, trainer = self.trainer.callback_handler, self.trainer

@@ -10,10 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lamina import digests
 from lamina.errors import UserError
 from lamina.placements import Plan
 from lamina.training.checkpoints import checkpoints, listed_state, newest_checkpoint, run_state, what_is_broken
-from lamina.training.folder import read_yaml
+from lamina.training.folder import read_result, read_yaml
+from lamina.training.replaced import ENDED
 from lamina.training.rollback import FILE, Rollbacks
 from lamina.training.settings import PretrainSettings
 
@@ -67,7 +69,38 @@ def stored_settings(folder: Path, free: set[str]) -> dict[str, Any] | None:
                 f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with {value!r} "
                 "(allowed with --resume: that; was the file edited?)"
             )
+    if words := digests.differs(path):
+        if not known:
+            raise UserError(
+                f"{str(path)!r} {words}, and no checkpoint holds the run's settings (allowed: the file as it was; "
+                "--overwrite to begin again)"
+            )
+        _say(f"{str(path)!r} {words}; the settings are taken from {known['checkpoint']}")
+        return known["settings"]
     return {**settings, **stored}
+
+
+def result_to_keep(folder: Path) -> dict[str, Any] | None:
+    """The result of a run that has ended and is as it was written; None where there is something to go on with or mend.
+
+    The log names every file that is not as it was written and is not said of where it is read.
+    """
+    result = read_result(folder)
+    ended = result is not None and result["status"] in ENDED
+    said = () if ended else ("config.yaml", "rollbacks.json", "metrics.jsonl", "layers/", "probes/", "result.json")
+    for line in digests.differences(folder):
+        if not line.startswith(said):
+            logger.warning("%s: %s", folder, line)
+    if result is not None and ended and (model := folder / "model").is_dir():
+        try:
+            digests.refuse_damaged(model)
+        except UserError as error:
+            logger.warning("%s; it is written again from the last checkpoint", str(error).partition(" (allowed")[0])
+            return {**result, "status": "interrupted"}
+    elif result is not None and ended and digests.differs(folder / "model" / digests.MANIFEST):
+        logger.warning("%s: the model is missing; it is written again from the last checkpoint", folder)
+        return {**result, "status": "interrupted"}
+    return result
 
 
 def go_on_from(folder: Path, rollbacks: Rollbacks) -> Path | None:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lamina import digests
 from lamina.errors import UserError
-from lamina.training.folder import write_json
+from lamina.training.checkpoints import checkpoints, listed_state
+from lamina.training.folder import was_written, write_json
 from lamina.training.order import Jump, ahead
 
+logger = logging.getLogger(__name__)
+
 FILE = "rollbacks.json"
+
+
+def _restore(path: Path) -> None:
+    """Write the file again from the checkpoint that knows what it held. Raises ValueError where none does."""
+    for checkpoint in reversed(checkpoints(path.parent / "checkpoints")):
+        state = listed_state(checkpoint) or {}
+        if "returns" in state and was_written(path, state["returns"]):
+            logger.warning("%s is altered or missing: written again from %s", path, checkpoint.name)
+            write_json(path, state["returns"])
+            return
+    raise ValueError("no checkpoint knows it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +62,14 @@ class Rollbacks:
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """Those that a folder's run has made so far. Raises UserError where the file is cut short or altered."""
+        """Those that a folder's run has made so far; where the file is damaged, by the newest checkpoint.
+
+        Raises UserError where it is damaged and no checkpoint was taken after the last of them.
+        """
         path = folder / FILE
         try:
+            if digests.differs(path):
+                _restore(path)
             entries = json.loads(path.read_text(encoding="utf-8"))
             return cls(folder=folder, done=[Rollback(**{**e, "skipped": tuple(e["skipped"])}) for e in entries])
         except FileNotFoundError:

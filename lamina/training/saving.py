@@ -18,6 +18,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
+from lamina.digests import listed
 from lamina.training import sharding
 from lamina.training.checkpoints import RUN_STATE
 
@@ -69,10 +70,16 @@ def _write_trainer_state(trainer: LaminaTrainer, folder: Path) -> None:
 def read_model(trainer: LaminaTrainer, checkpoint: Path) -> None:
     """Fill the trainer's model. Raises UserError for a checkpoint of another model."""
     model = trainer._plain(trainer.model)  # type: ignore[arg-type]
-    folder = checkpoint / "model" if (checkpoint / "model").is_dir() else checkpoint
+    files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
     tensors = sharding.model_tensors(model)
-    trainer.processes.together(lambda: sharding.check_shapes(tensors, folder))
-    sharding.read_tensors(tensors, folder, alone=not sharding.is_sharded(model))
+    trainer.processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
+    sharding.read_tensors(tensors, files, alone=not sharding.is_sharded(model))
+
+
+def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
+    """The safetensors files that a checkpoint's manifest lists in one of its folders; what else lies there is none."""
+    names = [Path(name) for name in listed(checkpoint)]
+    return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 
 
 def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
@@ -81,7 +88,7 @@ def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
     alone = not sharding.is_sharded(model)
-    sharding.load_optimizer(model, optimizer, checkpoint / "optimizer", rest, alone=alone)
+    sharding.load_optimizer(model, optimizer, _tensor_files(checkpoint, "optimizer"), rest, alone=alone)
     schedule: Any = trainer.lr_scheduler
     schedule.load_state_dict(torch.load(checkpoint / "scheduler.pt", weights_only=True))
 
@@ -100,7 +107,7 @@ def scale_learning_rate(trainer: LaminaTrainer, factor: float) -> None:
 def read_random_state(trainer: LaminaTrainer, checkpoint: Path) -> None:
     """Restore the random state of this process; where the processes were others, start one from seed and step."""
     name = f"rng_state_{trainer.processes.rank}.pth" if trainer.processes.size > 1 else "rng_state.pth"
-    written = len(list(checkpoint.glob("rng_state*.pth")))
+    written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == trainer.processes.size and (checkpoint / name).is_file():
         Trainer._load_rng_state(trainer, str(checkpoint))
         return

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from lamina import digests
 from lamina.probes.context import Context
 from lamina.probes.probing import structure_of
 from lamina.probes.registry import Probe, make_all
 from lamina.probes.running import run
 from lamina.training import folder as run_folder
+from lamina.training.writers import checked_parts, set_aside
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,6 +52,7 @@ class ScheduledProbes(TrainerCallback):
         input_ids: torch.Tensor,
         tokenizer: Any,
         resumed_step: int | None,
+        files: Mapping[str, Any] | None = None,
     ):
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.input_ids, self.tokenizer = input_ids, tokenizer
@@ -59,7 +61,8 @@ class ScheduledProbes(TrainerCallback):
         self._structure: Structure | None = None
         self._noted: set[tuple[str, str]] = set()
         if resumed_step is not None:
-            forget(self.folder, after=resumed_step)
+            checked_parts(folder, "probes/*/part-*.parquet", files)
+            forget(self.folder, after=resumed_step, files=files)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -145,8 +148,9 @@ class ScheduledProbes(TrainerCallback):
         level = logging.WARNING if note.startswith(_REFUSED) else logging.INFO
         logger.log(level, "probe %s, step %d: %s", name, step, note)
         (self.folder / name).mkdir(parents=True, exist_ok=True)
-        with (self.folder / name / "notes.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "note": note}) + "\n")
+        path = self.folder / name / "notes.jsonl"
+        before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        run_folder.write_text(path, before + json.dumps({"step": step, "note": note}) + "\n")
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
@@ -154,16 +158,22 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{step:08d}.parquet"
     frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]].to_parquet(
-        path.with_name(f".{path.name}"), index=False
+        path.with_name(f".{path.name}").absolute(), index=False
     )
-    os.replace(path.with_name(f".{path.name}"), path)
+    digests.replace(path.with_name(f".{path.name}"), path)
 
 
-def forget(folder: Path, *, after: int) -> None:
-    """Drop what was measured after a step that a run goes on from."""
+def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) -> None:
+    """Drop what was measured after a step that a run goes on from, and set aside what its checkpoint does not know.
+
+    ``files``: the run's by that checkpoint; None where it does not say.
+    """
     for path in folder.glob("*/part-*.parquet"):
-        if int(path.stem.split("-")[1]) > after:
-            path.unlink()
+        number = path.stem.removeprefix("part-")
+        if number.isdecimal() and int(number) > after:
+            digests.remove(path)
+        elif files is not None and path.relative_to(folder.parent).as_posix() not in files:
+            set_aside(path)
     for path in folder.glob("*/notes.jsonl"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for line in lines if _step(line) <= after]

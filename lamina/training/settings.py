@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
 from lamina.errors import UserError, unknown
+from lamina.values import check_kinds, number, path, seed_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
+        check_kinds(self, lists=LISTS)
         for name in ("sequence_length", "steps", "batch_size", "gradient_accumulation", "keep", "divergence_patience"):
-            _at_least(name, getattr(self, name), 1)
+            whole_number(name, getattr(self, name))
         for name in (
             "num_layers",
             "hidden_size",
@@ -123,9 +124,9 @@ class RunSettings:
             "threads",
         ):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                whole_number(name, getattr(self, name))
         for name in ("eval_blocks", "save_steps", "probe_every"):
-            _at_least(name, getattr(self, name), 0)
+            whole_number(name, getattr(self, name), 0)
         for name in (
             "weight_decay",
             "max_grad_norm",
@@ -135,12 +136,12 @@ class RunSettings:
             "stuck_margin",
             "expert_balance_rate",
         ):
-            _number(name, getattr(self, name), 0.0, math.inf)
-        _number("epsilon", self.epsilon, 0.0, math.inf, open_low=True)
-        _number("min_learning_rate", self.min_learning_rate, 0.0, 1.0)
+            number(name, getattr(self, name), 0.0)
+        number("epsilon", self.epsilon, 0.0, open_low=True)
+        number("min_learning_rate", self.min_learning_rate, 0.0, 1.0)
         for name in ("beta1", "beta2"):
-            _number(name, getattr(self, name), 0.0, 1.0, open_high=True)
-        _number("eval_fraction", self.eval_fraction, 0.0, 0.5, open_low=True)
+            number(name, getattr(self, name), 0.0, 1.0, open_high=True)
+        number("eval_fraction", self.eval_fraction, 0.0, 0.5, open_low=True)
         self._check_width()
         if self.expert_balance not in BALANCES:
             raise UserError(f"expert_balance: {self.expert_balance!r} (allowed: {', '.join(BALANCES)})")
@@ -158,7 +159,7 @@ class RunSettings:
         if self.width_scaling not in WIDTH_SCALINGS:
             raise unknown("width_scaling", self.width_scaling, WIDTH_SCALINGS)
         for name in constants:
-            _number(name, getattr(self, name), 0.0, math.inf, open_low=True)
+            number(name, getattr(self, name), 0.0, open_low=True)
         if self.width_scaling == "none":
             for name in ("base_width", *constants):
                 if getattr(self, name) not in (None, 1.0):
@@ -172,7 +173,7 @@ class RunSettings:
                 "learning rate was chosen)"
             )
         else:
-            _at_least("base_width", self.base_width, 1)
+            whole_number("base_width", self.base_width)
 
     def reports(self) -> list[str]:
         """The trackers of ``report_to`` as a list."""
@@ -239,18 +240,17 @@ class PretrainSettings(RunSettings):
     def __post_init__(self) -> None:
         """Raise UserError that names the setting whose value has no meaning."""
         super().__post_init__()
-        for name in ("seed", "rollback"):
-            _at_least(name, getattr(self, name), 0)
-        _at_least("shuffle_buffer", self.shuffle_buffer, 1)
-        if not isinstance(self.streaming, bool):
-            raise UserError(f"streaming: {self.streaming!r} (allowed: true, false)")
+        seed_number("seed", self.seed)
+        whole_number("rollback", self.rollback, 0)
+        whole_number("shuffle_buffer", self.shuffle_buffer)
+        object.__setattr__(self, "output", path("output", self.output))
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
                 f"trainer.dataloader_num_workers: {workers!r} (allowed with streaming: 0, a thread reads ahead)"
             )
         if self.rollback_skip is not None:
-            _at_least("rollback_skip", self.rollback_skip, 0)
-        _number("rollback_factor", self.rollback_factor, 0.0, 1.0, open_low=True)
+            whole_number("rollback_skip", self.rollback_skip, 0)
+        number("rollback_factor", self.rollback_factor, 0.0, 1.0, open_low=True)
         for name, allowed in (("parallel", PARALLEL), ("device", DEVICES)):
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name}: {getattr(self, name)!r} (allowed: {', '.join(allowed)})")
@@ -258,7 +258,7 @@ class PretrainSettings(RunSettings):
             raise UserError(
                 f"rollback: {self.rollback} needs checkpoints to go back to (allowed: 0, or this with --save-steps)"
             )
-        _number("learning_rate", self.learning_rate, 0.0, math.inf, open_low=True)
+        number("learning_rate", self.learning_rate, 0.0, open_low=True)
 
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -266,20 +266,6 @@ COMPILE = ("auto", "on", "off")
 WIDTH_SCALINGS = ("none", "standard", "standard-no-alignment", "mup", "mup-no-alignment")
 PARALLEL = ("auto", "ddp", "fsdp2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
+LISTS = ("placements", "learning_rates", "seeds", "verify_rates")  # of studies: what may be a Python list, too
 BALANCES = ("auto", "none", "bias", "loss")
-Status = Literal["finished", "stuck", "diverged", "interrupted", "failed"]
-
-
-def _at_least(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UserError(f"{name}: {value!r} is not a whole number of at least {low}")
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    good = good and (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
-    if not good:
-        span = f"above {low:g}" if open_low else f"at least {low:g}"
-        if math.isfinite(high):
-            span += f" and {'below' if open_high else 'at most'} {high:g}"
-        raise UserError(f"{name}: {value!r} (allowed: a number {span})")
+Status = Literal["finished", "short", "stuck", "diverged", "interrupted", "failed"]

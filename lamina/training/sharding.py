@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.modeling_lamina import LaminaNorm, current_key
 from lamina.training.distributed import Processes
 
 STATES = "states.safetensors"
@@ -102,19 +102,32 @@ def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         raise next(iter(failed.failures.values()))[0] from None
 
 
-def read_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool) -> None:
-    """Fill tensors, whole or sharded, in place from a folder's safetensors files, whole or sharded in any way."""
+class _Reader(HuggingFaceStorageReader):
+    """Reads the given safetensors files, where its base takes every one that lies in the folder."""
+
+    def __init__(self, files: Sequence[Path]):
+        super().__init__(str(files[0].parent) if files else ".")
+        self.fs.ls = lambda path: [str(file) for file in files]  # type: ignore[method-assign]
+
+
+def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
+    """Fill tensors, whole or sharded, in place from a checkpoint's safetensors files, whole or sharded in any way.
+
+    Names are today's; the files may have a former version's.
+    """
+    stored = {current_key(name): name for name in _stored(files)}
+    tensors = {stored.get(name, name): tensor for name, tensor in tensors.items()}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
         try:
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=alone)
+            load(tensors, storage_reader=_Reader(files), no_dist=alone)
         except CheckpointException as failed:
             raise next(iter(failed.failures.values()))[0] from None
 
 
-def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raise UserError where a tensor is not in a folder's files, or has another shape there."""
-    stored = shapes(folder)
+def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
+    """Raise UserError where a tensor is not in a checkpoint's files, or has another shape there."""
+    stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
             raise UserError(f"resume: {str(folder)!r} holds no {name}: the checkpoint is another model's")
@@ -125,9 +138,13 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
             )
 
 
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape of every tensor in a folder's safetensors files."""
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Name (today's) and whole shape of every tensor in safetensors files."""
+    return {current_key(name): shape for name, shape in _stored(files).items()}
+
+
+def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    metadata = _Reader(files).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
 
@@ -155,24 +172,29 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
     return tensors, rest
 
 
-def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping[str, Any], *, alone: bool) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
+) -> None:
     """Give an optimiser the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
     settle(model)
     names = _names(model)
+    kept = {current_key(name): entries for name, entries in rest["state"].items()}
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     wanted: dict[str, torch.Tensor] = {}
-    stored = shapes(folder) if any(folder.glob("*.safetensors")) else {}
+    stored = shapes(files) if files else {}
     by_name: dict[str, list[str]] = {}
     for entry in stored:
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if named != [saved["params"] for saved in rest["groups"]]:
+    # Found by name, so their order is free: a former version had another.
+    saved_names = [[current_key(name) for name in saved["params"]] for saved in rest["groups"]]
+    if [sorted(group) for group in named] != [sorted(group) for group in saved_names]:
         raise UserError("resume: the checkpoint's optimiser has other weights: it is another model's")
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):
-            entries = dict(rest["state"][name])
+            entries = dict(kept[name])
             for entry in by_name.get(name, ()):
                 shape = stored[entry]
                 made = torch.zeros_like(parameter) if shape == parameter.shape else torch.zeros(shape)
@@ -180,7 +202,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, rest: Mapping
             state[len(state)] = entries
         groups.append({**{k: v for k, v in saved.items() if k != "params"}, "params": list(range(first, len(state)))})
     if wanted:
-        read_tensors(wanted, folder, alone=alone)
+        read_tensors(wanted, files, alone=alone)
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 

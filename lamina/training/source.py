@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.digests import refuse_damaged
 from lamina.errors import UserError
 from lamina.modeling import conversion
 from lamina.modeling.backbones import resolve_backbone
@@ -118,6 +119,7 @@ def load(source: str, max_position_embeddings: int) -> PreTrainedModel:
 
 @lru_cache(maxsize=4)
 def _read(folder: str) -> tuple[Plan, Any]:
+    refuse_damaged(Path(folder))
     config: Any = conversion.read_config(folder)
     if isinstance(config, LaminaConfig):
         if config.plan is None:

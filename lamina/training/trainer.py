@@ -23,6 +23,7 @@ from lamina.training.groups import parameter_groups
 from lamina.training.guard import DivergenceGuard
 from lamina.training.monitor import GradientNorms, Row, hidden_state_rows
 from lamina.training.order import TrainOrder
+from lamina.training.series import StepSeries
 
 
 class LayerGradNorms:
@@ -34,6 +35,7 @@ class LayerGradNorms:
     guard: DivergenceGuard
     layer_rows: list[Row]
     gradient_norms: GradientNorms | None
+    series: StepSeries | None = None
     overflows: int = 0
     overflows_in_a_row: int = 0
     state: TrainerState
@@ -66,12 +68,16 @@ class LayerGradNorms:
         return getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
 
     def count_overflow(self) -> None:
-        """After a step: note whether the loss scaler left it out, its gradients having overflowed."""
+        """After a step: note whether the loss scaler skipped it as its gradients overflowed, and end its series."""
         skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)  # type: ignore[attr-defined]
         self.overflows += skipped
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
+        if self.series is not None:
+            self.series.end_step(self.state.global_step, skipped=skipped)
 
     def _look(self, norm: Any, squares: torch.Tensor) -> None:
+        if self.series is not None:
+            self.series.add_norm(norm)
         step = self.state.global_step + 1
         recorded = step == 1 or step % max(1, int(self.args.logging_steps)) == 0
         self.layer_rows = []
@@ -131,6 +137,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             prepare = self.accelerator.prepare_model
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
+        self.series = StepSeries(self.processes)
         self.order, self.on_checkpoint, self.spared = order, on_checkpoint, spared
         self.run_state, self.rate_factor = run_state or {}, rate_factor
         self.rate_factors = rate_factors
@@ -200,6 +207,8 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         if self.sharded:  # gradients are reduced once a step, not once a micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         loss = super().training_step(model, inputs, num_items_in_batch)
+        assert self.series is not None
+        self.series.add_loss(loss)
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             step = self.state.global_step + 1
             whole = self.processes.gathered(inputs["input_ids"])

@@ -205,15 +205,16 @@ def test_stacked_projections_are_normed_part_by_part(scopes, tmp_path):
     options = dict(zip(("qk_norm", "v_norm"), scopes, strict=True))
     model = lamina.build(configuration("modernbert"), "pre_ln", **options).eval()
     shake(model)
-    stacked = model.model.layers[1].attention.module.Wqkv
+    attention = model.model.layers[1].attention.module
+    assert type(attention.Wqkv) is torch.nn.Linear
     x = torch.randn(2, 7, 32)
-    for index, (name, part) in enumerate(zip("qkv", stacked(x).chunk(3, dim=-1), strict=True)):
-        expected = x @ stacked.weight[32 * index : 32 * index + 32].T
+    for index, (name, part) in enumerate(zip("qkv", attention.normed_stack(x).chunk(3, dim=-1), strict=True)):
+        expected = x @ attention.Wqkv.weight[32 * index : 32 * index + 32].T
         scope = scopes[name == "v"]
         if scope != "off":
             pieces = expected.unflatten(-1, (4, 8) if scope == "head" else (1, 32))
             rms = (pieces.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-            expected = (stacked.norms[name].weight * pieces / rms).flatten(-2)
+            expected = (getattr(attention, f"{name}_norm").weight * pieces / rms).flatten(-2)
         torch.testing.assert_close(part, expected)
     model.save_pretrained(tmp_path)
     again = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()

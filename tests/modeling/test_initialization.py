@@ -48,6 +48,7 @@ SCALED_OUT = dict.fromkeys(("attention_out", "feed_forward_out"), 1 / 2)  # sqrt
 STD["admin"] = STD["normal"]
 # A normal distribution cut off at 3 sigma has 0.9866 of its standard deviation.
 STD["small_scaled"] = {r: 0.9866 * s * SCALED_OUT.get(r, 1) for r, s in STD["small"].items()}
+STD["small_scaled_uncut"] = {r: s * SCALED_OUT.get(r, 1) for r, s in STD["small"].items()}
 for name, variance in (("he", 2), ("lecun", 1), ("10/d", 10), ("1/(10d)", 0.1)):
     STD[name] = dict.fromkeys(ROLES, math.sqrt(variance / WIDTH))
 TAKE_STD = ("normal", "scaled", "xavier", "deepnorm", "admin")
@@ -188,3 +189,16 @@ def test_weights_names_the_parameters_of_the_other_heads_too(kind):
     assert [w.name for w in weights(model)] == [key for key, _ in model.named_parameters()]
     initialization.initialize(model, "normal")
     assert model(input_ids=token_ids(batch=1))[0].isfinite().all()
+
+
+def test_small_scaled_is_cut_off_at_three_standard_deviations_and_its_other_form_is_not():
+    """HybridNorm cuts (arXiv 2503.04598's code); Mix-LN's N(0, std) has no cut (its Table 8)."""
+
+    def largest(init):
+        weights_of = {w.role: w for w in weights(model_of(init)) if w.role in STD["small"]}
+        return max(
+            w.parameter.abs().max().item() / STD["small"][r] / SCALED_OUT.get(r, 1) for r, w in weights_of.items()
+        )
+
+    assert 2.5 < largest("small_scaled") <= 3.0
+    assert largest("small_scaled_uncut") > 3.3

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
@@ -76,6 +78,13 @@ def fill(folder, model, ids=None):
     torch.save({"ids": ids, "logits": output.logits, "last_hidden_state": base}, folder / "saved.pt")
 
 
+def names_as_they_were(file):
+    """The norms on q, k and v named as when they stood inside the projections."""
+    tensors = {re.sub(r"\.([qkv])_norm\.", r".\1_proj.norm.", key): value for key, value in load_file(file).items()}
+    assert any(".q_proj.norm." in key for key in tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with a saved model for each placement, and some more."""
@@ -85,6 +94,8 @@ def saved(tmp_path_factory):
         fill(root / name, built(name, 3))
     fill(root / "keel_learned", built("keel", 3, learnable_alpha=True))
     fill(root / "tied", built("fusenorm", 2, config=llama(2, tie_word_embeddings=True), embedding_norm=True))
+    fill(root / "former_names", built("hybridnorm", 3))
+    names_as_they_were(root / "former_names" / "model.safetensors")
     fill(root / "normed_heads", built("post_ln", 2, qk_norm="head", v_norm="full", norm="group", groups=4))
     config = LaminaConfig(backbone_config=llama(2, pad_token_id=0), plan=resolve("fusenorm", 2).to_dict(), num_labels=1)
     fill(root / "reward", LaminaForSequenceClassification(config).eval())

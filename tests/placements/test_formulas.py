@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from naive import EPS, FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_norms, observe, rms_norm, token_ids
+from naive import FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_norms, observe, token_ids
 
 import lamina
 
@@ -21,7 +21,7 @@ def rotated(x, cos, sin):
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def attention_with_norms(module, position_embeddings, scopes):
+def attention_with_norms(module, position_embeddings, scopes, kind="rms"):
     """Causal attention written out; a projection named in `scopes` is normed before RoPE, by head or full width."""
 
     def project(h, name):
@@ -29,8 +29,9 @@ def attention_with_norms(module, position_embeddings, scopes):
         flat = h @ layer.weight.T
         if name in scopes:
             size = {"head": HEAD_DIM, "full": flat.shape[-1]}[scopes[name]]
-            assert layer.norm.weight.shape == (size,)
-            flat = rms_norm(flat.unflatten(-1, (-1, size)), layer.norm.weight, EPS).flatten(-2)
+            norm = getattr(module, f"{name[0]}_norm")
+            assert norm.weight.shape == (size,)
+            flat = naive_norm(norm, kind)(flat.unflatten(-1, (-1, size))).flatten(-2)
         return flat.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
 
     def attend(h):
@@ -45,10 +46,10 @@ def attention_with_norms(module, position_embeddings, scopes):
     return attend
 
 
-def attentions(model, seen, scopes):
+def attentions(model, seen, scopes, kind="rms"):
     """Each block's attention as a function of hidden states, written out: a norm inside it cannot hide either."""
     pairs = zip((block.attention.module for block in model.model.layers), seen.attention_kwargs, strict=True)
-    return [attention_with_norms(m, kwargs["position_embeddings"], scopes) for m, kwargs in pairs]
+    return [attention_with_norms(m, kwargs["position_embeddings"], scopes, kind) for m, kwargs in pairs]
 
 
 def scopes_of(name, options):
@@ -76,7 +77,8 @@ def assert_follows_the_formula(name, num_layers, *, formula=None, formula_option
     assert (embedding_norm is not None) == options.get("embedding_norm", name == "peri_ln")
     x0 = x0 if embedding_norm is None else embedding_norm(x0)
     feed_forwards = [block.feed_forward.module for block in model.model.layers]
-    modules = attentions(model, seen, scopes_of(name, options)), feed_forwards
+    inside = "layer" if options.get("norm") == "layer" else "rms"
+    modules = attentions(model, seen, scopes_of(name, options), inside), feed_forwards
     states = (formula or FORMULAS[name])(x0, *modules, naive_norms(model, **norm), num_layers, **formula_options)
     assert len(seen.states) == num_layers + 1
     close = CLOSE if num_layers <= 12 else DEEP

@@ -92,7 +92,7 @@ def test_a_placement_of_the_page_trains(folder, placement):
     sizes = {"num_layers": 5, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
     settings = PretrainSettings(placement=placement, corpus="words.txt", output="run", steps=2, eval_blocks=4, **sizes)
     result = pretrain(settings, bar=False)
-    assert result["status"] in ("finished", "stuck")
+    assert result["status"] in ("finished", "short", "stuck")
     assert result["steps"] == 2
     model = type(lamina.build(llama(), placement)).from_pretrained(folder / "run" / "model")
     assert len(model.model.layers) == 5
@@ -113,7 +113,7 @@ def test_lamina_compare_trains_it_beside_the_others(folder, command):
     table = pd.read_csv(folder / "study" / "results.csv")
     assert len(table) == 3
     assert {"pre_ln", "mine.yaml" if "yaml" in command else "mine.py(alpha=0.9)"} <= set(table.placement)
-    assert set(table.status) <= {"finished", "stuck"}
+    assert set(table.status) <= {"finished", "short", "stuck"}
 
 
 def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_factory):

@@ -4,7 +4,8 @@ import torch
 from transformers import AlbertForMaskedLM, BertForMaskedLM, LlamaForCausalLM
 
 from lamina.probes.context import Context
-from lamina.probes.probing import _base, structure_of
+from lamina.probes.probing import structure_of
+from lamina.probes.running import base_of
 
 
 def layers_of(model):
@@ -40,10 +41,11 @@ def states(model, inputs):
 
 def context_of(model, batches, tokenizer=None):
     """A context over batches that need not be of one length."""
+    structure = structure_of(model, {k: v for k, v in batches[0].items() if k != "attention_mask"})
     return Context(
         model=model,
-        base=_base(model),
-        structure=structure_of(model, {k: v for k, v in batches[0].items() if k != "attention_mask"}),
+        base=base_of(model, structure, {k: v for k, v in batches[0].items() if k != "attention_mask"}),
+        structure=structure,
         batches=batches,
         tokenizer=tokenizer,
     )

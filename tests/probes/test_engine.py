@@ -11,9 +11,10 @@ from small_models import small_inputs, small_model
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.probes.causality import is_causal
 from lamina.probes.probing import probe as run_probe
 from lamina.probes.registry import Probe
-from lamina.probes.running import is_causal, loss, masked_positions, token_losses
+from lamina.probes.running import loss, masked_positions, token_losses
 from lamina.probes.statistics import Running
 
 

@@ -179,17 +179,18 @@ def test_layers_can_be_named():
         find_structure(model, inputs, layers="bert.encoder.block")
 
 
-def test_a_hierarchy_of_stages_is_noted():
+def test_a_hierarchy_of_stages_needs_to_be_told_which_stage():
     torch.manual_seed(0)
     config = SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2)
     model = SwinForImageClassification(config).eval()
     pixels = {"pixel_values": torch.randn(1, 3, 32, 32)}
-    notes = find_structure(model, pixels).notes
-    assert "known in part only" in notes[0]  # its windows are rearranged before they are added
-    assert "lie outside" in notes[1]
+    with pytest.raises(UserError, match=r"a chain of 4 .* chains of 2, 1, 2 .*swin.encoder.layers.0.blocks"):
+        find_structure(model, pixels)
     second = find_structure(model, pixels, layers="swin.encoder.layers.1.blocks")
     assert second.hidden_size == 16
     assert second.num_layers == 2
+    assert "sub-layers are left out" in second.notes[0]  # its windows are rearranged before they are added
+    assert not any(site.sublayers for site in second.layers)
 
 
 def test_training_mode_and_hooks_are_left_as_they_were():

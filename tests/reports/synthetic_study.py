@@ -116,7 +116,9 @@ def _trial(folder, placement, course, rate, seed, num_layers, steps, logged) -> 
     (run / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
     last = min(steps, broken)
     at = sorted({max(1, round(s)) for s in np.linspace(1, last, logged)})
-    layers = pd.concat([_layers(step, steps, num_layers, slope, growth, step >= broken, rng) for step in at])
+    layers = pd.concat(
+        [_layers(step, steps, num_layers, slope, growth, step >= broken, rng, base == "keel") for step in at]
+    )
     layers.to_parquet(run / "layers" / "part-00000.parquet", index=False)
     reason = {"stuck": "eval loss within 0.02 of the unigram entropy", "finished": ""}.get(
         status, f"the loss is NaN at step {broken}; first in layer 9's feed_forward"
@@ -138,6 +140,10 @@ def _trial(folder, placement, course, rate, seed, num_layers, steps, logged) -> 
         "tokens_per_second": 7000 + 100 * rng.random(),
         "parameters": 912_432,
         "reason": reason,
+        "loss_spikes": 3 + seed,
+        "loss_spike_score": (3 + seed) / steps,
+        "gradient_spikes": 0,
+        "gradient_spike_score": 0.0,
         "an_extra_column": 1,
     }
     result = {"status": status, "eval_loss": final, "perplexity": row["perplexity"], "tokens": row["tokens"]}
@@ -145,7 +151,7 @@ def _trial(folder, placement, course, rate, seed, num_layers, steps, logged) -> 
     return row
 
 
-def _layers(step, steps, num_layers, slope, growth, broken, rng) -> pd.DataFrame:
+def _layers(step, steps, num_layers, slope, growth, broken, rng, experts=False) -> pd.DataFrame:
     part = np.arange(num_layers) / max(num_layers - 1, 1)
     trained = step / steps
     gradient = 10 ** (slope * (0.3 + 0.7 * trained) * (part - 1) - 0.4 + 0.06 * rng.normal(size=num_layers))
@@ -160,8 +166,15 @@ def _layers(step, steps, num_layers, slope, growth, broken, rng) -> pd.DataFrame
             rows.append((step, layer, sublayer, "all", 0, "gradient_norm", gradient[layer] * factor))
         for sublayer, factor in (("attention", 0.9), ("feed_forward", 1.0)):
             rows.append((step, layer, sublayer, "all", 0, "hidden_variance", variance[layer] * factor))
-            rows.append((step, layer, sublayer, "all", 0, "hidden_abs_max", 4.0))
-        rows.append((step, layer, "attention", "pre_norm", 0, "gain_mean", 1.0))
+            for metric, value in (("hidden_abs_max", 4.0), ("hidden_abs_mean", 0.8), ("hidden_mean", 0.01 * layer)):
+                rows.append((step, layer, sublayer, "all", 0, metric, value * variance[layer] ** 0.5))
+        rows.append((step, layer, "attention", "pre_norm", 0, "gain_mean", 1.0 + 0.1 * trained))
+        rows.append((step, layer, "attention", "pre_norm", 0, "gain_abs_max", 1.0 + 0.5 * trained))
+        rows += [
+            (step, layer, "feed_forward", "expert", e, "expert_load", (0.5, 0.7, 0.8)[e]) for e in range(3 * experts)
+        ]
+    rows += [(step, -1, "model", "all", rank, "hidden_top_abs", (step + 1) * 7e4 / (rank + 1)) for rank in range(100)]
+    rows.append((step, -1, "block", "final_norm", 0, "gain_mean", 1.0))
     rows.append((step, -1, "block", "embedding", 0, "gradient_norm", 0.3))
     rows.append((step, num_layers, "block", "readout", 0, "gradient_norm", 0.9))
     rows.append((step, -1, "block", "all", 0, "hidden_variance", 0.9 + 0.1 * trained))

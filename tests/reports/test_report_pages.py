@@ -9,8 +9,9 @@ import pytest
 from synthetic_study import COURSES, write_study
 
 from lamina.errors import UserError
-from lamina.reports import report, run_report, screenshot, study_report
-from lamina.reports.style import colours
+from lamina.reports import figures, report, run_report, screenshot, study_report
+from lamina.reports.records import read_study
+from lamina.reports.style import Shown, colours
 
 
 def without_plotly(page: str) -> str:
@@ -47,9 +48,12 @@ def test_the_ranking_goes_from_best_to_failed(page):
 
 def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     ids = re.findall(r'<section id="([^"]+)"', page)
-    assert ids == ["what-happened", "ranking", "loss", "gradients", "variances", "placements", "settings"]
+    assert ids == [
+        *("what-happened", "ranking", "loss", "gradients", "variances"),
+        *("magnitudes", "sub-layers", "norm-gains", "experts", "placements", "settings"),
+    ]
     assert "confounded" in page
-    assert len(re.findall(r'class="plotly-graph-div"', page)) == 5
+    assert len(re.findall(r'class="plotly-graph-div"', page)) == 22
     body = without_plotly(page)
     assert body.count("<svg") == 7
     assert "Keel (arXiv 2601.19895)" in body
@@ -58,7 +62,7 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
 
 def test_a_placement_has_one_colour_in_every_figure(page):
     figures = [part for part in without_plotly(page).split("plotly-graph-div")[1:] if '"name":"keel"' in part]
-    assert len(figures) == 3
+    assert len(figures) == 6
     assert all("#e69f00" in part for part in figures)
     given = colours([*COURSES, "mine", "keel(alpha=3)", "yours.yaml"])
     assert len(set(given.values())) == len(given)
@@ -129,7 +133,7 @@ def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path)
 def test_a_single_run_has_a_page_of_its_own(study):
     run = study / "trials" / "keel-0.003-0"
     page = report(run).read_text(encoding="utf-8")
-    assert page.count("<section") == 8
+    assert page.count("<section") == 12
     assert "Learning rate and gradient norm" in page
     assert "A run with keel" in page
     assert "2.13.0" in page
@@ -170,3 +174,39 @@ def test_a_screenshot_is_a_picture(tmp_path):
     (tmp_path / "page.html").write_text("<!doctype html><h1>Lamina</h1>", encoding="utf-8")
     target = screenshot(tmp_path / "page.html", tmp_path / "page.png", width=400, height=300)
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+SHORT = {"keel": (3.9, 0.2, 1.0, "short"), "pre_ln": (4.2, -0.3, 3.0, "short"), "post_ln": (4.4, 1.0, 1.0, "short")}
+
+
+def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
+    folder = write_study(tmp_path / "study", courses=SHORT, num_layers=4, steps=20, logged=3, failed=False)
+    study = read_study(folder)
+    shown = [Shown(placement=t.placement, colour="#0072b2", trials=(t,), status_text="short") for t in study.trials]
+    drawn = figures.loss_curves(shown, 3.24)
+    low, high = drawn.layout.yaxis.range
+    ends = [trial.metrics["eval_loss"].dropna().iloc[-1] for trial in study.trials]
+    assert all(low < end < high for end in ends)
+    page = without_plotly(study_report(folder).read_text(encoding="utf-8"))
+    assert "ran too short to tell" in page
+    assert 'class="chip short"' in page
+    assert not re.search(r"nothing to rank|is stuck:|are stuck|has the lowest|even than", page)
+
+
+def test_short_runs_are_points_of_the_u_curves(tmp_path):
+    folder = write_study(tmp_path / "study", courses=SHORT, rates=(1e-3, 3e-3), num_layers=4, logged=3, failed=False)
+    study = read_study(folder)
+    drawn = figures.u_curves(study.results, colours(SHORT), list(SHORT))
+    low, high = drawn.layout.yaxis.range
+    points = [y for trace in drawn.data for y in trace.y if y is not None]
+    assert set(study.results.eval_loss) <= set(points)
+    assert all(low < y < high for y in points)
+
+
+def test_a_study_of_one_placement_is_named_after_it(tmp_path):
+    courses = {"keel": (2.5, 0.2, 1.0, "finished")}
+    folder = write_study(tmp_path / "study", courses=courses, num_layers=4, logged=3, failed=False)
+    page = without_plotly(study_report(folder).read_text(encoding="utf-8"))
+    assert "Where the norms sit: keel" in page
+    assert "At one learning rate." in page
+    assert "confounded" not in page

@@ -1,7 +1,9 @@
 import math
+import re
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from lamina.reports import notices, sentences, summarize
 
@@ -66,7 +68,105 @@ def test_a_gap_within_the_seeds_spread_is_called_so():
 
 def test_no_finished_trial_says_so():
     frame = results(("a", 1, 0, "diverged", math.nan), ("b", 1, 0, "stuck", 3.3))
-    assert sentences(summarize(frame))[0].startswith("No trial finished")
+    said = sentences(summarize(frame))
+    assert said[0] == "None of 2 placements finished, so none can be called the best."
+    assert "b is stuck: at 3.30 its eval loss is no better than the unigram entropy of 3.24 nats" in said[1]
+    assert "a diverged" in said[1]
+
+
+def short(*losses):
+    rows = [(name, 1, 0, "short", loss) for name, loss in zip("abcdef", losses, strict=False)]
+    return results(*rows).assign(steps=20, init="scaled", tokens=20480, parameters=900_000)
+
+
+def test_short_runs_are_told_from_stuck_ones_and_nobody_leads():
+    frame = short(3.9, 4.1, 4.0)
+    even = {name: by_layer(0.5, 0.5) for name in "abc"}
+    said = sentences(summarize(frame), gradients=even, variances=even)
+    assert said[0].startswith("After 20 steps the losses of all 3 placements still fall: too short to tell")
+    assert said[1] == (
+        "a, c and b ran too short to tell: at 3.90, 4.00 and 4.10 their eval losses are not clearly below the unigram "
+        "entropy of 3.24 nats yet, but still fall."
+    )
+    assert said[2:] == ["The hidden variance stays of one size from the first block to the last."]
+    assert not re.search("stuck:|lowest|even than|nothing to rank", " ".join(said))
+
+
+def test_a_short_placement_stands_behind_the_finished_and_before_the_stuck():
+    frame = results(("s", 1, 0, "stuck", 3.2), ("t", 1, 0, "short", 3.9), ("f", 1, 0, "finished", 3.0))
+    assert list(summarize(frame).placement) == ["f", "t", "s"]
+    assert "f has the lowest eval loss, 3.000; it is the only one of 3" in sentences(summarize(frame))[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (("a", 1, 0, "finished", 2.5), "a ended at an eval loss of 2.500."),
+        (("a", 1, 0, "short", 4.0), "a ran too short to tell: at 4.00 its eval loss is not clearly below the unigram"),
+        (("a", 1, 0, "stuck", 3.24), "a is stuck: at 3.24 its eval loss is no better than the unigram entropy of 3.24"),
+        (("a", 1, 0, "stuck", 3.2), "a is stuck: at 3.20 its eval loss is hardly better than the unigram entropy"),
+        (("a", 1, 0, "stuck", 5.4), "a is stuck: at 5.40 its eval loss is above the unigram entropy of 3.24 nats and"),
+        (("a", 1, 0, "failed", math.nan, "KeyError: '{x}'"), "a failed (KeyError: '{x}')."),
+        (("a", 1, 0, "interrupted", 3.0), "a was interrupted."),
+    ],
+)
+def test_a_study_of_one_trial(row, expected):
+    frame = results(row)
+    alone = {"a": by_layer(1e-3, 1.0)}
+    said = sentences(summarize(frame), gradients=alone, variances=alone)
+    assert said[0].startswith(expected)
+    assert not re.search("none|placements|apart|ranking", " ".join(said).lower())
+    known = [notice for notice in notices(summarize(frame), frame) if "interrupted" not in notice]
+    assert known == []
+
+
+def test_placements_that_failed_for_one_reason_are_said_once():
+    frame = results(*((name, 1, 0, "failed", math.nan, "no GPU") for name in "abc"))
+    said = sentences(summarize(frame))
+    assert said == ["All 3 placements failed, so there is nothing to compare.", "a, b and c failed (no GPU)."]
+
+
+def test_all_stuck_is_not_compared_with_itself():
+    frame = results(("a", 1, 0, "stuck", 3.25), ("b", 1, 0, "stuck", 3.26))
+    gradients = {name: by_layer(1e-4, 1.0) for name in "ab"}
+    said = " ".join(sentences(summarize(frame), gradients=gradients))
+    assert "a and b are stuck: at 3.25 and 3.26 their eval losses are no better than" in said
+    assert "they have learned how often" in said
+    assert "last block's gradient norm in b" in said
+    assert "Why" not in said
+    assert "apart" not in said
+
+
+def test_ties_are_level_and_equal_seeds_do_not_divide_by_zero():
+    frame = results(*((name, 1, seed, "finished", loss) for name, loss in (("a", 2.5), ("b", 2.5)) for seed in (0, 1)))
+    assert "level with b (2.500 ± 0.000)." in sentences(summarize(frame))[0]
+    frame = results(*((name, 1, seed, "finished", loss) for name, loss in (("a", 2.5), ("b", 2.6)) for seed in (0, 1)))
+    assert "0.100 below b" in sentences(summarize(frame))[0]
+
+
+def test_initialisers_that_differ_are_no_paired_comparison():
+    frame = THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""])
+    assert notices(summarize(frame), frame)[0].startswith(
+        "The initialisers differ (scaled: fusenorm, pre_ln and post_ln; normal: keel), so this is no paired comparison"
+    )
+    same = THREE.assign(init="scaled")
+    said = notices(summarize(same), same, {"keel": "normal", "pre_ln": "scaled"})
+    assert said[0].startswith("One initialiser for all, scaled; another is recommended for keel (normal).")
+    assert not any("nitialiser" in notice for notice in notices(summarize(same), same))
+
+
+def test_so_few_tokens_show_the_start_only():
+    frame = THREE.assign(tokens=102_400, parameters=900_000, steps=100)
+    assert "100 steps are 0.11 tokens a parameter" in notices(summarize(frame), frame)[-1]
+    frame = frame.assign(tokens=30 * 900_000)
+    assert not any("tokens a parameter" in notice for notice in notices(summarize(frame), frame))
+
+
+def test_unequal_numbers_of_rates_are_noticed_and_a_rate_of_ones_own_each_is_one_rate():
+    frame = results(("a", 1, 0, "finished", 2.5), ("a", 2, 0, "finished", 2.4), ("b", 1, 0, "finished", 2.6))
+    assert any("favors" in notice and "a 2 and b 1" in notice for notice in notices(summarize(frame), frame))
+    frame = results(("a", 1, 0, "finished", 2.5), ("b", 2, 0, "finished", 2.6))
+    assert any(notice.startswith("One learning rate:") for notice in notices(summarize(frame), frame))
 
 
 def test_one_rate_and_one_seed_are_noticed_and_several_are_not():
@@ -82,4 +182,4 @@ def test_one_rate_and_one_seed_are_noticed_and_several_are_not():
 
 def test_a_best_rate_at_the_edge_is_noticed():
     grid = results(*((p, lr, s, "finished", lr) for p in "ab" for lr in (1, 2, 3) for s in (0, 1)))
-    assert "For a and b the best learning rate is the lowest" in notices(summarize(grid), grid)[0]
+    assert "For a (1) and b (1) the best learning rate is the lowest one tried" in notices(summarize(grid), grid)[0]

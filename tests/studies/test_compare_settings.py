@@ -2,8 +2,10 @@
 
 import pytest
 
+from lamina.commands.arguments import add_settings, given_settings, make_parser
 from lamina.errors import UserError
 from lamina.studies.settings import CompareSettings
+from lamina.training.checks import check
 
 
 def test_a_trial_for_each_placement_rate_and_seed_with_seeds_outermost():
@@ -40,6 +42,10 @@ def test_an_id_depends_on_its_trial_only():
     assert {i: t.placement for i, t in first.items()} == {i: t.placement for i, t in second.items()}
 
 
+def first_trial_checked(given):
+    check(next(iter(CompareSettings(**given).trials().values())))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -53,6 +59,15 @@ def test_an_id_depends_on_its_trial_only():
         ({"seeds": "0,0"}, "seeds"),
         ({"seeds": "0.5"}, "seeds"),
         ({"seeds": "-1"}, "seed"),
+        ({"placements": {"pre_ln": 1}}, "placements"),
+        ({"seeds": None}, "seeds: None"),
+        ({"learning_rates_of": "kel=1e-3"}, "'kel'; did you mean 'keel'"),
+        ({"learning_rates_of": "keel"}, "learning_rates_of: 'keel'.*PLACEMENT=RATES"),
+        ({"learning_rates_of": "keel=fast"}, "learning_rates_of: 'fast'"),
+        ({"learning_rates_of": "keel=1e-3; keel=2e-3"}, "names a placement twice"),
+        ({"learning_rates_of": {"keel": [1e-3, 1e-3]}}, "learning_rates_of"),
+        ({"learning_rates_of": [1e-3]}, "learning_rates_of"),
+        ({"init": "same:scald"}, "'scald'; did you mean 'scaled'"),
         ({"workers": 0}, "workers"),
         ({"steps": 0}, "steps"),
         ({"eval_fraction": 0.9}, "eval_fraction"),
@@ -62,4 +77,42 @@ def test_an_id_depends_on_its_trial_only():
 )
 def test_a_value_without_meaning_is_refused_by_name(given, message):
     with pytest.raises(UserError, match=message):
-        CompareSettings(**given).trials()
+        first_trial_checked(given)
+
+
+def test_lists_are_taken_as_well_as_text():
+    listed = CompareSettings(placements=["pre_ln", "mix_ln(alpha=0.5, final_norm=true)"], learning_rates=(1e-3, 3e-3))
+    text = CompareSettings(placements="pre_ln,mix_ln(alpha=0.5, final_norm=true)", learning_rates="0.001,0.003")
+    assert listed == text
+    assert list(CompareSettings(seeds=range(2)).trials()) == list(CompareSettings(seeds="0,1").trials())
+    assert CompareSettings(seeds=3, learning_rates=1e-3).seeds == "3"
+
+
+def test_one_initialiser_for_all_is_the_default():
+    assert {t.init for t in CompareSettings().trials().values()} == {"scaled"}
+    assert {t.init for t in CompareSettings(init="recommended").trials().values()} == {"recommended"}
+
+
+def test_a_placement_may_have_learning_rates_of_its_own():
+    own = {"keel": [3e-3, 1e-2], "mix_ln(alpha=0.5)": 1e-4}
+    settings = CompareSettings(
+        placements=["pre_ln", "keel", "mix_ln(alpha=0.5)"], learning_rates="1e-3", learning_rates_of=own, seeds="0,1"
+    )
+    found = [(t.placement, t.learning_rate, t.seed) for t in settings.trials().values()]
+    expected = [("pre_ln", 1e-3), ("keel", 3e-3), ("mix_ln(alpha=0.5)", 1e-4), ("keel", 1e-2)]
+    assert found == [(*pair, seed) for seed in (0, 1) for pair in expected]
+    assert settings.learning_rates_of == "keel=0.003,0.01; mix_ln(alpha=0.5)=0.0001"
+    assert CompareSettings.from_dict(settings.to_dict()) == settings
+
+
+def test_the_command_line_and_yaml_say_the_same(tmp_path):
+    (tmp_path / "study.yaml").write_text(
+        "placements: [pre_ln, keel]\nlearning_rates: [0.001, 1e-2]\nseeds: [0, 1]\n"
+        "learning_rates_of: {keel: [3e-3, 1e-2]}\n"
+    )
+    parser = make_parser("compare", "", "")
+    add_settings(parser, CompareSettings)
+    written, _ = given_settings(parser, ["--config", str(tmp_path / "study.yaml")])
+    words = "--placements pre_ln,keel --learning-rates 1e-3,1e-2 --seeds 0,1 --learning-rates-of keel=3e-3,1e-2"
+    typed, _ = given_settings(parser, words.split())
+    assert list(CompareSettings(**written).trials()) == list(CompareSettings(**typed).trials())

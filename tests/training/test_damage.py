@@ -241,41 +241,46 @@ def test_a_damaged_part_of_the_layers_is_set_aside(run, runs, harm, caplog):
 ROLLED_BACK = {**OPTIONS, "rollback": 1}
 
 
-@pytest.mark.parametrize("harm", [cut, gone])
-def test_without_its_rollbacks_a_run_does_not_go_on(trained, tmp_path, monkeypatch, capsys, harm):
+def digit(path):
+    """Another digit in the place of the last one."""
+    text = path.read_text()
+    at = max(i for i, character in enumerate(text) if character.isdigit())
+    path.write_text(f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}")
+
+
+@pytest.mark.parametrize("harm", [cut, gone, digit])
+def test_damaged_rollbacks_are_written_again_from_a_later_checkpoint_or_refused(
+    trained, tmp_path, monkeypatch, capsys, caplog, harm
+):
     original, left = LaminaTrainer.training_step, [RuntimeError("pulled the plug")]
+    stop = {"step": 5}
 
     def training_step(self, *args, **kwargs):
         step = self.state.global_step + 1
         if self.order.data_step(step) == 5:
             self.guard.see_loss(step, float("nan"))
-        if step == 8 and left:
+        if step == stop["step"] and self.order.data_step(step) > step and left:
             raise left.pop()
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(LaminaTrainer, "training_step", training_step)
     with pytest.raises(RuntimeError, match="plug"):
         trained(**ROLLED_BACK)
-    harm(tmp_path / "run" / "rollbacks.json")
+    path = tmp_path / "run" / "rollbacks.json"
+    whole = path.read_bytes()
+    harm(path)
     assert "rollbacks.json" in refused(tmp_path / "run", capsys)
+    path.write_bytes(whole)
+    stop["step"], left[:] = 8, [RuntimeError("pulled the plug")]
+    with pytest.raises(RuntimeError, match="plug"):
+        trained(resume=True, **ROLLED_BACK)
+    harm(path)
+    assert go_on(tmp_path / "run") == 0
+    assert "written again from checkpoint-6" in caplog.text
+    assert path.read_bytes() == whole
 
 
 def test_a_kill_while_the_first_file_is_written_leaves_a_folder_to_begin_in(corpus, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".environment.json.1234").write_text('{"versions": {')
     assert main(["pretrain", *flags(**SMALL, corpus=corpus, output=tmp_path / "run")]) == 0
-
-
-def test_a_kill_while_a_run_is_deleted_leaves_one_that_can_be(run, corpus, monkeypatch):
-    """--overwrite deletes the file by which the folder is known as Lamina's last."""
-    original = shutil.rmtree
-
-    def die(path, **options):
-        raise RuntimeError("pulled the plug")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", die)
-        with pytest.raises(RuntimeError, match="plug"):
-            pretraining.pretrain(settings(corpus, run, **OPTIONS), overwrite=True, bar=False)
-    original(run / "checkpoints")
-    assert pretraining.pretrain(settings(corpus, run, **OPTIONS), overwrite=True, bar=False)["steps"] == 10

@@ -47,7 +47,7 @@ def test_training_balances_the_experts_better_than_nothing_does(version, folder,
             expert_balance=mode,
             expert_balance_rate=0.03 if version == "v3" else 1.0,
         )
-        assert done["status"] in ("finished", "stuck")
+        assert done["status"] in ("finished", "short", "stuck")
         table = layers(tmp_path / f"{version}-{mode}")
         after[mode] = sum(imbalance(table, step) for step in range(26, 31)) / 5
     assert after["auto"] < 0.8 * after["none"]

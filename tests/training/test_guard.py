@@ -165,4 +165,4 @@ def test_a_run_that_learns_is_finished(trained):
 
 
 def test_the_margin_below_the_unigram_entropy_can_be_set(trained):
-    assert trained(**LEARNS, stuck_margin=50.0)["status"] == "stuck"
+    assert trained(**LEARNS, stuck_margin=50.0)["status"] in ("stuck", "short")

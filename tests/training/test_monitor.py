@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 from training.tiny_runs import layers, records, values
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, ViTConfig
 
 import lamina.modeling  # noqa: F401
 from lamina import build
@@ -14,6 +14,7 @@ from lamina.data import prepare_blocks
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.training import pretrain as pretraining
 from lamina.training.checks import backbone_config
+from lamina.training.monitor import hidden_state_rows, largest_magnitudes
 from lamina.training.trainer import LaminaTrainer
 
 
@@ -149,6 +150,40 @@ def test_state_statistics_are_those_of_a_double_computation(tiny, tmp_path, plac
     }.items():
         expected = {(*key, "all"): statistic(x).item() for key, x in states.items()}
         assert values(table, metric, chosen.steps) == pytest.approx(expected, rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("placement", ["pre_ln", "fusenorm"])
+def test_the_100_largest_magnitudes_are_those_of_all_layers_and_tokens(tiny, tmp_path, placement):
+    chosen = tiny(placement=placement, monitor_blocks=3)
+    pretraining.pretrain(chosen, bar=False)
+    table = layers(tmp_path / "run")
+    pooled = torch.cat([x.abs().flatten() for x in naive_states(tmp_path / "run", chosen).values()])
+    rows = table[(table.metric == "hidden_top_abs") & (table.step == chosen.steps)].sort_values("index")
+    assert list(rows["index"]) == list(range(100))
+    assert list(rows.value) == pytest.approx(pooled.sort(descending=True).values[:100].tolist(), rel=1e-4)
+    assert sorted(table[table.metric == "hidden_top_abs"].step.unique()) == sorted(table.step.unique())
+
+
+def test_fewer_elements_than_100_are_all_of_them_and_nan_comes_first():
+    x = torch.arange(12.0).view(1, 3, 4) - 6
+    assert largest_magnitudes(x).tolist() == sorted(x.abs().flatten().tolist(), reverse=True)
+    x[0, 1, 2] = math.nan
+    assert math.isnan(largest_magnitudes(x)[0])
+
+
+def test_an_image_model_is_monitored_too():
+    config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    config.image_size, config.patch_size = 8, 4
+    model = build(config, "pre_ln", num_labels=3)
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    found = {(r[1], r[2]): r[6] for r in hidden_state_rows(model, pixels, 0) if r[5] == "hidden_abs_max"}
+    with torch.no_grad():
+        states = model.eval().model(pixel_values=pixels, output_hidden_states=True).hidden_states
+    expected = {(index - 1, "feed_forward" if index else "block"): x.abs().max() for index, x in enumerate(states)}
+    assert {key: found[key] for key in expected} == pytest.approx({k: v.item() for k, v in expected.items()}, rel=1e-6)
+    assert found == {
+        (r[1], r[2]): r[6] for r in hidden_state_rows(model, {"pixel_values": pixels}, 0) if "abs_max" in r[5]
+    }
 
 
 def test_states_are_recorded_before_the_first_step_and_on_the_same_batch_for_every_placement(trained, tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from training.tiny_runs import SMALL, flags, layers, records, result
 
 from lamina.cli import main
+from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.trainer import LaminaTrainer
 
@@ -208,8 +209,14 @@ def test_resuming_a_finished_run_changes_nothing(trained, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
-def test_resuming_nothing_starts(trained):
-    assert trained(resume=True)["steps"] == 4
+def test_resuming_nothing_is_refused_and_auto_begins(trained, tmp_path):
+    with pytest.raises(UserError, match=r"run' holds nothing to resume .*--resume=auto"):
+        trained(resume=True)
+    assert not (tmp_path / "run").exists()
+    assert trained(resume="auto")["steps"] == 4
+    before = (tmp_path / "run" / "result.json").stat().st_mtime_ns
+    trained(resume="auto")
+    assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(

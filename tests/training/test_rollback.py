@@ -43,7 +43,7 @@ def spoiled_data(monkeypatch, *places):
 def test_a_run_goes_back_leaves_out_the_data_and_lowers_the_rate(trained, tmp_path, monkeypatch, caplog):
     seen = spoiled_data(monkeypatch, 7)
     found = trained(**OPTIONS)
-    assert found["status"] in ("finished", "stuck")
+    assert found["status"] in ("finished", "short", "stuck")
     assert found["steps"] == 16
     first, second = seen[:7], seen[7:]
     assert [(step, place) for step, place, _ in first] == [(s, s) for s in range(1, 8)]

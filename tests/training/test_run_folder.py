@@ -137,8 +137,10 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, trained):
 
 def test_overwrite_deletes_what_lamina_wrote(tmp_path, run):
     (run / "old").touch()
-    assert run_folder.claim(run, resume=False, overwrite=True) is False
-    assert not run_folder.in_use(run)
+    with run_folder.lock(run):
+        assert run_folder.claim(run, resume=False, overwrite=True) is False
+        assert sorted(p.name for p in run.iterdir()) == [".lock", ".replaced", "digests.jsonl"]
+    assert sorted(p.name for p in run.iterdir()) == [".lock", "digests.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "result.json"])

@@ -56,7 +56,9 @@ def _vit(name: str, width: int, heads: int) -> Preset:
 
 _MIX_VIT = "Mix-LN Table 4 (ImageNet-1K); sizes of DeiT, which it does not print"
 _MIX = "Mix-LN Table 7 and its repository"
-_FUSE = "FuseNorm Table 4"
+_MIX_250M = "Mix-LN's repository; Table 7 says width 1024, which gives 355M parameters, 768 gives 247M"
+_FUSE = "FuseNorm App B"
+_PROXY = "FuseNorm Figure 4's 310M proxy, 64 layers of width 640; heads of 64, FFN fitted to 310M (not printed)"
 _PERI = "Peri-LN Section 4; FFN 4 d (the text states none; 4 d fits its parameter counts)"
 _DEEP = "FuseNorm's 128 blocks; width and FFN derived from 6.5B (not printed)"
 _STRESS = "FuseNorm's stress test; heads of 64 and FFN 8 d / 3 (not printed)"
@@ -94,10 +96,10 @@ PRESETS: dict[str, Preset] = {
         _llama("llama-nano", "Lamina's default: deep and narrow, trains in a minute on two cores", 48, 128, 2, 32),
         _llama("llama-71m", _MIX, 512, 1368, 8, 12, **_MIX_FIELDS),
         _llama("llama-130m", _MIX, 768, 2048, 12, 12, **_MIX_FIELDS),
-        _llama("llama-250m", _MIX, 768, 2560, 16, 24, **_MIX_FIELDS),
+        _llama("llama-250m", _MIX_250M, 768, 2560, 16, 24, **_MIX_FIELDS),
         _llama("llama-1b", _MIX, 2048, 5461, 32, 24, **_MIX_FIELDS),
         _llama("llama-7b", _MIX, 4096, 11008, 32, 32, **{**_MIX_FIELDS, "max_position_embeddings": 2048}),
-        _llama("llama-310m-proxy", _FUSE, 640, 1728, 10, 64, tie_word_embeddings=True),
+        _llama("llama-310m-proxy", _PROXY, 640, 1728, 10, 64, tie_word_embeddings=True),
         _llama("llama-740m", _FUSE, 1536, 4224, 24, 24, tie_word_embeddings=True),
         _llama("llama-1.3b", _FUSE, 1536, 4224, 24, 48, tie_word_embeddings=True),
         _llama("llama-5b", _FUSE, 2560, 6912, 40, 64),

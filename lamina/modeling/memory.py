@@ -1,0 +1,48 @@
+"""Whether a model fits into the memory that is there, by arithmetic, before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lamina.errors import UserError
+
+_CGROUP = Path("/sys/fs/cgroup")  # a container's own limit
+
+
+def available(device: str = "cpu") -> int:
+    """Bytes that can still be allocated: of the GPU's memory, or of the machine's, its swap and a container's limit."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such limit
+        return free
+    return min(free, limit - used + int(stat.get("inactive_file", 0)))
+
+
+def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
+    """Raise UserError, naming the fields, where ``needed`` bytes are more than there are."""
+    if needed <= (there := available(device)):
+        return
+    where = "the GPU" if device == "cuda" else "this machine"
+    raise UserError(
+        f"{fields}: {what} at least {_gib(needed)} GiB of memory, and {where} has {_gib(there)} GiB free (allowed: "
+        "lower values)"
+    )
+
+
+def fewest_weights(config: Any) -> int:
+    """A lower bound of a backbone's weights: a square matrix a block, and the embedding."""
+    width = config.hidden_size
+    return config.num_hidden_layers * width * width + getattr(config, "vocab_size", 0) * width
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f}"

@@ -1,0 +1,49 @@
+"""A user's own Python files: they run as code, and whatever they raise is a UserError that names the file."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lamina.errors import UserError, shortened
+
+logger = logging.getLogger(__name__)
+_SAID = "LAMINA_PYTHON_FILES"  # an environment variable: the processes that a study starts say it no second time
+
+
+def run_file(kind: str, path: Path) -> None:
+    """Run a file as a module of its own; ``kind`` says what it should hold, for the messages.
+
+    Logs once, before the first run, that the file runs as code. Raises UserError whatever the file raises, an end of
+    the process (``sys.exit``) included.
+    """
+    _say(kind, path)
+    spec = importlib.util.spec_from_file_location(f"lamina_{kind}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    with guarded(f"{kind} {str(path)!r}: the file"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turn whatever a user's code raises into a UserError; ``what`` is the sentence's subject."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = shortened(" ".join(str(error).split()), 300)
+        raise UserError(f"{what} raised {type(error).__name__}: {reason}") from error
+
+
+def _say(kind: str, path: Path) -> None:
+    said = os.environ.get(_SAID, "").split(os.pathsep)
+    if (place := str(path.absolute())) in said:
+        return
+    os.environ[_SAID] = os.pathsep.join([*filter(None, said), place])
+    logger.warning("%s %r runs as code, with your rights: use only files that you trust", kind, str(path))

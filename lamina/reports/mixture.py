@@ -1,0 +1,15 @@
+"""That a ranking is of one experiment: its trials' own settings are read, not only the study's."""
+
+from __future__ import annotations
+
+from lamina.reports.records import Study, read_config
+from lamina.studies.record import refuse_mixture
+
+
+def refuse_other_experiments(study: Study) -> None:
+    """Raise UserError where the trials of a study were not all trained with its settings."""
+    common = dict(study.settings)
+    if isinstance(init := common.get("init"), str):
+        common["init"] = init.removeprefix("same:")
+    stored = {trial.name: read_config(trial.folder) for trial in study.trials}
+    refuse_mixture({name: config for name, config in stored.items() if config}, common)

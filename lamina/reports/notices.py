@@ -1,0 +1,107 @@
+"""What a reader must know before trusting a ranking: what was not the same for all, and what was tried only once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lamina.reports.records import Frame, rows_of
+
+USUAL_TOKENS = 20  # a parameter: what a run that makes the best of its compute takes (Hoffmann et al. 2022)
+
+
+def notices(summary: Frame, results: Frame, recommended: Mapping[str, str] | None = None) -> list[str]:
+    """Sentences on initialisers that differ, rates and seeds that were too few, edges of a sweep, trials cut short.
+
+    ``summary`` is that of ``summarize``; ``recommended`` the initialiser that each placement's plan names, where known.
+    Plain text: whoever puts it into a page escapes it.
+    """
+    rows = rows_of(summary)
+    said = []
+    if len(rows) > 1:
+        said += [*_inits(rows, recommended or {}), *_rates(rows), *_seeds(rows)]
+    said += [*_edges(rows, results), *_budget(rows)]
+    cut = int((results["status"] == "interrupted").sum())
+    if cut:
+        said.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume goes on with the study.")
+    return said
+
+
+def listed(parts: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _inits(rows: list[dict[str, Any]], recommended: Mapping[str, str]) -> list[str]:
+    """That the initialisers differ; or, where they are one, whose recommended one it is not."""
+    users: dict[str, list[str]] = {}
+    for row in rows:
+        if row["init"]:
+            users.setdefault(row["init"], []).append(row["placement"])
+    if len(users) > 1:
+        groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
+        return [
+            f"The initialisers differ ({groups}), so this is no paired comparison: what looks like the placement may "
+            "be its initialiser. --init same:scaled gives one to all."
+        ]
+    others = [(name, recommended[name]) for init in users for name in users[init] if name in recommended]
+    others = [(name, own) for name, own in others if own not in users]
+    if not others:
+        return []
+    theirs = listed([f"{name} ({own})" for name, own in others])
+    return [
+        f"One initialiser for all, {next(iter(users))}; another is recommended for {theirs}. --init recommended gives "
+        "each its own, and then compares the two together."
+    ]
+
+
+def _rates(rows: list[dict[str, Any]]) -> list[str]:
+    counts = {row["placement"]: int(row["learning_rates"]) for row in rows if row["learning_rates"]}
+    if not counts or max(counts.values()) < 2:
+        return [
+            "One learning rate: placements differ in the rate that suits them, so a comparison at a single rate is "
+            "confounded: it shows who does best at this rate, not who is best. Several rates, each placement ranked at "
+            "its best one: --learning-rates 1e-3,3e-3,1e-2"
+        ]
+    if len(set(counts.values())) < 2:
+        return []
+    tried = listed([f"{name} {count}" for name, count in counts.items()])
+    return [f"Not all had as many learning rates to choose from ({tried}), which favors those with more."]
+
+
+def _seeds(rows: list[dict[str, Any]]) -> list[str]:
+    if max(row["seeds"] for row in rows) > 1:
+        return []
+    return ["One seed: small differences may be noise, and nothing here tells how small. --seeds 0,1,2 does."]
+
+
+def _edges(rows: list[dict[str, Any]], results: Frame) -> list[str]:
+    ends: dict[str, list[str]] = {"lowest": [], "highest": []}
+    for row in rows:
+        rates = results.loc[results["placement"] == row["placement"], "learning_rate"].dropna()
+        if row["finished"] and rates.nunique() > 1:
+            for end, value in (("lowest", rates.min()), ("highest", rates.max())):
+                if row["learning_rate"] == value:
+                    ends[end].append(f"{row['placement']} ({value:g})")
+    return [
+        f"For {listed(names)} the best learning rate is the {end} one tried: the true best may lie beyond, and may "
+        "move the ranking. --learning-rates-of gives a placement rates of its own."
+        for end, names in ends.items()
+        if names
+    ]
+
+
+def _budget(rows: list[dict[str, Any]]) -> list[str]:
+    """That so few tokens show the start of training only."""
+    done = [row for row in rows if row["finished"] and row["tokens"] > 0 and row["parameters"] > 0]
+    if len(rows) < 2 or not done:
+        return []
+    steps = max(row["steps"] for row in done)
+    ratio = max(row["tokens"] / row["parameters"] for row in done)
+    if not math.isfinite(ratio) or ratio >= USUAL_TOKENS:
+        return []
+    return [
+        f"{steps:,.0f} steps are {ratio:.2g} tokens a parameter, where about {USUAL_TOKENS} are usual: this measures "
+        "who starts fastest, not who ends best."
+    ]

@@ -1,0 +1,161 @@
+"""The driver's side of a study's processes: start a trial, ask whether it runs, stop it.
+
+Each is started from a module of ours in a new interpreter (worker.py), which the caller's script is no part of.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from lamina.training.settings import PretrainSettings
+
+LOST = 255  # the exit code of a trial whose server is gone
+_CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; sys.exit(worker.{call})"
+
+
+def start(settings: PretrainSettings) -> Process:
+    """Start a trial in a process of its own."""
+    request = {
+        "settings": settings.to_dict(),
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "directory": os.getcwd(),
+    }
+    # Forking a server that has imported torch is safe on Linux only.
+    return Server.running().start(request) if sys.platform.startswith("linux") else Alone(request)
+
+
+def prepare() -> None:
+    """Let what the trials share be imported while the study still does other things."""
+    if sys.platform.startswith("linux"):
+        Server.running()
+
+
+class Server:
+    """A process that trials are forked from. One serves all the studies of this process and ends with it."""
+
+    _current: Server | None = None
+    _starting = threading.Lock()
+
+    def __init__(self) -> None:
+        self.owner, self.count, self.lock = os.getpid(), 0, threading.Lock()
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.connection, theirs = multiprocessing.Pipe()
+        call = f"serve({theirs.fileno()}, {self.owner})"
+        # In a session of its own: a Ctrl-C at the terminal is for the study, which tells its trials once.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CODE.format(path=sys.path, call=call)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        atexit.register(self._leave)
+
+    @classmethod
+    def running(cls) -> Server:
+        """The one of this process, started if it is not there."""
+        with cls._starting:
+            there = cls._current
+            if there is None or there.owner != os.getpid() or there.process.poll() is not None:
+                there = cls._current = Server()
+            return there
+
+    def start(self, request: dict[str, Any]) -> Forked:
+        """Fork a trial."""
+        with self.lock:
+            self.count += 1
+            trial = Forked(server=self, number=self.count)
+        self.send({**request, "number": trial.number})
+        return trial
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Ask for something; nothing happens where the server is gone, which ``code`` tells of."""
+        with self.lock, contextlib.suppress(OSError):
+            self.connection.send_bytes(json.dumps(request).encode())
+
+    def code(self, number: int) -> int | None:
+        """A trial's exit code, LOST where the server is gone (and the trial with it); None while it runs."""
+        with self.lock:
+            try:
+                while self.connection.poll():
+                    reply = json.loads(self.connection.recv_bytes())
+                    (self.codes if "code" in reply else self.pids)[reply["number"]] = reply.get(
+                        "code", reply.get("pid")
+                    )
+            except (EOFError, OSError):
+                if number not in self.codes and number in self.pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pids[number], signal.SIGKILL)
+                self.codes.setdefault(number, LOST)
+            return self.codes.get(number)
+
+    def _leave(self) -> None:
+        if self.owner != os.getpid():  # a fork of this process has the same atexit
+            return
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+
+
+@dataclass(kw_only=True)
+class Forked:
+    """A trial that was forked from a server."""
+
+    server: Server = field(repr=False)
+    number: int
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self.server.code(self.number)
+
+    def terminate(self) -> None:
+        """Ask it to save a checkpoint and end."""
+        self.server.send({"number": self.number, "signal": int(signal.SIGTERM)})
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.server.send({"number": self.number, "signal": int(signal.SIGKILL)})
+
+
+class Alone:
+    """A trial in an interpreter of its own."""
+
+    def __init__(self, request: dict[str, Any]):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CODE.format(path=sys.path, call="alone()")],
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to save a checkpoint and end."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+
+
+Process: TypeAlias = Forked | Alone

@@ -1,0 +1,127 @@
+"""What runs in a study's own processes: a server that each trial is forked from, and the trial.
+
+The driver (processes.py) starts this module in a new interpreter, so the script, notebook or shell that asked for the
+study is never imported again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lamina.errors import UserError
+from lamina.training import folder as run_folder
+from lamina.training import orphans
+from lamina.training.settings import PretrainSettings
+
+DISK_FULL = 74  # EX_IOERR of sysexits.h
+ROUND_SECONDS = 0.05
+STOP = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(descriptor: int, driver: int) -> None:
+    """Fork a trial for each request that comes in, and tell the driver how each one ends; until the driver is gone.
+
+    ``descriptor`` is this end of a pipe, ``driver`` the process id at its other end. Torch and transformers are
+    imported once, so that a trial starts in milliseconds.
+    """
+    for number in STOP:  # the driver tells each trial, and ends the server by leaving
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    import lamina.training.pretrain  # noqa: F401  # loaded before the first fork
+
+    server, running = os.getpid(), {}
+    with contextlib.suppress(EOFError, OSError):  # the driver is gone: the trials see that the server is, and stop
+        while os.getppid() == driver:
+            request = json.loads(connection.recv_bytes()) if connection.poll(ROUND_SECONDS) else {}
+            if "settings" in request:
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the trial listens to them
+                if (pid := os.fork()) == 0:
+                    connection.close()
+                    orphans.watch(server)
+                    os.setsid()
+                    _end_with(request)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+                running[pid] = request["number"]
+                connection.send_bytes(json.dumps({"number": running[pid], "pid": pid}).encode())
+            elif "signal" in request:
+                for pid in (pid for pid, number in running.items() if number == request["number"]):
+                    os.kill(pid, request["signal"])
+            for pid in list(running):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    reply = {"number": running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+                    connection.send_bytes(json.dumps(reply).encode())
+
+
+def alone() -> int:
+    """Run the one trial that standard input asks for: where forking a process that has imported torch is not safe."""
+    request = json.loads(sys.stdin.readline())
+
+    def wait() -> None:
+        sys.stdin.read()  # ends when the driver does
+        orphans.watch(-1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return run(request)
+
+
+def run(request: dict[str, Any]) -> int:
+    """One trial as ``request`` says; returns the exit code. What it prints is kept in its folder's log.txt."""
+    folder = Path(request["directory"]) / request["settings"]["output"]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for number in STOP:
+            signal.signal(number, signal.default_int_handler)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        _like_the_driver(request)
+        settings = PretrainSettings.from_dict(request["settings"])
+        from lamina.training.pretrain import pretrain
+
+        # marks the folder as ours before the log is in it
+        run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
+        with (folder / "log.txt").open("a", encoding="utf-8") as log:
+            sys.stdout.flush()
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+            pretrain(settings, resume="auto", bar=False)
+    except KeyboardInterrupt:
+        run_folder.write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
+    except Exception as error:
+        if run_folder.disk_full(error):
+            return DISK_FULL
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        run_folder.write_json(folder / "result.json", {"status": "failed", "reason": reason})
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end_with(request: dict[str, Any]) -> NoReturn:
+    """Run a trial and end this process without freeing what it has of the server, which takes longer than to start."""
+    code = 1
+    try:
+        code = run(request)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _like_the_driver(request: dict[str, Any]) -> None:
+    """Take over what the driver's process has changed since the server was started."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:], sys.argv[:] = request["path"], request["argv"]
+    os.chdir(request["directory"])

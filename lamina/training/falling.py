@@ -1,0 +1,84 @@
+"""Whether a run ended while its loss was still falling: then it was too short to tell whether it is stuck."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
+
+STILL_FALLING = 0.2  # nats that as many steps again would take off the loss, at the pace of the run's last fifth
+WINDOW = 0.2  # of the run: what a pace is measured over
+NOTICED = 0.005  # nats in the last fifth below which nothing falls
+UNSLOWED = 0.25  # of the whole run's mean pace: a run that is not down at the unigram entropy falls as it did before
+_SURE = 2.0  # standard errors of a difference of mean training losses, below which it is noise
+
+Point = tuple[float, float]  # step, loss
+
+
+def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
+    """A clause with two losses where the loss still falls at the end of a run of ``steps``; else None.
+
+    It does where as many steps again would take STILL_FALLING nats off it at the pace of the end; or, for a loss that
+    is above ``entropy`` (the plateau on which runs get stuck), where that pace is at least UNSLOWED of the whole run's.
+
+    ``records`` are the lines of metrics.jsonl. The pace of the end is that of the eval loss over the last fifth of the
+    run (up to two fifths where none was measured in between); without such evaluations, that of the training loss,
+    averaged over the last fifth and the one before. A run that recorded one loss only counts as still falling.
+    """
+    records = list(records)
+    evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")
+    if len({step for step, _ in (*evaluated, *trained)}) < 2:
+        return "only one loss was recorded"
+    pair = _evaluations(evaluated, steps)
+    what = "eval loss" if pair else "training loss"
+    pair = pair or _means(trained, steps) or trained[-2:]
+    if len(pair) < 2:
+        return None
+    (first, before), (last, after) = pair
+    fallen, pace = before - after, (before - after) / (last - first)
+    (start, highest), *_ = evaluated if what == "eval loss" else trained
+    unslowed = after > entropy and fallen >= NOTICED and pace * (last - start) >= UNSLOWED * (highest - after)
+    if pace * steps < STILL_FALLING and not unslowed:
+        return None
+    return f"the {what} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics.jsonl."""
+    records = []
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        records += [record] if isinstance(record, dict) else []
+    return records
+
+
+def _evaluations(points: list[Point], steps: int) -> list[Point]:
+    """The last evaluation and the latest one that lies a fifth to two fifths of the run before it."""
+    for step, loss in reversed(points[:-1]):
+        if WINDOW * steps <= points[-1][0] - step:
+            return [(step, loss), points[-1]] if points[-1][0] - step <= 2 * WINDOW * steps else []
+    return []
+
+
+def _means(points: list[Point], steps: int) -> list[Point]:
+    """The mean losses of the last two fifths of the run; a difference within their noise counts as none."""
+    last = [p for p in points if p[0] > (1 - WINDOW) * steps]
+    before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
+    if not last or not before:
+        return []
+    means = [(fmean(step for step, _ in part), fmean(loss for _, loss in part)) for part in (before, last)]
+    noise = math.sqrt(sum(variance(loss for _, loss in p) / len(p) if len(p) > 1 else 0.0 for p in (before, last)))
+    if means[0][1] - means[1][1] < _SURE * noise:
+        return [(means[0][0], means[1][1]), means[1]]
+    return means
+
+
+def _points(records: list[Mapping[str, Any]], name: str) -> list[Point]:
+    values = [(record.get("step"), record.get(name)) for record in records]
+    return [(step, loss) for step, loss in values if isinstance(loss, int | float) and math.isfinite(loss) and step]

@@ -1,0 +1,143 @@
+"""What a value from a user may be: each check raises a UserError with the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from lamina.errors import UserError, shortened
+
+SEED_LIMIT = 2**32 - 1  # numpy's generators take no larger one
+MOST = 2**31 - 1  # of any count
+# A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
+LIMITS = {
+    "num_layers": 10_000,
+    "hidden_size": 2**20,
+    "base_width": 2**20,
+    "proxy_width": 2**20,
+    "verify_width": 2**20,
+    "widths": 2**20,
+    "num_heads": 2**16,
+    "vocab_size": 2**28,
+    "sequence_length": 2**24,
+    "batch_size": 2**20,
+    "sequences": 2**20,
+    "threads": 2**12,
+    "workers": 2**12,
+}
+_PLACES = ("corpus", "tokenizer", "checkpoint", "backbone", "from_model")  # texts that may be a path
+LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a path with room for a run's own files
+
+
+def whole_number(name: str, value: Any, low: int = 1) -> int:
+    """The value, where it is a whole number from ``low`` to the field's limit."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UserError(f"{name}: {_shown(value)} is not a whole number of at least {low}")
+    if value > (high := LIMITS.get(name, MOST)):
+        raise UserError(f"{name}: {_shown(value)} is too large (allowed: a whole number from {low} to {high})")
+    return value
+
+
+def seed_number(name: str, value: Any) -> int:
+    """The value, where it is a whole number that every random generator takes as a seed."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
+        raise UserError(f"{name}: {_shown(value)} (allowed: a whole number from 0 to {SEED_LIMIT})")
+    return value
+
+
+def number(
+    name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+) -> float:
+    """The value, where it is a finite number from ``low`` to ``high``; an open end is not allowed itself."""
+    good = is_finite(value)
+    good = good and (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
+    if not good:
+        span = f"above {low:g}" if open_low else f"at least {low:g}"
+        if math.isfinite(high):
+            span += f" and {'below' if open_high else 'at most'} {high:g}"
+        raise UserError(f"{name}: {_shown(value)} (allowed: a number {span})")
+    return value
+
+
+def is_finite(value: Any) -> bool:
+    """Whether the value is a number that a float holds: no bool, NaN, infinity or whole number beyond 1e308."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def path(name: str, value: Any) -> str:
+    """A path as text, where a file or folder could have it."""
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"{name}: {_shown(value)} is not a path")
+    given = os.fspath(value)
+    try:
+        encoded = os.fsencode(given)
+    except UnicodeEncodeError:
+        raise UserError(f"{name}: {_shown(given)} holds characters that no path can hold (allowed: a path)") from None
+    if not given or isinstance(given, bytes):
+        raise UserError(f"{name}: {_shown(given)} (allowed: a path)")
+    if "\0" in given:
+        raise UserError(f"{name}: {_shown(given)} holds a NUL character (allowed: a path without)")
+    if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(os.fsencode(os.sep))):
+        raise UserError(
+            f"{name}: {_shown(given)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
+            f"{LONGEST_PATH} in all)"
+        )
+    return given
+
+
+def home(name: str, value: str | Path) -> Path:
+    """The path with ``~`` and ``~user`` replaced by the home folder."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise UserError(f"{name}: {_shown(str(value))} names a home folder that is not there") from None
+
+
+def check_kinds(record: Any, *, lists: tuple[str, ...] = ()) -> None:
+    """Check the texts, switches and mappings of a settings record; a path object becomes its text.
+
+    ``lists`` are left out: what may be given as a Python list is read by its own parser.
+    """
+    hints = get_type_hints(type(record))
+    for entry in fields(record):
+        hint, value = hints[entry.name], getattr(record, entry.name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if entry.name in lists or (value is None and type(None) in kinds):
+            continue
+        if bool in kinds and not isinstance(value, bool):
+            raise UserError(f"{entry.name}: {_shown(value)} (allowed: true, false)")
+        if str in kinds:
+            object.__setattr__(record, entry.name, text(entry.name, value))
+        if entry.name == "trainer" and not (isinstance(value, Mapping) and all(isinstance(k, str) for k in value)):
+            raise UserError(f"trainer: {_shown(value)} (allowed: a mapping of TrainingArguments' names to values)")
+
+
+def text(name: str, value: Any) -> str:
+    """A text or a path object as text, without NUL characters."""
+    if isinstance(value, os.PathLike):
+        return path(name, value)
+    if not isinstance(value, str):
+        raise UserError(f"{name}: {_shown(value)} (allowed: text)")
+    if "\0" in value:
+        raise UserError(f"{name}: {_shown(value)} holds a NUL character (allowed: text without)")
+    if name in _PLACES:
+        for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", value):
+            home(name, folder)
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"a whole number of {value.bit_length()} bits"  # more digits than Python writes
+    return shortened(repr(value), 200)

@@ -1,0 +1,188 @@
+"""study.yaml that is cut short or altered is not believed; trials of other settings do not enter a ranking."""
+
+import contextlib
+import json
+import re
+import shutil
+
+import pandas as pd
+import pytest
+import yaml
+from training.tiny_runs import SMALL, flags, write_corpus
+
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.reports import report
+from lamina.studies.compare import compare
+from lamina.studies.record import COPY, STUDY, read_study, refuse_mixture, write_study
+from lamina.studies.settings import CompareSettings
+
+SETTINGS = {"steps": 16, "init": "same:scaled", "epsilon": 1e-08, "seeds": "0,1", "trainer": {}, "base_width": None}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_study(tmp_path, {"command": "lamina compare", "created": "2026-11-21T05:40:00+00:00", "settings": SETTINGS})
+    return tmp_path
+
+
+def test_what_is_written_is_read(folder):
+    assert read_study(folder)["settings"] == SETTINGS
+    assert (folder / STUDY).read_bytes() == (folder / COPY).read_bytes()
+
+
+def test_every_cut_and_every_changed_byte_is_known(folder, caplog):
+    whole = (folder / STUDY).read_bytes()
+    (folder / COPY).write_bytes(b"digest: none\n")
+    meaning = yaml.safe_load(whole)
+    believed = []
+    for at in range(len(whole)):
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
+            (folder / STUDY).write_bytes(damaged)
+            with contextlib.suppress(UserError):
+                believed.append(read_study(folder) == {k: v for k, v in meaning.items() if k != "digest"})
+    assert all(believed)  # a blank at the end of a line, say: it reads the same
+    assert len(believed) < len(whole) / 20
+
+
+def test_the_copy_stands_in_and_the_damaged_file_is_named(folder, caplog):
+    text = (folder / STUDY).read_text()
+    (folder / STUDY).write_text(text[: len(text) // 2])
+    assert read_study(folder)["settings"] == SETTINGS
+    (line,) = {record.getMessage() for record in caplog.records}
+    assert str(folder / STUDY) in line
+    (folder / STUDY).unlink()
+    assert read_study(folder)["settings"] == SETTINGS
+
+
+def test_a_study_from_before_there_were_digests_is_taken_and_a_cut_one_is_not(tmp_path):
+    old = yaml.safe_dump({"command": "lamina compare", "settings": SETTINGS}, sort_keys=False)
+    (tmp_path / STUDY).write_text(old)
+    assert read_study(tmp_path)["settings"] == SETTINGS
+    (tmp_path / STUDY).write_text(old[:-4])
+    with pytest.raises(UserError, match=re.escape(STUDY)):
+        read_study(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        ({"steps": 16}, {"steps": 36}, "steps 36"),
+        ({"init": "scaled"}, {"init": "normal"}, "init 'normal'"),
+        ({"corpus": "a"}, {"corpus": "b"}, "corpus 'b'"),
+        ({"precision": "fp32"}, {"precision": "bf16"}, "precision"),
+    ],
+)
+def test_trials_of_two_experiments_are_refused_by_name(one, other, named):
+    with pytest.raises(UserError, match=f"^trials: b was trained with {named}"):
+        refuse_mixture({"a": one, "b": other}, {})
+    refuse_mixture({"a": one, "b": one | {"seed": 1, "learning_rate": 1.0, "threads": 4, "output": "x"}}, {})
+    refuse_mixture({"a": {"precision": "auto"}, "b": {"precision": "bf16"}}, {})
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A study that has ended, to be copied and damaged."""
+    where = tmp_path_factory.mktemp("ended")
+    corpus = write_corpus(where / "words.txt")
+    given = {**SMALL, "placements": "pre_ln,keel", "learning_rates": "3e-3", "workers": 2}
+    compare(CompareSettings(corpus=str(corpus), output=str(where / "study"), **given), bar=False)
+    return where / "study"
+
+
+@pytest.fixture
+def study(ended, tmp_path):
+    return shutil.copytree(ended, tmp_path / "study")
+
+
+def resumed(study, *more):
+    return main(["compare", "--output", str(study), "--resume", *more])
+
+
+def alter(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1, text
+    path.write_text(text.replace(old, new))
+
+
+def trial(study, name="keel"):
+    return next(study.glob(f"trials/{name}*"))
+
+
+@pytest.mark.parametrize(
+    "damage", ["digit", pytest.param("cut", marks=pytest.mark.slow), pytest.param("gone", marks=pytest.mark.slow)]
+)
+def test_a_damaged_study_goes_on_from_its_copy_and_is_mended(study, damage):
+    whole = yaml.safe_load((study / STUDY).read_text())
+    before = pd.read_csv(study / "results.csv")
+    if damage == "cut":
+        (study / STUDY).write_text((study / STUDY).read_text()[:200])
+    elif damage == "digit":
+        alter(study / STUDY, "\n  steps: 4\n", "\n  steps: 6\n")
+    else:
+        (study / STUDY).unlink()
+    assert report(study).is_file()
+    assert resumed(study) == 0
+    pd.testing.assert_frame_equal(pd.read_csv(study / "results.csv"), before)
+    mended = yaml.safe_load((study / STUDY).read_text())["settings"]
+    assert mended == {**whole["settings"], "output": str(study)}
+    assert {p.name for p in (study / "trials").iterdir()} == set(before.trial)
+
+
+def test_without_a_whole_copy_it_is_one_line_and_nothing_is_trained(study, capsys):
+    for name in (STUDY, COPY):
+        (study / name).write_text((study / name).read_text()[:200])
+    before = {p: p.stat().st_mtime_ns for p in study.rglob("*") if p.name != ".lock"}
+    assert resumed(study) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(study / STUDY) in line
+    assert {p: p.stat().st_mtime_ns for p in study.rglob("*") if p.name != ".lock"} == before
+
+
+def test_a_damaged_environment_does_not_end_a_study(study):
+    (study / "environment.json").write_text('{"vers')
+    assert resumed(study) == 0
+    assert "lamina" in json.loads((study / "environment.json").read_text())["versions"]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("config.yaml", "\nsteps: 4\n", "\nsteps: 36\n", "with steps 36, but the study has 4"),
+        ("config.yaml", "\nseed: 0\n", "\nseed: 1\n", "with seed 1, but the study has 0"),
+        ("result.json", '"steps": 4,', '"steps": 36,', "result.json': 36 steps"),
+    ],
+)
+def test_a_trial_of_other_settings_does_not_enter_the_ranking(study, capsys, name, old, new, message):
+    alter(trial(study) / name, old, new)
+    assert resumed(study) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert trial(study).name in line
+
+
+@pytest.mark.slow
+def test_a_trial_whose_settings_are_cut_short_is_named(study, capsys):
+    path = trial(study) / "config.yaml"
+    path.write_text(path.read_text()[:300].rpartition("\n")[0] + "\n")
+    assert resumed(study) == 2
+    assert str(path) in capsys.readouterr().err
+    shutil.rmtree(trial(study))
+    assert resumed(study) == 0  # as the line says
+
+
+def test_the_page_refuses_a_mixture_too(study, capsys):
+    alter(trial(study) / "config.yaml", "\nsteps: 4\n", "\nsteps: 36\n")
+    assert main(["report", str(study)]) == 2
+    assert "trained with steps 36" in capsys.readouterr().err
+
+
+def test_a_coordinate_check_that_is_damaged_is_known(tmp_path, corpus, capsys):
+    given = {"widths": "8,16", "num_layers": 1, "steps": 1, "seeds": "0", "sequence_length": 16, "batch_size": 2}
+    argv = ["coord-check", *flags(**given, backbone="llama-nano", corpus=corpus, output=tmp_path / "check")]
+    assert main(argv) == 0
+    capsys.readouterr()
+    for name in (STUDY, COPY):
+        alter(tmp_path / "check" / name, "\n  steps: 1\n", "\n  steps: 2\n")
+    assert main([*argv, "--resume"]) == 2
+    assert STUDY in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""A study's processes: they never run the script that asked for it, and a study of failures alone says so."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from training.tiny_runs import SMALL, wait_for
+
+import lamina
+from lamina.cli import main
+from lamina.errors import TrialsFailed, UserError
+from lamina.studies import processes
+from lamina.training import folder as run_folder
+from lamina.training.settings import PretrainSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import lamina
+
+_ = open("ran.txt", "a").write("once; ")
+results = lamina.compare(placements=["pre_ln"], workers=1, output="study", corpus={corpus!r}, bar=False, **{small!r})
+assert "failed" not in set(results.status), list(results.reason)
+"""
+WAYS = {
+    "script": (["mine.py"], False),
+    "-m": (["-m", "mine"], False),
+    "-c": (["-c"], False),
+    "standard input": (["-"], True),
+    "an interactive shell": (["-i", "-q"], True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_callers_code_runs_once(way, corpus, tmp_path):
+    code = SCRIPT.format(corpus=str(corpus), small=SMALL)
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    words, typed = WAYS[way]
+    words = [*words, code] if words == ["-c"] else words
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=environment,
+        input=code if typed else None,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "AssertionError" not in done.stderr
+    assert (tmp_path / "ran.txt").read_text() == "once; "
+    assert set(pd.read_csv(tmp_path / "study" / "results.csv").status) <= {"finished", "stuck", "short"}
+
+
+@pytest.fixture
+def failing(tmp_path):
+    """A placement file that is fine where the study is checked and refuses in its worker."""
+    path = tmp_path / "refuses.py"
+    path.write_text(
+        "import os\n"
+        "from dataclasses import replace\n"
+        "from lamina.placements import placement, resolve\n"
+        "@placement('refuses', title='Refuses', equation=('y = x',), source='a test')\n"
+        "def make(num_layers):\n"
+        f"    if os.getpid() != {os.getpid()}:\n"
+        "        raise RuntimeError('no room on <this> device')\n"
+        "    return replace(resolve('pre_ln', num_layers), placement='refuses')\n",
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+def test_a_study_of_failed_trials_raises_with_the_first_reason(failing, corpus, tmp_path, capsys):
+    given = {**SMALL, "corpus": str(corpus), "output": str(tmp_path / "study"), "workers": 2}
+    with pytest.raises(TrialsFailed, match="no room on <this> device") as caught:
+        lamina.compare(placements=[failing], seeds=(0, 1), bar=False, **given)
+    assert isinstance(caught.value, UserError)
+    assert list(caught.value.results.status) == ["failed", "failed"]
+    assert "no room on &lt;this&gt; device" in (tmp_path / "study" / "report.html").read_text()
+    assert main(["compare", "--resume", "--output", given["output"]]) == 1
+    out, err = capsys.readouterr()
+    assert "failed" in out
+    (line,) = [line for line in err.splitlines() if line.startswith("lamina: ")]
+    assert "all 2 trials failed" in line
+
+
+def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_path):
+    """How trials run where forking is not safe."""
+    settings = PretrainSettings(**{**SMALL, "steps": 4000}, corpus=str(corpus), output=str(tmp_path / "run"))
+    request = {"settings": settings.to_dict(), "environment": dict(os.environ), "path": list(sys.path)}
+    trial = processes.Alone({**request, "argv": ["x"], "directory": str(tmp_path)})
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 1)
+    assert trial.exit_code() is None
+    trial.terminate()
+    assert wait_for(lambda: trial.exit_code() is not None)
+    assert run_folder.read_result(tmp_path / "run")["status"] == "interrupted"
+
+
+def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, tmp_path):
+    if sys.platform != "linux":
+        pytest.skip("no server elsewhere")
+    server = processes.Server.running()
+    settings = PretrainSettings(**{**SMALL, "steps": 4000}, corpus=str(corpus), output=str(tmp_path / "run"))
+    trial = processes.start(settings)
+    assert trial.exit_code() is None
+    wait_for(lambda: (tmp_path / "run" / "log.txt").is_file())
+    assert trial.exit_code() is None
+    server.process.kill()
+    server.process.wait()
+    assert trial.exit_code() == processes.LOST
+    assert processes.Server.running() is not server

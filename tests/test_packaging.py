@@ -1,0 +1,83 @@
+"""What is handed out: the source distribution's tests run, and the types reach a user's own script."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import pandas
+from transformers import PreTrainedModel
+from typing import assert_type
+
+import lamina
+from lamina.placements import Plan, resolve
+
+assert_type(lamina.compare(steps=5), pandas.DataFrame)
+assert_type(lamina.build("llama-nano", "keel"), PreTrainedModel)
+assert_type(resolve("keel", 2), Plan)
+assert_type(lamina.placements.names(), list[str])
+lamina.build(3.5, "keel")
+lamina.comapre()
+"""
+
+
+def run(*words, cwd, **more):
+    done = subprocess.run([str(w) for w in words], cwd=cwd, capture_output=True, text=True, timeout=300, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source distribution, and the wheel that is built from it."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(built, tmp_path_factory):
+    (archive,) = built.glob("*.tar.gz")
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    (inner,) = folder.iterdir()
+    return inner
+
+
+@pytest.mark.slow
+def test_the_source_distribution_holds_every_file_that_its_tests_need(unpacked):
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines()
+    needed = {name for name in tracked if not name.startswith((".ci/", ".gitignore"))}
+    there = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    assert needed <= there
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_tests_runs_in_the_source_distribution(unpacked):
+    sample = ["tests/placements/test_plan.py", "tests/test_readme.py", "tests/commands/test_public_surface.py"]
+    out = run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *sample, cwd=unpacked)
+    assert " passed" in out
+
+
+@pytest.mark.slow
+def test_a_users_script_is_checked_against_the_types_of_the_wheel(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert "lamina/py.typed" in file.namelist()
+        file.extractall(tmp_path / "site")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "pyrightconfig.json").write_text('{"extraPaths": ["site"], "include": ["script.py"]}')
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable], cwd=tmp_path, capture_output=True, text=True
+    )
+    errors = [line for line in done.stdout.splitlines() if "- error" in line]
+    assert len(errors) == 2, done.stdout  # the number for a backbone, and the misspelt name
+    assert '"float"' in errors[0]
+    assert '"comapre"' in errors[1]

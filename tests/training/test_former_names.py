@@ -1,0 +1,52 @@
+"""A run made when the norms on q, k and v had other names goes on as if nothing had been renamed."""
+
+import json
+import re
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+from training.tiny_runs import result
+
+from lamina.training import checkpoints
+
+NEW = re.compile(r"\.([qkv])_norm\.")
+
+
+def former(key):
+    """The name that revision fed9630 gave."""
+    return NEW.sub(r".\1_proj.norm.", key)
+
+
+def rename(path):
+    """Give a checkpoint the former names, and the optimiser the order that the parameters had."""
+    for file in (path / "model.safetensors", path / "optimizer" / "states.safetensors"):
+        tensors = load_file(file)
+        assert any(NEW.search(key) for key in tensors)
+        save_file({former(key): value for key, value in tensors.items()}, file, metadata={"format": "pt"})
+    rest = torch.load(path / "optimizer.pt", weights_only=True)
+    rest["state"] = {former(key): entries for key, entries in rest["state"].items()}
+    for group in rest["groups"]:
+        group["params"] = sorted(former(key) for key in group["params"])
+    torch.save(rest, path / "optimizer.pt")
+    listed = json.loads((path / checkpoints.MANIFEST).read_text(encoding="utf-8"))["files"]
+    listed = {name: checkpoints._settled(path / name) for name in listed}
+    checksum = checkpoints._checksum(listed)
+    (path / checkpoints.MANIFEST).write_text(json.dumps({"checksum": checksum, "files": listed}), encoding="utf-8")
+
+
+def test_a_run_of_former_names_is_resumed_bit_for_bit(trained, tmp_path):
+    trained("whole", placement="hybridnorm", steps=4, save_steps=2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "former")
+    shutil.rmtree(tmp_path / "former" / "checkpoints" / "checkpoint-4")
+    (tmp_path / "former" / "result.json").unlink()
+    rename(tmp_path / "former" / "checkpoints" / "checkpoint-2")
+
+    trained("former", resume=True, placement="hybridnorm", steps=4, save_steps=2)
+    assert result(tmp_path / "former")["eval_loss"] == result(tmp_path / "whole")["eval_loss"]
+    one, other = (
+        load_file(tmp_path / name / "checkpoints" / "checkpoint-4" / "model.safetensors")
+        for name in ("whole", "former")
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
