@@ -136,7 +136,10 @@ def _weak(numbers: Features) -> str:
 
 def _longer(numbers: Features, case: Case, deciding: int) -> str:
     if still_falling(numbers):
-        why = f"at the pace of these steps the loss is clearly below a constant prediction's {_by(deciding, case)}"
+        why = (
+            "at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's "
+            f"{_by(deciding, case)}"
+        )
     else:
         times = calibration()["deciding"]["times"]
         why = (

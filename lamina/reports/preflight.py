@@ -59,7 +59,9 @@ def preflight_report(folder: Path) -> Path:
 
 
 def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], command: str) -> Path:
-    records = [{name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)]
+    records: list[dict[str, Any]] = [
+        {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)
+    ]
     labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
     colour = colours(labels)
     losses = dict(zip(labels, courses, strict=True))
