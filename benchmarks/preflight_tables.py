@@ -7,7 +7,7 @@ from typing import Any
 from lamina.preflights.rules import VERDICTS
 
 TITLES = {
-    "reviewed": "Judged on: what a review found called fine, at three lengths, and a long run",
+    "reviewed": "Judged on: what a review found called fine at low rates, at three lengths",
     "unseen": "Judged on: low rates and long runs, of other depths, half of them on another corpus, drawn at random",
     "default": "Judged on: the recipe of `lamina compare` (32 layers × 48 wide, 5e-3) and 20 layers at 1.2e-2",
     "held_out": "Judged on: other depths, rates, initialisers, warm-ups, widths and another seed, drawn at random",
