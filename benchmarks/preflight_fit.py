@@ -5,27 +5,39 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lamina.preflights.burn_in import rates_until
 from lamina.preflights.features import Features
-from lamina.preflights.verdict import VERDICTS, chance, collapsed, kind_of, progress
-from lamina.training.settings import RunSettings
+from lamina.preflights.rules import (
+    CLEAR,
+    VERDICTS,
+    Kind,
+    collapsed,
+    deciding_share,
+    kind_of,
+    learns,
+    progress,
+    still_falling,
+)
+from lamina.training.settings import PretrainSettings, RunSettings
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "lamina" / "preflights" / "calibration.json"
 PAGE = ROOT / "docs" / "preflight.md"
 JUDGED = Path(__file__).parent / "results" / "preflight" / "judged.json"
-FITTED, JUDGED_ON = ("grid", "more"), ("default", "held_out")
+FITTED, JUDGED_ON = ("grid", "more", "slow"), ("default", "held_out", "unseen", "reviewed")
 MARGIN = RunSettings.stuck_margin
 BARELY, SPIKE, BACKSLIDE = 0.05, 0.5, 0.1
 OUTCOMES = ("trained", "trained badly", "did not train")
-SIGNS = {"context": 1.0, "excess": -1.0, "projected": -1.0, "remaining": 1.0, "jacobian": 1.0}
+SIGNS = {"context": 1.0, "excess": -1.0, "projected": -1.0, "left": 1.0, "jacobian": 1.0}
 SOFTNESS, PENALTY = 0.03, 0.002
+TYPICAL_ERROR = 0.02  # nats: the standard error of the excess near 0, in the measurements
 START, END = "<!-- the tables: benchmarks/preflight_calibration.py judge -->", "<!-- end of the tables -->"
 
 
@@ -33,42 +45,68 @@ START, END = "<!-- the tables: benchmarks/preflight_calibration.py judge -->", "
 class Record:
     """A case: what its run came to and what its burn-in measured, at every measurement."""
 
+    number: int
     set: str
     case: dict[str, Any]
     status: str
     excess: float
     outcome: str
+    evaluations: list[tuple[int, float]]
     courses: list[Features]
 
     def last(self, fitted: dict[str, Any]) -> Features:
-        """What `lamina preflight` would judge: the burn-in's end, or a later measurement while it is undecided."""
-        low, high = fitted["bands"]
+        """What `lamina preflight` would judge: the burn-in's end, or a later measurement while that is open."""
         for seen in self.courses[1:]:  # the first is half-way
-            if not low <= chance(seen, fitted) < high:
+            if kind_of(seen, fitted) in ("fine", "will not train"):
                 return seen
         return self.courses[-1]
 
+    def verdict(self, fitted: dict[str, Any]) -> Kind:
+        """What `lamina preflight` says."""
+        return kind_of(self.last(fitted), fitted)
+
+    def spent(self, step: float) -> float:
+        """The share of the run's learning rates that its first steps had."""
+        run = PretrainSettings(steps=self.case["steps"], warmup=self.case["warmup"])
+        return rates_until(run, math.ceil(step)) / rates_until(run, run.steps)
+
+    def shown(self, margin: float) -> float:
+        """The share of its rates by which the run's evaluations were a margin and two errors below; else infinite."""
+        border, before = -margin - CLEAR * TYPICAL_ERROR, (0, math.inf)
+        for step, excess in self.evaluations:
+            if excess < border:
+                (first, high), way = before, 1.0
+                if math.isfinite(high):
+                    way = (high - border) / (high - excess)
+                return self.spent(first + way * (step - first))
+            before = (step, excess)
+        return math.inf
+
 
 def records(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Iterator[Record]:
-    """Runs joined with their burn-ins; a run that has none yet is left out."""
+    """Runs joined with their burn-ins; one that has none yet, or was too short to tell by its status, is left out."""
     courses = {json.dumps(m["case"], sort_keys=True): m["result"]["features"] for m in measured}
-    for run in runs:
+    for number, run in enumerate(runs):
+        if run["result"]["status"] == "short":  # it says that nobody can tell
+            continue
         result, key = run["result"], json.dumps(run["case"], sort_keys=True)
         if key in courses:
-            best = min((loss for _, loss in result["eval_losses"]), default=math.inf)
+            entropy = result["unigram_entropy"] or math.nan
+            evaluations = [(step, loss - entropy) for step, loss in result["eval_losses"]]
             yield Record(
+                number=number,
                 set=run["set"],
                 case=run["case"],
                 status=result["status"],
-                excess=best - (result["unigram_entropy"] or math.nan),
+                excess=min((excess for _, excess in evaluations), default=math.inf),
                 outcome=outcome(result),
+                evaluations=evaluations,
                 courses=[_features(course) for course in courses[key]],
             )
 
 
 def _features(course: dict[str, Any]) -> Features:
-    known = {"excess_error": None} | course  # not in the first measurements
-    return Features(**{name: math.nan if value is None else value for name, value in known.items()})
+    return Features(**{name: math.nan if value is None else value for name, value in course.items()})
 
 
 def outcome(result: dict[str, Any]) -> str:
@@ -89,10 +127,12 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def fit(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    """Fit both rules on the sets `grid` and `more`, and write calibration.json."""
+    """Fit the rules on the sets `grid`, `more` and `slow`, and write calibration.json."""
     known = [r for r in records(runs, measured) if r.set in FITTED]
     collapse = fit_collapse(known)
-    fitted = {"bands": [0.25, 0.75], "collapse": collapse, "progress": fit_progress(known, collapse)}
+    fitted: dict[str, Any] = {"bands": [0.25, 0.75], "collapse": collapse, "evidence": fit_evidence(known)}
+    fitted["progress"] = fit_progress(known, collapse)
+    fitted["deciding"] = fit_deciding(known, fitted)
     made = {
         "provenance": {
             "made by": "benchmarks/preflight_calibration.py fit",
@@ -121,6 +161,45 @@ def fit_collapse(known: list[Record]) -> dict[str, float]:
     return {"jacobian": round(max(-6.0, min((alive + dead) / 2, -3.0)), 2), "context": limit}
 
 
+def fit_evidence(known: list[Record]) -> dict[str, float]:
+    """How far below a constant prediction's the held-out loss has to be, beside two standard errors of it.
+
+    One hundredth of a nat more than any run was, in any measurement, that did not train after all. Those that ended
+    within 0.03 nats of the border to stuck are left out: they were learning.
+    """
+    lost = [r for r in known if r.outcome == "did not train" and r.excess > SOFTNESS - MARGIN]
+    failed = [seen for r in lost for seen in r.courses if seen.finite]
+    lowest = min(seen.excess + CLEAR * seen.excess_error for seen in failed)
+    return {"margin": round(max(0.0, math.ceil(-100 * lowest)) / 100 + 0.01, 2)}
+
+
+def fit_deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, float]:
+    """When a run that trains shows it, in four of five measurements that did not show it yet.
+
+    ``slowing``: by how much longer than at the pace measured it took, where the loss was still falling; ``times``: the
+    summed rates by then over those at the measurement, where it had come close to a constant prediction's.
+    """
+    margin = fitted["evidence"]["margin"]
+    slowing, times = [], []
+    for record, seen in _open(known, fitted):
+        shown = record.shown(margin)
+        if not still_falling(seen):
+            times.append(shown / seen.spent)
+        elif seen.pace > 0:
+            slowing.append((shown - seen.spent) / ((seen.excess + CLEAR * seen.excess_error + margin) / seen.pace))
+    return {name: round(float(np.quantile(found, 0.8)), 2) for name, found in (("slowing", slowing), ("times", times))}
+
+
+def _open(known: list[Record], fitted: dict[str, Any]) -> Iterator[tuple[Record, Features]]:
+    """The measurements, from the burn-in's end on, of runs that trained, at which it did not show yet."""
+    for record in known:
+        shown = record.shown(fitted["evidence"]["margin"])
+        if record.outcome != "did not train" and math.isfinite(shown):
+            yield from (
+                (record, s) for s in record.courses[1:] if s.finite and not learns(s, fitted) and s.spent < shown
+            )
+
+
 def _end(record: Record) -> Features:
     return record.courses[min(1, len(record.courses) - 1)]
 
@@ -142,7 +221,7 @@ def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, A
     center, scale = x.mean(0), x.std(0) + 1e-6
     z, signs = (x - center) / scale, np.array(list(SIGNS.values()))
     beta, intercept = np.zeros(z.shape[1]), 0.0
-    for _ in range(20000):
+    for _ in range(6000):
         p = 1.0 / (1.0 + np.exp(-np.clip(z @ beta + intercept, -50, 50)))
         error = w * (p - y)
         beta = beta - 0.5 * (z.T @ error / w.sum() + PENALTY * beta)
@@ -156,16 +235,10 @@ def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, A
     }
 
 
-def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """How many runs of each outcome got each verdict."""
-    counts = {o: dict.fromkeys(VERDICTS, 0) for o in OUTCOMES}
-    for record in known:
-        counts[record.outcome][kind_of(chance(record.last(fitted), fitted), fitted)] += 1
-    return counts
-
-
 def judge(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
     """Count verdicts against outcomes for each set, and write judged.json and the page's tables."""
+    from preflight_tables import tables
+
     made = judged(runs, measured, json.loads(TARGET.read_text()))
     JUDGED.write_text(json.dumps(made, indent=2) + "\n")
     text = PAGE.read_text()
@@ -175,43 +248,88 @@ def judge(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
 
 
 def judged(runs: list[dict[str, Any]], measured: list[dict[str, Any]], fitted: dict[str, Any]) -> dict[str, Any]:
-    """The confusion of each set and the runs that were called wrongly, of what is judged on."""
+    """The confusion of each set, how often verdicts were right by group, and the runs that were called wrongly."""
     known = list(records(runs, measured))
-    wrong = []
-    for record in known:
-        sure = chance(record.last(fitted), fitted)
-        given = kind_of(sure, fitted)
-        if record.set in JUDGED_ON and (given, record.status == "finished") in (
-            ("fine", False),
-            ("will not train", True),
-        ):
-            case = {k: record.case[k] for k in ("placement", "num_layers", "init", "learning_rate", "warmup", "steps")}
-            wrong.append({**case, "verdict": given, "status": record.status, "excess": round(record.excess, 3)})
+    unseen = [r for r in known if r.set in JUDGED_ON]
     sets = {name: [r for r in known if r.set == name] for name in (*JUDGED_ON, *FITTED)}
-    return {"confusion": {n: confusion(rs, fitted) for n, rs in sets.items() if rs}, "wrong": wrong}
+    wrong = [r for r in unseen if (r.verdict(fitted), r.status == "finished") in WRONG]
+    return {
+        "confusion": {name: confusion(found, fitted) for name, found in sets.items() if found},
+        "groups": {name: counts([r for r in unseen if chosen(r)], fitted) for name, chosen in GROUPS.items()},
+        "wrong": [told(r, fitted) for r in wrong],
+        "reviewed": [told(r, fitted) for r in unseen if r.set == "reviewed"],
+        "deciding": deciding(unseen, fitted),
+    }
 
 
-_TITLES = {
-    "default": "Judged on: the recipe of `lamina compare` (32 layers × 48 wide, 5e-3) and 20 layers at 1.2e-2",
-    "held_out": "Judged on: other depths, rates, initialisers, warm-ups, widths and another seed, drawn at random",
-    "grid": "Fitted on: the grid",
-    "more": "Fitted on: a random draw",
+LOOKED_AT = 114  # runs that there were when the form of the rules was chosen
+WRONG = (("fine", False), ("will not train", True))
+GROUPS: dict[str, Callable[[Record], bool]] = {
+    "all that were not fitted on": lambda record: True,
+    "run after the rules' form was chosen": lambda record: record.number >= LOOKED_AT,
+    "rates below 1e-3": lambda record: record.case["learning_rate"] < 1e-3,
+    "200 planned steps or more": lambda record: record.case["steps"] >= 200,
+    "another corpus (Python code)": lambda record: "corpus" in record.case,
+    "6 to 20 layers": lambda record: record.case["num_layers"] <= 20,
+    "30 to 64 layers": lambda record: record.case["num_layers"] >= 30,
 }
 
 
-def tables(made: dict[str, Any]) -> str:
-    """The confusion tables and the list of mistakes as Markdown."""
-    lines = []
-    for name, counts in made["confusion"].items():
-        total = sum(sum(row.values()) for row in counts.values())
-        lines += [f"**{_TITLES[name]}** ({total} runs)", ""]
-        lines += [f"| the run | {' | '.join(VERDICTS)} |", f"|---|{'---:|' * len(VERDICTS)}"]
-        lines += [f"| {o} | {' | '.join(str(row[v]) for v in VERDICTS)} |" for o, row in counts.items()]
-        lines.append("")
-    lines += ["Mistakes among the runs it was judged on (fine, but it did not train; or the other way round):", ""]
-    lines += ["| placement | layers | init | rate | warm-up | steps | verdict | status | loss over unigram |"]
-    lines += ["|---|---:|---|---:|---:|---:|---|---|---:|"]
-    for w in made["wrong"]:
-        cells = [w["placement"], w["num_layers"], w["init"], f"{w['learning_rate']:g}", f"{w['warmup']:g}", w["steps"]]
-        lines.append(f"| {' | '.join(map(str, [*cells, w['verdict'], w['status'], w['excess']]))} |")
-    return "\n".join(lines) + "\n"
+def confusion(known: list[Record], fitted: dict[str, Any]) -> dict[str, dict[Kind, int]]:
+    """How many runs of each outcome got each verdict."""
+    counts = {o: dict.fromkeys(VERDICTS, 0) for o in OUTCOMES}
+    for record in known:
+        counts[record.outcome][record.verdict(fitted)] += 1
+    return counts
+
+
+def counts(known: list[Record], fitted: dict[str, Any]) -> dict[str, Any]:
+    """[right, of how many] of the verdicts and of two trivial rules, with 95 % intervals; how many were left open."""
+    said = [(record.verdict(fitted), record.outcome) for record in known]
+    below = [record.outcome for record in known if record.courses[min(1, len(record.courses) - 1)].excess < 0]
+    fine = [outcome for verdict, outcome in said if verdict == "fine"]
+    lost = [outcome for verdict, outcome in said if verdict == "will not train"]
+    trained = [outcome for _, outcome in said if outcome != "did not train"]
+    return {
+        "runs": len(known),
+        "trained": len(trained),
+        "fine": share(sum(o != "did not train" for o in fine), len(fine)),
+        "fine, trained badly": fine.count("trained badly"),
+        "will not train": share(lost.count("did not train"), len(lost)),
+        "left open": sum(verdict in ("risky", "undecided") for verdict, _ in said),
+        "below a constant prediction after the burn-in": share(sum(o != "did not train" for o in below), len(below)),
+    }
+
+
+def share(right: int, number: int) -> list[Any]:
+    """[right, number, low, high]: with Wilson's 95 % interval of the share; none where the number is 0."""
+    if not number:
+        return [0, 0, None, None]
+    z, p = 1.96, right / number
+    middle, half = p + z * z / (2 * number), z * math.sqrt(p * (1 - p) / number + z * z / (4 * number * number))
+    scale = 1 + z * z / number
+    return [right, number, round((middle - half) / scale, 3), round((middle + half) / scale, 3)]
+
+
+def deciding(known: list[Record], fitted: dict[str, Any]) -> dict[str, int]:
+    """Of the undecided runs: those told a step before their last, those that trained, and had shown it by that step."""
+    margin, found = fitted["evidence"]["margin"], {"undecided": 0, "told a step": 0, "trained": 0, "shown by it": 0}
+    for record in known:
+        if record.verdict(fitted) == "undecided":
+            found["undecided"] += 1
+            step = deciding_share(record.last(fitted), fitted)
+            if step < 1.0:
+                found["told a step"] += 1
+                found["trained"] += record.outcome != "did not train"
+                found["shown by it"] += record.outcome != "did not train" and record.shown(margin) <= step
+    return found
+
+
+def told(record: Record, fitted: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, its verdict and what it came to."""
+    names = ("placement", "num_layers", "hidden_size", "init", "learning_rate", "warmup", "steps")
+    return {name: record.case[name] for name in names} | {
+        "verdict": record.verdict(fitted),
+        "status": record.status,
+        "excess": round(record.excess, 3),
+    }

@@ -88,9 +88,9 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
 def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Say of planned runs whether they will train, as `lamina preflight` does; ``settings`` are its flags.
 
-    Returns a row a planned run: its verdict ("fine", "risky" or "will not train"), the reason, what to change, and the
-    numbers that these rest on (docs/preflight.md). With ``output`` the folder gets preflight.csv, layers.parquet and
-    report.html.
+    Returns a row a planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
+    change, and the numbers that these rest on (docs/preflight.md). With ``output`` the folder gets preflight.csv,
+    layers.parquet, preflight.json (what `lamina report` makes the page of) and report.html.
 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
@@ -111,10 +111,12 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
         run_folder.write_json(target / "environment.json", run_folder.environment(made.seed))
         run_folder.write_text(target / "preflight.csv", rows.to_csv(index=False))
         layers.to_parquet((target / "layers.parquet").absolute(), index=False)
-        from lamina.reports.preflight import label_of, preflight_report
+        losses = [item.burn_in.losses for item in found]
+        records = {"command": made.command(), "rows": rows.to_dict("records"), "losses": losses}
+        run_folder.write_json(target / "preflight.json", records)
+        from lamina.reports.preflight import preflight_report
 
-        losses = {label_of(f.run.placement, f.run.learning_rate, rows): f.burn_in.losses for f in found}
-        preflight_report(target, rows, layers, losses, made.command())
+        preflight_report(target)
     return rows
 
 

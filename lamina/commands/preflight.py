@@ -22,8 +22,9 @@ EXAMPLES = """
 """
 ABOUT_ONE = 2.0
 DESCRIPTION = """\
-Before a run: take its first steps at full depth, measure the layers, and say whether it will train (fine, risky, will
-not train), why, and what to change. The exit code is 0 whatever the verdict; with --strict it is 1 where any is
+Before a run: take its first steps at full depth, measure the layers, and say whether it will train, why, and what to
+change. "fine" and "risky" were seen to learn; "undecided" was not, in these steps, and is told how many would decide;
+"will not train" is not expected to. The exit code is 0 whatever the verdict; with --strict it is 1 where any is
 "will not train"."""
 
 

@@ -16,9 +16,12 @@ EXAMPLES = """
 def run(argv: list[str]) -> int:
     """Write report.html again, and a picture of it where asked."""
     parser = make_parser(
-        "report", "Write the page of a run's, a study's or a probed checkpoint's folder.", EXAMPLES, "FOLDER "
+        "report",
+        "Write the page of a run's, a study's, a preflight's or a probed checkpoint's folder.",
+        EXAMPLES,
+        "FOLDER ",
     )
-    parser.add_argument("folder", help="a run's, a study's or a probed checkpoint's folder")
+    parser.add_argument("folder", help="a run's, a study's, a preflight's or a probed checkpoint's folder")
     parser.add_argument(
         "--screenshot",
         type=str,

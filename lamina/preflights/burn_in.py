@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,19 @@ class BurnIn:
     snapshots: list[Snapshot]
     stopped: str
 
+    def spent(self, step: int) -> float:
+        """The learning rates of the first ``step`` steps, summed, over those of the whole planned run."""
+        settings = self.proxy.settings
+        return sum(self.learning_rates[:step]) / (settings.learning_rate * rates_until(settings, settings.steps))
+
+    def step_at(self, share: float) -> int:
+        """The first step of the planned run by which that share of its summed rates is spent; at most its last."""
+        settings = self.proxy.settings
+        wanted = share * rates_until(settings, settings.steps) * (1.0 - 1e-9)
+        return min(
+            settings.steps, bisect_left(range(settings.steps), wanted, key=lambda step: rates_until(settings, step))
+        )
+
 
 def warmup_steps(settings: PretrainSettings) -> int:
     """The planned warm-up in steps, as the Trainer counts it."""
@@ -54,6 +68,21 @@ def rate_factor(step: int, *, warmup: int, planned_warmup: int, planned_steps: i
         return step / warmup
     done = (step - warmup) / max(1, planned_steps - planned_warmup)
     return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+
+
+def rates_until(settings: PretrainSettings, step: int) -> float:
+    """The planned run's learning rates over its first ``step`` steps, summed, in units of the peak.
+
+    The sum of ``rate_factor`` in closed form (for the cosine, Dirichlet's kernel): a run may have billions of steps.
+    """
+    warmup = warmup_steps(settings)
+    rising = min(step, warmup)
+    total = rising * (rising - 1) / (2.0 * warmup) if warmup else 0.0
+    count, length, low = step - rising, max(1, settings.steps - warmup), settings.min_learning_rate
+    if count:
+        cosines = 0.5 + math.sin(math.pi * (count - 0.5) / length) / (2.0 * math.sin(math.pi / (2.0 * length)))
+        total += low * count + (1.0 - low) * 0.5 * (count + cosines)
+    return total
 
 
 class BurningIn:

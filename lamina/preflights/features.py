@@ -23,7 +23,9 @@ class Features:
     ``weight_gradient``: log10 of the smallest over the largest gradient norm of a block's weights,
     ``weight_gradient_layer`` the smallest's block; ``spike``: largest rise of the training loss above its best so far
     in nats; ``magnitude``: the largest |x| of any state, ``magnitude_layer`` where; ``growth``: log10 of Var(x^N) /
-    Var(x^0); ``remaining``: the planned steps over those taken; ``finite``: 0.0 where the loss or the gradient was not.
+    Var(x^0); ``spent``: the learning rates of the steps taken, summed, over those of all planned steps; ``pace``: nats
+    by which the held-out loss fell from the middle to the end over the rates spent in between, in the same unit;
+    ``finite``: 0.0 where the loss or the gradient was not.
     Layers are 1-based blocks, 0 for the embedding's output.
     """
 
@@ -49,7 +51,8 @@ class Features:
     magnitude: float
     magnitude_layer: int
     growth: float
-    remaining: float
+    spent: float
+    pace: float
 
     @property
     def headroom(self) -> float:
@@ -72,6 +75,7 @@ def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Featu
     largest = last.series("hidden_abs_max")
     top = max(largest, key=lambda layer: largest[layer])
     variance = last.series("hidden_variance")
+    spent = burn_in.spent(last.step)
     return Features(
         step=last.step,
         finite=0.0 if burn_in.stopped and last is shots[-1] else 1.0,
@@ -95,7 +99,8 @@ def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Featu
         magnitude=largest[top],
         magnitude_layer=top + 1,
         growth=_log(variance[max(variance)]) - _log(variance[-1]),
-        remaining=burn_in.proxy.settings.steps / max(1, last.step),
+        spent=spent,
+        pace=(half.loss - last.loss) / max(spent - burn_in.spent(half.step), TINY),
     )
 
 

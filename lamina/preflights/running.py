@@ -19,8 +19,9 @@ from lamina.preflights.burn_in import BurnIn, BurningIn, warmup_steps
 from lamina.preflights.features import Features, features
 from lamina.preflights.measuring import Snapshot
 from lamina.preflights.proxy import choose
+from lamina.preflights.rules import calibration, kind_of
 from lamina.preflights.settings import PreflightSettings
-from lamina.preflights.verdict import Case, Verdict, calibration, chance, judge
+from lamina.preflights.verdict import Case, Verdict, judge
 from lamina.training.checks import check
 from lamina.training.pretrain import read_blocks
 from lamina.training.settings import PretrainSettings
@@ -57,6 +58,7 @@ class Preflight:
             "reason": self.verdict.reason,
             "change": self.verdict.change,
             "chance": self.verdict.chance,
+            "deciding_steps": self.verdict.deciding_steps,
             "advice": self.advice,
             "fp16_headroom": self.features.headroom,
             "fp16_headroom_bits": math.log2(self.features.headroom),
@@ -106,7 +108,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 
 
 def _look(settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: Any) -> Preflight:
-    seen = burn_in_of(settings, run, blocks, undecided, device=device, tick=lambda: progress.update(1))
+    seen = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
     numbers = features(seen)
     proxy = seen.proxy
     init = recommended(proxy.plan) if run.init == "recommended" else run.init
@@ -117,6 +119,7 @@ def _look(settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, de
         warmup=seen.warmup,
         steps=run.steps,
         burn_in=len(seen.losses),
+        step_at=seen.step_at,
     )
     return Preflight(
         run=run,
@@ -171,10 +174,9 @@ def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[i
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 
-def undecided(numbers: Features) -> bool:
+def is_open(numbers: Features) -> bool:
     """Whether the fitted rules call it neither fine nor lost."""
-    low, high = calibration()["bands"]
-    return low <= chance(numbers, calibration()) < high
+    return kind_of(numbers, calibration()) in ("risky", "undecided")
 
 
 @contextmanager

@@ -1,32 +1,24 @@
-"""The verdict: two fitted rules on what the burn-in measured, and a sentence on which of them spoke and why.
-
-The rules' numbers are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs; nothing here
-knows a placement's name.
-"""
+"""The verdict in words: what the fitted rules say of a burn-in, why, what to change, and what would decide it."""
 
 from __future__ import annotations
 
-import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any, Literal
 
 from lamina.placements import Plan
 from lamina.preflights.features import Features
+from lamina.preflights.rules import CLEAR, Kind, calibration, chance, collapsed, deciding_share, kind_of, still_falling
 
-Kind = Literal["fine", "risky", "will not train"]
-VERDICTS: tuple[Kind, ...] = ("fine", "risky", "will not train")
-LEAST_CONTEXT = 1e-4  # nats: what the held-out sequences can tell from nothing
-MOST_REMAINING = 10.0  # planned steps over those taken: the runs that the rules were fitted on had no more
-STILL_FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learnt
+HIGH = 0.5  # nats: a loss that rose by more above its best
 FP16_LITTLE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the verdict has to know of the plan: its wiring, initialiser, rate, warm-up and steps (planned, taken)."""
+    """What the verdict has to know of the plan: its wiring, initialiser, rate, warm-up and steps (planned, taken).
+
+    ``step_at`` gives the planned step by which a share of the run's summed learning rates is spent.
+    """
 
     plan: Plan
     init: str
@@ -34,6 +26,7 @@ class Case:
     warmup: int
     steps: int
     burn_in: int
+    step_at: Callable[[float], int]
 
     @property
     def norms_on_skip(self) -> int:
@@ -45,71 +38,34 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction."""
+    """A verdict, why, and what to change.
+
+    ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
+    ``deciding_steps``: of an undecided run, the steps of a burn-in by which it should show; else 0.
+    """
 
     verdict: Kind
     chance: float
+    deciding_steps: int
     reason: str
     change: str
-
-
-@cache
-def calibration() -> dict[str, Any]:
-    """The rules' numbers and where they come from."""
-    return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
-
-
-def chance(numbers: Features, fitted: dict[str, Any]) -> float:
-    """The probability that the run trains, by the logistic rule on progress; 0 where the model has collapsed."""
-    if not numbers.finite or collapsed(numbers, fitted):
-        return 0.0
-    rule = fitted["progress"]
-    score = rule["intercept"] + sum(rule["weights"][name] * value for name, value in progress(numbers).items())
-    if not math.isfinite(score):
-        return 0.0
-    return 1.0 / (1.0 + math.exp(-min(max(score, -50.0), 50.0)))
-
-
-def kind_of(sure: float, fitted: dict[str, Any]) -> Kind:
-    """The verdict that a probability gives."""
-    low, high = fitted["bands"]
-    return "will not train" if sure < low else "fine" if sure >= high else "risky"
-
-
-def collapsed(numbers: Features, fitted: dict[str, Any]) -> bool:
-    """Whether some layer is cut off: its Jacobian to the last state has all but vanished and the input is not used."""
-    rule = fitted["collapse"]
-    return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
-
-
-def progress(numbers: Features) -> dict[str, float]:
-    """What the rule on progress reads."""
-    return {
-        "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
-        "excess": min(max(numbers.excess, -1.0), 1.0),
-        "projected": min(max(projected(numbers), 0.0), 2.0),
-        "remaining": math.log10(min(max(numbers.remaining, 1.0), MOST_REMAINING)),
-        "jacobian": min(max(numbers.jacobian, -4.0), 0.0),
-    }
-
-
-def projected(numbers: Features) -> float:
-    """The excess at the planned run's end if the loss goes on falling at half its pace: the rate decays, too."""
-    fall = max(numbers.excess_middle - numbers.excess, 0.0) / max(numbers.step / 2, 1.0)
-    return numbers.excess - 0.5 * fall * max(numbers.remaining - 1.0, 0.0) * numbers.step
 
 
 def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
     """The verdict on a burn-in's features; ``stopped`` says why it ended early, where it did."""
     fitted = calibration()
-    sure = chance(numbers, fitted)
-    kind = kind_of(sure, fitted)
+    sure, kind = chance(numbers, fitted), kind_of(numbers, fitted)
+    deciding = max(case.step_at(deciding_share(numbers, fitted)), case.burn_in + 1) if kind == "undecided" else 0
     if not numbers.finite:
         reason, change = f"{stopped or 'the loss was not finite'} of the burn-in", _calmer(case)
     elif collapsed(numbers, fitted):
         reason, change = _collapse(numbers, case), _reconnect(case)
     elif kind == "fine":
         reason, change = _well(numbers, case), ""
+    elif kind == "risky":
+        reason, change = _doubtful(numbers, case, sure), _faster(numbers, case)
+    elif kind == "undecided":
+        reason, change = _open(numbers, case), _longer(numbers, case, deciding)
     else:
         reason, change = _slow(numbers, case, sure), _faster(numbers, case)
     if numbers.headroom < FP16_LITTLE:
@@ -118,7 +74,7 @@ def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
             f"train in bf16 or fp32: |x| reaches {numbers.magnitude:.3g} behind block {numbers.magnitude_layer}, "
             f"{numbers.headroom:.2g} × under FP16's largest number"
         )
-    return Verdict(verdict=kind, chance=sure, reason=reason, change=change)
+    return Verdict(verdict=kind, chance=sure, deciding_steps=deciding, reason=reason, change=change)
 
 
 def _place(layer: int) -> str:
@@ -133,27 +89,70 @@ def _collapse(numbers: Features, case: Case) -> str:
     )
 
 
-def _well(numbers: Features, case: Case) -> str:
-    where = f"{-numbers.excess:.2f} nats below" if numbers.excess < 0 else f"{numbers.excess:.2f} nats above"
+def _against_constant(numbers: Features) -> str:
+    side = "below" if numbers.excess < 0 else "above"
     return (
-        f"after {case.burn_in} steps the predictions use the input (worth {numbers.context:.2f} nats; the loss is "
-        f"{where} that of a constant prediction) and every layer is connected: the smallest gain to the last layer is "
+        f"the held-out loss is {abs(numbers.excess):.2f} ± {CLEAR * numbers.excess_error:.2f} nats {side} that of a "
+        "constant prediction"
+    )
+
+
+def _well(numbers: Features, case: Case) -> str:
+    return (
+        f"after {case.burn_in} steps {_against_constant(numbers)}, the predictions use the input (worth "
+        f"{numbers.context:.2f} nats) and every layer is connected: the smallest gain to the last layer is "
         f"{10**numbers.jacobian:.2g}, from {_place(numbers.jacobian_layer)}"
     )
 
 
-def _slow(numbers: Features, case: Case, sure: float) -> str:
-    weak = (
-        f"; the gain from {_place(numbers.jacobian_layer)} to the last layer is down to {10**numbers.jacobian:.1e}"
-        if numbers.jacobian < -1
-        else ""
+def _doubtful(numbers: Features, case: Case, sure: float) -> str:
+    return (
+        f"after {case.burn_in} of {case.steps} steps {_against_constant(numbers)}, but the rule on progress gives it a "
+        f"chance of only {100 * sure:.0f} % to get clearly below{_weak(numbers)}"
     )
-    above = f"{abs(numbers.excess):.2f} nats {'above' if numbers.excess > 0 else 'below'}"
+
+
+def _open(numbers: Features, case: Case) -> str:
+    return (
+        f"not decided by these steps: after {case.burn_in} of {case.steps} {_against_constant(numbers)} and the input "
+        f"is worth {max(numbers.context, 0.0):.3f} nats to the predictions: nothing shows yet that the run gets below"
+        f"{_weak(numbers)}"
+    )
+
+
+def _slow(numbers: Features, case: Case, sure: float) -> str:
     return (
         f"after {case.burn_in} of {case.steps} steps the input is worth only {max(numbers.context, 0.0):.3f} nats to "
-        f"the predictions and the loss is {above} that of a constant one{weak}: runs like this left it in "
-        f"{100 * sure:.0f} % of the cases"
+        f"the predictions and {_against_constant(numbers)}{_weak(numbers)}: the rule on progress gives it a chance of "
+        f"{100 * sure:.0f} % to get clearly below"
     )
+
+
+def _weak(numbers: Features) -> str:
+    if numbers.jacobian >= -1:
+        return ""
+    return f"; the gain from {_place(numbers.jacobian_layer)} to the last layer is down to {10**numbers.jacobian:.1e}"
+
+
+def _longer(numbers: Features, case: Case, deciding: int) -> str:
+    if still_falling(numbers):
+        why = (
+            "at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's "
+            f"{_by(deciding, case)}"
+        )
+    else:
+        times = calibration()["deciding"]["times"]
+        why = (
+            "the loss has come close to a constant prediction's; of the runs that left it four in five had done so "
+            f"at {times:g} times the learning rates spent, {_by(deciding, case)}"
+        )
+    if deciding >= case.steps:
+        return f"only the whole run decides it: {why}; or {_faster(numbers, case)}"
+    return f"look longer, with --burn-in {deciding}: {why}"
+
+
+def _by(deciding: int, case: Case) -> str:
+    return f"by step {deciding}" if deciding < case.steps else "only towards the end or not at all"
 
 
 def _calmer(case: Case) -> str:
@@ -175,10 +174,7 @@ def _reconnect(case: Case) -> str:
 def _faster(numbers: Features, case: Case) -> str:
     if numbers.jacobian < -1:
         return _reconnect(case)
-    if numbers.excess > STILL_FALLING and case.steps > 2 * case.burn_in:
-        longer = f"--burn-in {2 * case.burn_in}"
-        return f"nothing yet: the loss still falls towards the tokens' frequencies; look longer ({longer})"
-    if numbers.spike > 0.5:
+    if numbers.spike > HIGH:
         return f"a lower learning rate ({case.learning_rate / 3:.1g}): the loss rose by {numbers.spike:.1f} nats"
     higher = f"a higher learning rate ({case.learning_rate * 2:.1g})"
     return f"more steps than {case.steps}, or {higher} if a preflight with it is fine"

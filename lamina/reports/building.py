@@ -20,6 +20,7 @@ from lamina.reports.coordinates import coordinates_report
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.preflight import RECORDS, preflight_report
 from lamina.reports.probing import is_probing, probing_report
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
@@ -32,7 +33,7 @@ PAGE = "report.html"
 
 
 def report(folder: Path) -> Path:
-    """Write the report of a study, of a probed checkpoint or of a single run, whichever the folder holds.
+    """Write the report of a study, a probed checkpoint, a preflight or a single run, whichever the folder holds.
 
     Raises UserError where it holds neither (study.yaml marks a study, result.json or config.yaml a run).
     """
@@ -41,6 +42,8 @@ def report(folder: Path) -> Path:
         return coordinates_report(folder)
     if (folder / "transfer.json").is_file():
         return transfer_report(folder)
+    if (folder / RECORDS).is_file():
+        return preflight_report(folder)
     if is_probing(folder):
         return probing_report(folder)
     if has_study(folder):

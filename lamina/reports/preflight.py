@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from html import escape
@@ -9,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from lamina.errors import UserError
 from lamina.reports.page import Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.style import GREY, colours, polish, to_html
 from lamina.reports.tables import html_table, swatch
 
-PAGE = "report.html"
-_CHIPS = {"fine": "finished", "risky": "stuck", "will not train": "diverged"}
+PAGE, RECORDS = "report.html", "preflight.json"
+_CHIPS = {"fine": "finished", "risky": "stuck", "undecided": "interrupted", "will not train": "diverged"}
 _FIGURES = (
     ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
@@ -39,19 +42,29 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def preflight_report(folder: Path, rows: Frame, layers: Frame, losses: Mapping[str, list[float]], command: str) -> Path:
-    """Write ``folder/report.html``.
+def preflight_report(folder: Path) -> Path:
+    """Write ``folder/report.html`` of its preflight.json and layers.parquet. Raises UserError where these aren't whole.
 
-    Args:
-        folder: where to.
-        rows: the table of verdicts, a row a planned run.
-        layers: the measurements by layer: placement, learning_rate and the monitor's columns.
-        losses: the training loss at each step of the burn-in, by placement and rate as ``label_of`` writes them.
-        command: the command line that gives this page.
+    preflight.json has the ``command`` line, the ``rows`` of the table of verdicts, one a planned run, and for each of
+    them the ``losses`` of the burn-in's steps.
     """
-    records = rows_of(rows)
+    folder = Path(folder)
+    try:
+        known = json.loads((folder / RECORDS).read_text(encoding="utf-8"))
+        layers: Frame = pd.read_parquet((folder / "layers.parquet").absolute())
+        return _page(folder, pd.DataFrame(known["rows"]), layers, known["losses"], str(known["command"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{str(folder)!r}: no whole preflight ({what})") from None
+
+
+def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], command: str) -> Path:
+    records: list[dict[str, Any]] = [
+        {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)
+    ]
     labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
     colour = colours(labels)
+    losses = dict(zip(labels, courses, strict=True))
     first = records[0]
     sections = [Section(name="Verdict", title="Will it train?", html=_verdicts(records, labels, colour))]
     for metric, title, quantity, caption in _FIGURES:
@@ -72,7 +85,7 @@ def preflight_report(folder: Path, rows: Frame, layers: Frame, losses: Mapping[s
         title="Preflight: will it train?",
         facts=[
             f"{first['num_layers']} layers × {first['hidden_size']} wide",
-            f"{first['steps']} steps planned, {first['burn_in_steps']} taken",
+            f"{first['steps']} steps planned, {_span([int(row['burn_in_steps']) for row in records])} taken",
         ],
         command=command,
         sections=sections,
@@ -85,28 +98,33 @@ _BURN_IN = (
 )
 
 
+def _span(counts: list[int]) -> str:
+    return str(min(counts)) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+
+
 def label_of(placement: str, rate: float, rows: Frame) -> str:
     """The placement, with its learning rate where several were asked about."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
 def _verdicts(records: list[dict[str, Any]], labels: list[str], colour: Mapping[str, str]) -> str:
-    head = ["placement", "init", "learning rate", "verdict", "why, and what to change", "FP16 headroom"]
-    body = []
+    """A line a run, and below it why and what to change: text in a column would be out of sight on a phone."""
+    head = ["placement", "learning rate", "verdict", "init", "FP16 headroom"]
+    body, said = [], []
     for row, label in zip(records, labels, strict=True):
-        kind = _CHIPS.get(row["verdict"], "failed")
-        more = "".join(f"<br>{escape(str(row[name]))}" for name in ("change", "note") if row[name])
-        papers = f"<br>Papers: {escape(row['advice'])}" if row["advice"] else ""
+        chip = f'<span class="chip {_CHIPS.get(row["verdict"], "failed")}">{escape(row["verdict"])}</span>'
         cells = [
             f'<td class="name">{swatch(colour[label])}{escape(row["placement"])}</td>',
-            f"<td>{escape(row['init'])}</td>",
             f'<td class="number">{row["learning_rate"]:g}</td>',
-            f'<td><span class="chip {kind}">{escape(row["verdict"])}</span></td>',
-            f'<td class="reason">{escape(row["reason"])}{more}{papers}</td>',
+            f"<td>{chip}</td>",
+            f"<td>{escape(row['init'])}</td>",
             f'<td class="number">{row["fp16_headroom"]:.3g} ×</td>',
         ]
         body.append(f"<tr>{''.join(cells)}</tr>")
-    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts")
+        parts = {"": row["reason"], "What to change: ": row["change"], "Note: ": row["note"], "Papers: ": row["advice"]}
+        lines = "<br>".join(f"{name}{escape(str(text))}" for name, text in parts.items() if text)
+        said.append(f"<p>{swatch(colour[label])}<b>{escape(label)}</b> {chip}<br>{lines}</p>")
+    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts") + "".join(said)
 
 
 def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:

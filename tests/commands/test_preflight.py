@@ -9,6 +9,8 @@ from training.tiny_runs import flags, write_corpus
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.preflights.running import burn_in_steps
+from lamina.preflights.settings import PreflightSettings
 
 TINY = {
     "num_layers": 3,
@@ -53,7 +55,7 @@ def test_the_table_the_reason_and_the_papers_advice(corpus, capsys):
         ["pre_ln", "0.001"],
         ["pre_ln", "0.01"],
     ]
-    assert out.count("  reason: after ") == 4
+    assert out.count("  reason: after ") + out.count("  reason: not decided by these steps: after ") == 4
     assert "  papers: learning rate 9e-3 at 64 and 128 sub-layers" in out
 
 
@@ -61,7 +63,7 @@ def test_placement_and_learning_rate_are_taken_as_pretrain_takes_them(corpus, ca
     assert main([*argv(corpus, placement="fusenorm", learning_rate="2e-3"), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["placement"], row["learning_rate"], row["num_layers"], row["init"]) == ("fusenorm", 2e-3, 3, "scaled")
-    assert row["verdict"] in ("fine", "risky", "will not train")
+    assert row["verdict"] in ("fine", "risky", "undecided", "will not train")
     assert row["fp16_headroom"] > 1
     assert row["ffn_variance_share"] > 0
 
@@ -86,6 +88,15 @@ def test_the_folder(corpus, custom, tmp_path, capsys):
     assert "nothing above 1e-3 &lt;b&gt;" in page
     assert "1e-3 <b>" not in page
     assert "lamina preflight --placements" in page
+    (out / "report.html").unlink()
+    assert main(["report", str(out)]) == 0
+    assert "nothing above 1e-3 &lt;b&gt;" in (out / "report.html").read_text()
+    capsys.readouterr()
+    whole = (out / "preflight.json").read_text()
+    for broken in (whole[: len(whole) // 2], "[]", '{"rows": [], "losses": [], "command": ""}'):
+        (out / "preflight.json").write_text(broken)
+        assert main(["report", str(out)]) == 2
+        assert "no whole preflight" in capsys.readouterr().err
     assert main(argv(corpus, output=out)) == 2
     assert "is in use" in capsys.readouterr().err
     assert main([*argv(corpus, output=out), "--overwrite"]) == 0
@@ -95,6 +106,27 @@ def test_strict_says_by_the_exit_code_what_will_not_train(corpus, capsys):
     assert main(argv(corpus, learning_rate="1e6", steps=40)) == 0
     assert "will not train" in capsys.readouterr().out
     assert main([*argv(corpus, learning_rate="1e6", steps=40), "--strict"]) == 1
+
+
+def test_an_undecided_run_is_told_how_many_steps_decide_and_these_can_be_taken(corpus, capsys):
+    given = {"placement": "pre_ln", "learning_rate": "2e-3", "steps": 200, "burn_in": 8}
+    assert main([*argv(corpus, **given), "--json", "--strict"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["verdict"] == "undecided"
+    assert row["reason"].startswith("not decided by these steps: after ")
+    assert row["burn_in_steps"] < row["deciding_steps"] <= 200
+    if row["deciding_steps"] < 200:
+        assert f"--burn-in {row['deciding_steps']}" in row["change"]
+    longer = PreflightSettings(**{**TINY, "steps": 200, "burn_in": row["deciding_steps"]})
+    assert burn_in_steps(longer, longer.runs()[0])[0] >= row["deciding_steps"]
+
+
+def test_a_mix_of_corpora(corpus, tmp_path, capsys):
+    letters = tmp_path / "letters.txt"
+    letters.write_text("a b c d e f g\n" * 800)
+    assert main([*argv(f"{corpus}:0.5,{letters}:0.5", placement="pre_ln"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["unigram_loss"] > 1
 
 
 def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
@@ -121,7 +153,8 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
         ({"init": "scald"}, "did you mean 'scaled'?"),
         ({"num_layers": 0}, "num_layers: 0"),
         ({"burn_in": 3}, "burn_in: 3 is not a whole number of at least 4"),
-        ({"sequences": 0}, "sequences: 0"),
+        ({"sequences": 1}, "sequences: 1 is not a whole number of at least 2"),
+        ({"precision": "fp16"}, "precision: 'fp16' (allowed in a preflight: auto, fp32, bf16)"),
         ({"flops": -1.0}, "flops: -1.0"),
         ({"warmup": 5000}, "warmup"),
         ({"hidden_size": 17}, "hidden_size"),

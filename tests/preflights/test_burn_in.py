@@ -9,7 +9,7 @@ from training.tiny_runs import SMALL, records
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
-from lamina.preflights.burn_in import BurningIn, rate_factor, unigram_losses, warmup_steps
+from lamina.preflights.burn_in import BurningIn, rate_factor, rates_until, unigram_losses, warmup_steps
 from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
 from lamina.preflights.running import burn_in_steps, ffn_share
@@ -111,6 +111,30 @@ def test_the_rate_is_that_of_transformers_schedule(corpus, warmup):
         assert ours == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 20), (3, 20), (0.25, 7), (5, 5), (0, 1)])
+def test_the_rates_summed(corpus, warmup, steps):
+    settings = planned(corpus, warmup=warmup, steps=steps)
+    rising = warmup_steps(settings)
+    rates = [rate_factor(s, warmup=rising, planned_warmup=rising, planned_steps=steps, low=0.1) for s in range(steps)]
+    for step in range(steps + 1):
+        assert rates_until(settings, step) == pytest.approx(sum(rates[:step]), abs=1e-9)
+
+
+def test_what_share_of_the_run_was_spent_and_the_step_of_a_share(corpus, blocks):
+    made = burning(corpus, blocks, warmup=2, steps=20)
+    made.advance(8)
+    seen = made.seen()
+    settings = seen.proxy.settings
+    assert seen.spent(8) == pytest.approx(rates_until(settings, 8) / rates_until(settings, 20))
+    assert seen.spent(0) == 0.0
+    assert [seen.step_at(seen.spent(step)) for step in (2, 5, 8)] == [2, 5, 8]
+    assert (seen.step_at(1.0), seen.step_at(2.0)) == (20, 20)
+    numbers = features(seen)
+    first, last = seen.snapshots
+    assert numbers.spent == pytest.approx(seen.spent(8))
+    assert numbers.pace == pytest.approx((first.loss - last.loss) / seen.spent(8))
 
 
 @pytest.mark.parametrize(

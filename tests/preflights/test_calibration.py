@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lamina.preflights.verdict import calibration
+from lamina.preflights.rules import calibration
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ("preflight_calibration", "preflight_fit", "preflight_tables")
 
 
 @pytest.fixture(scope="module")
@@ -17,28 +18,28 @@ def scripts():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         loaded = {}
-        for name in ("preflight_calibration", "preflight_fit"):
+        for name in SCRIPTS:
             spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
             loaded[name] = importlib.util.module_from_spec(spec)
             sys.modules[name] = loaded[name]
             spec.loader.exec_module(loaded[name])
-        yield loaded["preflight_calibration"], loaded["preflight_fit"]
+        yield tuple(loaded.values())
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("preflight_calibration", "preflight_fit"):
+        for name in SCRIPTS:
             sys.modules.pop(name, None)
 
 
 def test_the_pages_tables_are_those_of_the_records(scripts):
-    calibrating, fitting = scripts
+    calibrating, fitting, printing = scripts
     runs, measured = calibrating.read("runs.jsonl"), calibrating.read("measurements.jsonl")
     made = fitting.judged(runs, measured, calibration())
     assert made == json.loads(fitting.JUDGED.read_text())
-    assert fitting.tables(made) in fitting.PAGE.read_text()
+    assert printing.tables(made) in fitting.PAGE.read_text()
 
 
 def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
-    calibrating, fitting = scripts
+    calibrating, fitting, _ = scripts
     sets = {}
     for run in calibrating.read("runs.jsonl"):
         sets.setdefault(run["set"], set()).add(calibrating.key_of(run["case"]))
@@ -49,7 +50,7 @@ def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
 
 
 def test_the_grid_is_every_placement_depth_initialiser_and_rate(scripts):
-    calibrating, _ = scripts
+    calibrating, *_ = scripts
     grid = list(calibrating.cases("grid"))
     assert len(grid) == len({calibrating.key_of(c) for c in grid}) == 17 * 3 * 2 * 2 == calibrating.SETS["grid"]
     assert {c["num_layers"] for c in grid} == {12, 24, 48}

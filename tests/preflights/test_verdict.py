@@ -8,7 +8,8 @@ import pytest
 
 from lamina.placements import resolve
 from lamina.preflights.features import Features
-from lamina.preflights.verdict import Case, calibration, chance, judge, progress, projected
+from lamina.preflights.rules import calibration, chance, deciding_share, kind_of, learns, progress, projected
+from lamina.preflights.verdict import Case, judge
 
 FINE = Features(
     step=32,
@@ -33,18 +34,22 @@ FINE = Features(
     magnitude=30.0,
     magnitude_layer=32,
     growth=4.3,
-    remaining=100 / 32,
+    spent=0.45,
+    pace=1.6,
 )
 # Post-LN, 32 layers, 5e-3: measured
 COLLAPSED = replace(
     FINE, excess=0.009, context=-2e-5, variation=0.0, similarity=1.0, jacobian=-13.9, jacobian_layer=0, magnitude=5.0
 )
-SLOW = replace(FINE, excess=0.13, excess_middle=0.93, context=0.0001, similarity=1.0)
+SLOW = replace(FINE, excess=0.13, excess_middle=0.93, context=0.0001, similarity=1.0, pace=0.2)
+# Pre-LN, 8 layers, 3.4e-4, 400 steps: what was called fine, far above the loss of a constant prediction
+FALLING = replace(FINE, excess=1.13, excess_middle=1.83, excess_error=0.04, context=0.06, spent=0.15, pace=6.0)
 
 
 def case(placement="post_ln", **changed):
     plan = resolve(placement, 32)
     given = {"init": "normal", "learning_rate": 5e-3, "warmup": 10, "steps": 100, "burn_in": 32, **changed}
+    given.setdefault("step_at", lambda share: math.ceil(share * given["steps"]))
     return Case(plan=plan, **given)
 
 
@@ -53,7 +58,8 @@ def test_a_run_that_uses_its_input_is_fine():
     assert verdict.verdict == "fine"
     assert verdict.change == ""
     assert "worth 0.32 nats" in verdict.reason
-    assert "0.30 nats below" in verdict.reason
+    assert "0.30 ± 0.04 nats below" in verdict.reason
+    assert verdict.deciding_steps == 0
     assert "0.89, from block 30" in verdict.reason
 
 
@@ -70,12 +76,63 @@ def test_a_layer_that_is_cut_off_is_named_with_its_gain():
     assert "skip path" not in judge(COLLAPSED, case("pre_ln")).change
 
 
-def test_a_run_that_is_only_slow_is_told_to_go_on_longer():
-    verdict = judge(SLOW, case("pre_ln"))
-    assert verdict.verdict != "fine"
+def test_a_run_that_is_only_slow_is_told_what_would_make_it_faster():
+    verdict = judge(replace(SLOW, spent=0.9), case("pre_ln"))
+    assert verdict.verdict == "will not train"
     assert "after 32 of 100 steps" in verdict.reason
     assert "more steps than 100" in verdict.change
-    assert chance(replace(SLOW, remaining=100.0), calibration()) >= verdict.chance
+    assert chance(replace(SLOW, spent=0.05), calibration()) >= verdict.chance
+
+
+def test_nothing_is_fine_before_it_was_seen_to_learn():
+    """However many steps are left, and however fast the loss falls: it may stay at the tokens' frequencies."""
+    for spent in (0.001, 0.05, 0.5):
+        for excess in (1.5, 0.3, 0.0, -0.01):
+            numbers = replace(FALLING, spent=spent, excess=excess, context=0.5)
+            assert judge(numbers, case("pre_ln", steps=400)).verdict in ("undecided", "will not train")
+    assert judge(FALLING, case("pre_ln", steps=400)).verdict == "undecided"
+
+
+def test_learning_is_a_loss_below_by_more_than_its_error():
+    fitted = calibration()
+    border = -fitted["evidence"]["margin"]
+    assert learns(replace(FINE, excess=border - 0.05, excess_error=0.024), fitted)
+    assert not learns(replace(FINE, excess=border - 0.05, excess_error=0.026), fitted)
+    assert not learns(replace(FINE, excess=-1.0, excess_error=math.inf), fitted)
+    assert not learns(replace(FINE, excess=-1.0, finite=0.0), fitted)
+    assert not learns(replace(FINE, excess=math.nan), fitted)
+
+
+def test_an_undecided_run_is_told_the_step_that_decides():
+    fitted = {**calibration(), "deciding": {"slowing": 2.0, "times": 1.5}, "evidence": {"margin": 0.05}}
+    # 1.13 + 2 * 0.04 + 0.05 nats at 6 nats for the whole schedule, twice that, on top of what was spent
+    assert deciding_share(FALLING, fitted) == pytest.approx(0.15 + 2.0 * 1.26 / 6.0)
+    assert deciding_share(replace(FALLING, excess=0.2), fitted) == pytest.approx(1.5 * 0.15)
+    assert (
+        deciding_share(replace(FALLING, pace=-0.1), fitted) == deciding_share(replace(FALLING, spent=0.9), fitted) == 1
+    )
+    verdict = judge(FALLING, case("pre_ln", steps=400))
+    step = math.ceil(400 * deciding_share(FALLING, calibration()))
+    assert verdict.deciding_steps == step < 400
+    assert verdict.reason.startswith(
+        "not decided by these steps: after 32 of 400 the held-out loss is 1.13 ± 0.08 nats"
+    )
+    assert verdict.change.startswith(f"look longer, with --burn-in {step}: at the pace of these steps")
+    close = judge(replace(FALLING, excess=0.02, spent=0.3), case("pre_ln", steps=400))
+    assert f"{calibration()['deciding']['times']:g} times the learning rates spent, by step " in close.change
+    late = judge(replace(FALLING, pace=1.2, context=0.5, spent=0.1), case("pre_ln", steps=400))
+    assert (late.verdict, late.deciding_steps) == ("undecided", 400)
+    assert "only the whole run decides it" in late.change
+
+
+def test_a_run_that_learns_with_a_small_chance_is_risky():
+    fitted = calibration()
+    numbers = replace(
+        FINE, excess=-fitted["evidence"]["margin"] - 0.06, spent=1.0, pace=0.0, context=0.01, jacobian=-3.0
+    )
+    assert chance(numbers, fitted) < fitted["bands"][1]
+    assert kind_of(numbers, fitted) == "risky"
+    assert "a chance of only" in judge(numbers, case("pre_ln")).reason
 
 
 def test_a_loss_that_is_not_finite_will_not_train():
@@ -111,8 +168,8 @@ def test_the_rule_on_progress_written_out():
     assert x == {
         "context": -4.0,
         "excess": 0.13,
-        "projected": 0.0,
-        "remaining": pytest.approx(math.log10(100 / 32)),
+        "projected": pytest.approx(0.13 - 0.5 * 0.2 * 0.55),
+        "left": pytest.approx(math.log10(1 / 0.45)),
         "jacobian": -0.05,
     }
     score = fitted["progress"]["intercept"] + sum(weights[name] * x[name] for name in x)
@@ -120,17 +177,17 @@ def test_the_rule_on_progress_written_out():
 
 
 def test_a_loss_that_falls_too_slowly_for_the_steps_that_are_left():
-    slow = replace(FINE, excess=1.3, excess_middle=1.5, context=0.02, remaining=2.0)
-    # 0.2 nats in 16 steps: at half that pace 32 more bring 0.2
+    slow = replace(FINE, excess=1.3, excess_middle=1.5, context=0.02, spent=0.5, pace=0.8)
+    # 0.2 nats in a quarter of the schedule: at half that pace the other half brings 0.2
     assert projected(slow) == pytest.approx(1.3 - 0.2)
     assert judge(slow, case("pre_ln", steps=64)).verdict == "will not train"
-    assert projected(replace(slow, excess_middle=1.0)) == pytest.approx(1.3)
+    assert projected(replace(slow, pace=-0.3)) == pytest.approx(1.3)
 
 
 def test_every_direction_makes_sense():
-    """More use of the input, a lower loss, more steps left and a stronger connection never make it worse."""
+    """More use of the input, a lower loss, more of the run left and a stronger connection never make it worse."""
     middle = replace(SLOW, context=0.01, jacobian=-1.0)
-    for better in ({"context": 0.05}, {"excess": 0.0}, {"remaining": 10.0}, {"jacobian": 0.0}):
+    for better in ({"context": 0.05}, {"excess": 0.0}, {"spent": 0.1}, {"jacobian": 0.0}):
         assert chance(replace(middle, **better), calibration()) >= chance(middle, calibration()), better
 
 

@@ -1,0 +1,77 @@
+"""What judged.json holds as the tables of docs/preflight.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lamina.preflights.rules import VERDICTS
+
+TITLES = {
+    "reviewed": "Judged on: what a review found called fine at low rates, at three lengths",
+    "unseen": "Judged on: low rates and long runs, of other depths, half of them on another corpus, drawn at random",
+    "default": "Judged on: the recipe of `lamina compare` (32 layers × 48 wide, 5e-3) and 20 layers at 1.2e-2",
+    "held_out": "Judged on: other depths, rates, initialisers, warm-ups, widths and another seed, drawn at random",
+    "grid": "Fitted on: the grid",
+    "more": "Fitted on: a random draw",
+    "slow": "Fitted on: low rates and long runs, drawn at random",
+}
+
+
+def tables(made: dict[str, Any]) -> str:
+    """How often verdicts were right by group, the confusions, the mistakes and the reviewed runs, as Markdown."""
+    lines = [*_groups(made), *_deciding(made["deciding"])]
+    for name in TITLES:
+        if counts := made["confusion"].get(name):
+            total = sum(sum(row.values()) for row in counts.values())
+            lines += [f"**{TITLES[name]}** ({total} runs)", ""]
+            lines += [f"| the run | {' | '.join(VERDICTS)} |", f"|---|{'---:|' * len(VERDICTS)}"]
+            lines += [f"| {o} | {' | '.join(str(row[v]) for v in VERDICTS)} |" for o, row in counts.items()]
+            lines.append("")
+    lines += ["Mistakes among the runs it was judged on (fine, but it did not train; or the other way round):", ""]
+    lines += _runs(made["wrong"]) if made["wrong"] else ["None."]
+    return (
+        "\n".join([*lines, "", "The runs that the review had found called fine:", "", *_runs(made["reviewed"])]) + "\n"
+    )
+
+
+def _groups(made: dict[str, Any]) -> list[str]:
+    rule = "below a constant prediction after the burn-in"
+    lines = ["Of the runs that no rule was fitted on, right of how many (95 % interval):", ""]
+    lines += [
+        "| runs | | trained | fine | will not train | left open | a rule of one number |",
+        "|---|---:|---:|---|---|---:|---|",
+    ]
+    for name, found in made["groups"].items():
+        cells = [name, found["runs"], found["trained"], _share(found["fine"]), _share(found["will not train"])]
+        lines.append(f"| {' | '.join(map(str, [*cells, found['left open'], _share(found[rule])]))} |")
+    badly = made["groups"]["all that were not fitted on"]["fine, trained badly"]
+    return [
+        *lines,
+        "",
+        f"Of the runs called fine {badly} trained badly. The rule of one number, for comparison: fine where the "
+        "held-out loss is below a constant prediction's after the first burn-in.",
+        "",
+    ]
+
+
+def _share(found: list[Any]) -> str:
+    right, number, low, high = found
+    return f"{right} of {number} ({100 * low:.0f} to {100 * high:.0f} %)" if number else "none"
+
+
+def _deciding(found: dict[str, int]) -> list[str]:
+    return [
+        f"Undecided were {found['undecided']}; {found['told a step']} of them were told a step before their last that "
+        f"should decide. Of these {found['trained']} trained, and {found['shown by it']} had shown it by that step.",
+        "",
+    ]
+
+
+def _runs(found: list[dict[str, Any]]) -> list[str]:
+    lines = ["| placement | layers × width | init | rate | warm-up | steps | verdict | status | loss over unigram |"]
+    lines += ["|---|---:|---|---:|---:|---:|---|---|---:|"]
+    for w in found:
+        size = f"{w['num_layers']} × {w['hidden_size']}"
+        cells = [w["placement"], size, w["init"], f"{w['learning_rate']:g}", f"{w['warmup']:g}", w["steps"]]
+        lines.append(f"| {' | '.join(map(str, [*cells, w['verdict'], w['status'], w['excess']]))} |")
+    return lines
