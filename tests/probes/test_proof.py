@@ -14,6 +14,7 @@ from lamina.errors import UserError
 from lamina.probes.causality import is_causal
 from lamina.probes.probing import make_context
 from lamina.probes.settings import ProbeSettings
+from lamina.probes.tracing import effective_gain
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 GATED = {f"linear_{what}": 4 for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
@@ -125,6 +126,13 @@ def test_the_gain_of_a_gated_norm_is_its_weight():
     gains = lamina.probe(model, "gains", _ids())["gains"]
     row = gains[(gains["path"] == "model.layers.0.linear_attn.norm") & (gains["metric"] == "gain_mean")]
     assert row["value"].item() == pytest.approx(float(norm.weight.detach().mean()), rel=1e-5)
+
+
+def test_what_is_called_a_norm_and_only_multiplies_has_its_weight_for_a_gain():
+    from transformers.models.mobilebert.modeling_mobilebert import NoNorm
+
+    norm = NoNorm(16)
+    torch.testing.assert_close(effective_gain(norm), torch.ones(16))
 
 
 def test_a_head_that_is_not_in_the_checkpoint_measures_nothing(tmp_path):

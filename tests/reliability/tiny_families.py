@@ -156,10 +156,12 @@ def layer_calls(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def inputs(model: nn.Module, sequences: int = 4, tokens: int = 10, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Random tokens or images."""
+    """Random tokens or images; nothing for a model that reads something else."""
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        return {}
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == "pixel_values":
-        size = getattr(model.config, "image_size", 16)
+        size = getattr(model.config, "image_size", None) or 16
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return {"pixel_values": torch.randn(sequences, 3, height, width, generator=generator)}
     return {"input_ids": torch.randint(6, 61, (sequences, tokens), generator=generator)}
