@@ -28,7 +28,7 @@ ROUND_SECONDS = 0.05
 STOP = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(descriptor: int, driver: int) -> None:
+def serve(descriptor: int, driver: int) -> NoReturn:
     """Fork a trial for each request that comes in, and tell the driver how each one ends; until the driver is gone.
 
     ``descriptor`` is this end of a pipe, ``driver`` the process id at its other end. Torch and transformers are
@@ -61,6 +61,7 @@ def serve(descriptor: int, driver: int) -> None:
                 if ended:
                     reply = {"number": running.pop(pid), "code": os.waitstatus_to_exitcode(status)}
                     connection.send_bytes(json.dumps(reply).encode())
+    os._exit(0)  # at once: the trials wait for this to know that they are orphans
 
 
 def alone() -> int:
