@@ -226,8 +226,10 @@ class Ledger:
         """Decide what the file of the last line holds, now that nobody writes it, and write the ledger anew."""
         if self.before is not None:
             name, earlier = self.before
+            if not name:
+                return  # it is as ``rewrite`` left it
             path = self.folder / name
-            if name and (entry_of(path) if path.is_file() else None) == earlier:
+            if (entry_of(path) if path.is_file() else None) == earlier:
                 self.entries[name] = earlier
         self.rewrite()
 

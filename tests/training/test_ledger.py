@@ -135,7 +135,7 @@ def test_a_kill_between_the_ledger_and_the_file_is_no_damage(tmp_path):
     assert digests.differences(tmp_path) == []
     digests.begin(tmp_path)  # the next command finds the old content, and that is what counts now
     path.write_text("2")
-    assert digests.differences(tmp_path) == ["a.json is altered"]
+    assert digests.differences(tmp_path) == [f"a.json {digests.ALTERED}"]
 
 
 def test_every_line_of_a_ledger_vouches_for_those_before(tmp_path):
