@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lamina.errors import UserError
@@ -279,9 +279,17 @@ def begin(folder: Path) -> str | None:
     return broken
 
 
+def _above(path: Path) -> Iterator[Path]:
+    """The folders whose ledger may know a file: its own and up to two above, but no study's for a trial's files."""
+    for folder in list(path.parents)[:3]:
+        yield folder
+        if folder.parent.name == "trials":
+            return
+
+
 def _writing(path: Path) -> tuple[Ledger, str] | None:
     """The ledger that a file belongs to (its folder's, or of up to two above), and its name there."""
-    for folder in list(path.parents)[:3]:
+    for folder in _above(path):
         stamp = _stamp(folder)
         if stamp is not None:
             known = _ledgers.get(folder)
@@ -336,7 +344,7 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 def differs(path: Path) -> str | None:
     """How a file differs from what was written, in words; None where it does not, or no ledger tells."""
-    for folder in list(path.parents)[:3]:
+    for folder in _above(path):
         if (folder / LEDGER).is_file():
             try:
                 return Ledger.read(folder).differs(path.relative_to(folder).as_posix())

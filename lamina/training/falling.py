@@ -46,6 +46,26 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
     return f"the {what} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
 
 
+def deciding(records: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str, float]]:
+    """What ``still_falling`` looks at of the records so far, for a checkpoint: the records themselves may be lost."""
+    kept: dict[float, dict[str, float]] = {}
+    records = list(records)
+    for name in ("eval_loss", "loss"):
+        points = _points(records, name)
+        for step, loss in (*points[:1], *(p for p in points[1:] if p[0] > (1 - 3 * WINDOW) * steps), *points[-2:]):
+            kept.setdefault(step, {"step": step})[name] = loss
+    return [kept[step] for step in sorted(kept)]
+
+
+def merged(first: Iterable[Mapping[str, Any]], then: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records of both by step; ``then`` counts where both have a value."""
+    by_step: dict[Any, dict[str, Any]] = {}
+    for record in (*first, *then):
+        if record.get("step") is not None:
+            by_step.setdefault(record["step"], {}).update(record)
+    return [by_step[step] for step in sorted(by_step)]
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The whole lines of a run's metrics.jsonl."""
     records = []

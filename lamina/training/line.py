@@ -28,7 +28,7 @@ from lamina.training.checkpoints import run_state, step_of
 from lamina.training.checks import backbone_config
 from lamina.training.distributed import Processes
 from lamina.training.experts import ExpertBalance
-from lamina.training.falling import read_metrics, still_falling
+from lamina.training.falling import deciding, merged, read_metrics, still_falling
 from lamina.training.groups import rate_factors, width_scaling_of
 from lamina.training.guard import Diverged, DivergenceGuard
 from lamina.training.order import TrainOrder
@@ -125,6 +125,7 @@ class Line:
         )
         if state and "evaluations" in state:
             self.recorder.take_up(state["evaluations"])
+        self._recorded = state.get("recorded_losses", []) if state else []
         probing = None
         if settings.probe_every and first:
             probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step, files)
@@ -135,6 +136,7 @@ class Line:
             return {
                 "rollbacks": len(rollbacks.done),
                 "evaluations": self.recorder.evaluations(),
+                **({"recorded_losses": deciding(self._seen(), settings.steps)} if first else {}),
                 "returns": rollbacks.to_list(),
                 "records": self.recorder.metrics.known(),
                 "files": digests.entries(target),
@@ -188,6 +190,10 @@ class Line:
                 recorder.close()
         return self.crew.by_first(lambda: self._verdict(complete))
 
+    def _seen(self) -> list[dict[str, Any]]:
+        """The run's records, and of those that were lost what its checkpoint has kept."""
+        return merged(self._recorded, read_metrics(Path(self.settings.output)))
+
     def _verdict(self, complete: bool) -> tuple[Status, str] | Diverged:
         settings, recorder, step = self.settings, self.recorder, self.trainer.state.global_step
         if recorder.interrupted and not complete:
@@ -196,9 +202,7 @@ class Line:
             return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
         entropy = self.blocks.stats.unigram_entropy
         if recorder.best_eval > entropy - settings.stuck_margin:
-            falling = still_falling(
-                read_metrics(Path(settings.output)), settings.steps, entropy + settings.stuck_margin
-            )
+            falling = still_falling(self._seen(), settings.steps, entropy + settings.stuck_margin)
             if falling is not None:
                 return "short", (
                     f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "

@@ -212,7 +212,12 @@ class LayersWriter:
             if kept.num_rows == 0:
                 digests.remove(part)
             elif files is not None and part.relative_to(folder).as_posix() not in files:
-                set_aside(part)  # all that the run had measured by then is in the parts that the checkpoint knows
+                # All that the run had measured by then is in the parts that the checkpoint knows: this one repeats it
+                # (a divergence records its last rows again), or is somebody else's.
+                if digests.differs(part):
+                    set_aside(part)
+                else:
+                    digests.remove(part)
             elif kept.num_rows < table.num_rows:
                 self._write(part, kept)
 

@@ -231,7 +231,7 @@ def test_a_backbone_that_builds_and_then_fails_is_refused():
 
 @pytest.mark.parametrize("field", ["num_heads", "hidden_size", "num_layers", "vocab_size"])
 def test_a_size_beyond_all_bounds_is_refused_at_once(field):
-    with pytest.raises(UserError, match=rf"{field}: 99999999999 is too large \(allowed: up to "):
+    with pytest.raises(UserError, match=rf"{field}: 99999999999 is too large \(allowed: a whole number from 1 to "):
         resolve_backbone("llama-nano", **{field: 99999999999})
 
 

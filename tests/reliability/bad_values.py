@@ -18,7 +18,7 @@ TINY = {
 BASE: dict[str, tuple[list[str], dict[str, str]]] = {
     "pretrain": ([], TINY),
     "compare": ([], {**TINY, "placements": "pre_ln", "workers": "1"}),
-    "preflight": ([], {**TINY, "burn-in": "4", "sequences": "1"}),
+    "preflight": ([], {**TINY, "burn-in": "4", "sequences": "2"}),
     "coord-check": ([], {k: v for k, v in TINY.items() if k not in ("hidden-size", "num-heads")} | {"widths": "16,32"}),
     "transfer": (
         [],

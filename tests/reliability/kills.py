@@ -225,6 +225,8 @@ def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
                         break
                     undisturbed = bench.root / f"whole-{name.replace(' ', '-')}"
                     if not undisturbed.exists():
+                        warm = bench.root / f"warm-{name.replace(' ', '-')}"
+                        bench.to_the_end({**bench.settings(name, warm), "steps": 1}, {}, size)  # server, cache, imports
                         began = time.monotonic()
                         trouble = bench.to_the_end(bench.settings(name, undisturbed), how_of(name), size)
                         if trouble:

@@ -150,7 +150,6 @@ def test_a_damaged_environment_does_not_end_a_study(study):
     [
         ("config.yaml", "\nsteps: 4\n", "\nsteps: 36\n", "with steps 36, but the study has 4"),
         ("config.yaml", "\nseed: 0\n", "\nseed: 1\n", "with seed 1, but the study has 0"),
-        ("result.json", '"steps": 4,', '"steps": 36,', "result.json': 36 steps"),
     ],
 )
 def test_a_trial_of_other_settings_does_not_enter_the_ranking(study, capsys, name, old, new, message):
@@ -159,6 +158,24 @@ def test_a_trial_of_other_settings_does_not_enter_the_ranking(study, capsys, nam
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert trial(study).name in line
+
+
+def test_an_altered_result_is_named_and_made_again(study, caplog):
+    path = trial(study) / "result.json"
+    before = json.loads(path.read_text())
+    alter(path, '"steps": 4,', '"steps": 36,')
+    assert resumed(study) == 0
+    assert "result.json is altered" in caplog.text
+    after = json.loads(path.read_text())
+    assert (after["steps"], after["eval_loss"]) == (before["steps"], before["eval_loss"])
+
+
+def test_a_result_of_other_settings_in_a_folder_without_digests_is_refused(study, capsys):
+    alter(trial(study) / "result.json", '"steps": 4,', '"steps": 36,')
+    (trial(study) / "digests.jsonl").unlink()
+    (trial(study) / "environment.json").unlink()  # it says that there are digests
+    assert resumed(study) == 2
+    assert "result.json': 36 steps" in capsys.readouterr().err
 
 
 @pytest.mark.slow
