@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -311,8 +312,15 @@ def note(path: Path, entry: Entry | None, *, settle: bool = True) -> None:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Put a file that was written under another name in its place: on the disk, in the ledger, then renamed."""
+    """Put a file that was written under another name in its place: on the disk, in the ledger, then renamed.
+
+    A folder that stands under its name is kept beside it as NAME.damaged.
+    """
     note(path, settled(temporary))
+    if path.is_dir() and not path.is_symlink():
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
     os.replace(temporary, path)
 
 

@@ -110,6 +110,8 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
     Of these ``resume`` is True, False or "auto".
     """
     argv = ["--resume=yes" if word == "--resume" else word for word in argv]  # or it would take the word that follows
+    if "resume" in others and "--resume=" in argv:
+        raise UserError("--resume: '' (allowed: --resume, --resume=auto)")
     everything = parser.parse_args(argv)
     if "resume" in others:
         if everything.resume not in ("", "yes", "auto"):

@@ -44,6 +44,8 @@ def run(argv: list[str]) -> int:
         from lamina.training.folder import read_written_yaml
 
         given = {**read_written_yaml(folder / "config.yaml"), **given}
+    elif others.resume is True and not given.get("checkpoint"):
+        raise UserError(f"checkpoint: none given, and {str(folder / 'config.yaml')!r}, which knows it, is missing")
     from lamina.api import probe_folder
 
     result = probe_folder(**given, png=others.png, resume=others.resume, overwrite=others.overwrite)

@@ -95,6 +95,10 @@ def read_config(
             raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
         except Exception as error:
             raise UserError(f"{says}: {one_line(error)}") from error
+    inner: Any = config.get_text_config()
+    heads, shared = (getattr(inner, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise UserError(f"{says}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
             raise UserError(f"{says} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")

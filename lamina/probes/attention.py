@@ -88,7 +88,9 @@ class Attention(Probe):
         with torch.no_grad(), context.eager_attention(), softmaxes(context.structure.layers, see):
             context.forward(inputs, head=False)
         for layer, parts in found.items():
-            self._samples.setdefault(layer, Running()).add(torch.cat([samples for samples, _ in parts], dim=1))
+            samples = torch.cat([samples for samples, _ in parts], dim=1)  # of every softmax that the layer takes
+            samples = torch.cat([samples, samples.mean(1, keepdim=True)], dim=1)
+            self._samples.setdefault(layer, Running()).add(samples)
             largest = torch.cat([largest for _, largest in parts])
             self._largest[layer] = torch.maximum(self._largest.get(layer, largest), largest)
 
@@ -174,7 +176,7 @@ class Attention(Probe):
 def of_heads(
     logits: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """METRICS of each sequence and head, [sequences, heads + 1, metrics] (last the heads' mean), and each's max logit.
+    """METRICS of each sequence and head, [sequences, heads, metrics], and each head's largest logit.
 
     ``logits``, ``weights``: [sequences, heads, queries, keys]; ``mask``: [sequences, tokens] of 0 and 1, or None.
     """
@@ -198,8 +200,7 @@ def of_heads(
         each = [entropy.where(counts, math.nan), share, on_first.where(counts, math.nan)]
         samples.append(torch.stack([one.nanmean(1) for one in each], dim=1))
         largest.append(x.masked_fill(~(seen & counts.unsqueeze(-1)), -math.inf).max())
-    table = torch.stack(samples, dim=1)
-    return torch.cat([table, table.mean(1, keepdim=True)], dim=1), torch.stack(largest).cpu()
+    return torch.stack(samples, dim=1), torch.stack(largest).cpu()
 
 
 def _visible(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

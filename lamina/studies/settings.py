@@ -118,9 +118,10 @@ class CompareSettings(RunSettings):
 
 def comma_separated(name: str, value: Any) -> str:
     """A list as it is written on the command line; what is written so already stays. Raises UserError otherwise."""
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and name != "placements"
+    if isinstance(value, str) or number:
         return str(value)
-    if isinstance(value, Mapping | bool) or not isinstance(value, Iterable):
+    if isinstance(value, Mapping | bytes | bytearray) or not isinstance(value, Iterable):
         raise UserError(f"{name}: {value!r} (allowed: a list, or text with commas between the entries)")
     return ",".join(str(part) for part in value)
 

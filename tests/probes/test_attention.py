@@ -212,3 +212,15 @@ def test_figures_and_sentences_are_made_of_any_result():
     said = instance.sentences(frame)
     assert len(said) == 3
     assert "first token gets" in said[1]
+
+
+def test_a_layer_that_takes_two_softmaxes_has_the_mean_of_all_their_heads():
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 61}
+    torch.manual_seed(0)
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(hidden_size=32, intermediate_size=48, **sizes)).eval()
+    frame = measure(model, blocks())
+    heads = frame[(frame.role == "head") & (frame.metric == "entropy")].groupby("layer")["value"].mean()
+    means = frame[(frame.role == "all") & (frame.metric == "entropy")].set_index("layer")["value"]
+    assert means.to_dict() == pytest.approx(heads.to_dict(), rel=1e-9)

@@ -273,6 +273,8 @@ def jacobian(frame: Any, facts: Facts) -> str:
     few = {"input_ids": facts.inputs["input_ids"][:1, :3]} if facts.causal is not None else {}
     few = few or {name: x[:1] for name, x in facts.inputs.items()}
     start, last = facts.run_states(few)[0], []
+    if start.numel() > 2000:  # the whole matrix is what the probe is checked against
+        return UNCHECKED
 
     def function(x: torch.Tensor) -> torch.Tensor:
         last.clear()

@@ -14,7 +14,7 @@ from lamina.training.trainer import LaminaTrainer
 NAMES = ["lr:3e-3", "file:x", "http:a", "-a b%20c#d?e ünï"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_a_run_in_a_folder_of_any_name(tiny, trained, tmp_path, monkeypatch, caplog, name):
     monkeypatch.chdir(tmp_path)
     chosen = tiny(save_steps=2, steps=4, probe_every=2, probes="hidden_states", logging_steps=1)

@@ -10,7 +10,7 @@ from training.tiny_runs import layers, records, result
 
 from lamina import digests
 from lamina.cli import main
-from lamina.training.folder import write_text
+from lamina.training.folder import write_json, write_text
 
 
 @pytest.fixture
@@ -147,3 +147,11 @@ def test_every_line_of_a_ledger_vouches_for_those_before(tmp_path):
         Path(tmp_path / digests.LEDGER).write_text("".join(kept))
         (said,) = digests.differences(tmp_path)
         assert "digests.jsonl is" in said
+
+
+def test_a_folder_in_a_files_place_is_kept_beside_it(tmp_path):
+    path = tmp_path / "result.json"
+    (path / "inner").mkdir(parents=True)
+    write_json(path, {"status": "finished"})
+    assert json.loads(path.read_text())["status"] == "finished"
+    assert (tmp_path / "result.json.damaged" / "inner").is_dir()
