@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from lamina.placements import get, names
 
@@ -101,6 +104,33 @@ def depth_table(name: str) -> str:
             f"| {row['losses'][0]:.2f} to {row['losses'][-1]:.2f} in {len(row['losses'])} steps |"
         )
     return "\n".join([*lines, "", _where(record, None)])
+
+
+def tuned_table() -> str:
+    """Each placement at its best rate of a sweep, and how each rate went."""
+    trials = pd.read_csv(ROOT / "benchmarks" / "results" / "tuned-placements.csv")
+    seeds, rows = trials["seed"].nunique(), []
+    for name, group in trials.groupby("placement"):
+        cells, best = [], None
+        for rate, part in group.groupby("learning_rate"):
+            lost = part[part["status"] != "finished"]
+            mean, std = part["eval_loss"].mean(), part["eval_loss"].std()
+            if lost.empty:
+                cells.append(f"{mean:.2f}")
+                best = min(best or (9.9, 0, 0), (mean, std, rate))
+            else:
+                cells.append(f"{len(lost)}/{len(part)} {'/'.join(sorted(set(lost['status'])))}")
+        rows.append((best or (math.inf, 0, 0), name, cells))
+    rates = sorted(trials["learning_rate"].unique())
+    lines = [
+        f"| placement | best rate | eval loss, mean ± std over {seeds} seeds | {' | '.join(f'{r:g}' for r in rates)} |",
+        f"|---|---|---|{'---|' * len(rates)}",
+    ]
+    for (mean, std, rate), name, cells in sorted(rows):
+        ended = f"{mean:.2f} ± {std:.2f}" if rate else "none at any rate"
+        edge = " (edge of the sweep)" if rate in (rates[0], rates[-1]) else ""
+        lines.append(f"| `{name}` | {f'{rate:g}{edge}' if rate else ''} | {ended} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def reliability_table() -> str:
@@ -202,6 +232,7 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
+    found["tuned"] = tuned_table()
     found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}

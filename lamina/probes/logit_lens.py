@@ -16,7 +16,7 @@ from lamina.probes.causality import is_causal
 from lamina.probes.context import Context
 from lamina.probes.registry import Probe, probe
 from lamina.probes.removal import refill
-from lamina.probes.running import forward, masked_positions
+from lamina.probes.running import forward, logits_of, masked_positions
 from lamina.probes.statistics import Running
 from lamina.probes.watching import watch
 
@@ -227,7 +227,7 @@ class Tail:
         point = context.structure.states()[context.structure.num_layers]
         try:
             with torch.no_grad(), watch({0: point}, lambda key, value: last.append(value), root=self.model):
-                wanted = context.forward({"input_ids": ids}).logits[0].float()
+                wanted = logits_of(context.forward({"input_ids": ids}))[0].float()
         finally:
             for handle in handles:
                 handle.remove()
@@ -245,7 +245,7 @@ class Tail:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, vocabulary], float32, of states [tokens, channels] (within ``instead_of_the_layers``)."""
         self._states = states.unsqueeze(0)
-        return forward(self.model, {"input_ids": self._ids[:, : len(states)]}).logits[0].float()
+        return logits_of(forward(self.model, {"input_ids": self._ids[:, : len(states)]}))[0].float()
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:

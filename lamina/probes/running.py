@@ -198,7 +198,7 @@ def token_losses(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer
     from lamina.probes.causality import is_causal
 
     if is_causal(model, ids):
-        logits = forward(model, inputs).logits[:, :-1].float()
+        logits = logits_of(forward(model, inputs))[:, :-1].float()
         return _cross_entropy(logits, ids[:, 1:])
     mask = getattr(tokenizer, "mask_token_id", None)
     if mask is None:
@@ -206,8 +206,16 @@ def token_losses(model: nn.Module, inputs: Mapping[str, torch.Tensor], tokenizer
     chosen = masked_positions(ids.shape[1]).to(ids.device)
     hidden = ids.clone()
     hidden[:, chosen] = mask
-    logits = forward(model, {**inputs, "input_ids": hidden}).logits[:, chosen].float()
+    logits = logits_of(forward(model, {**inputs, "input_ids": hidden}))[:, chosen].float()
     return _cross_entropy(logits, ids[:, chosen])
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits [batch, tokens, vocabulary] of a model's output. Raises UserError where it has none."""
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise UserError(f"loss: {type(output).__name__} holds no logits (allowed: a causal or masked model)")
+    return logits
 
 
 def masked_positions(tokens: int) -> torch.Tensor:

@@ -59,6 +59,7 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"num_key_value_heads": 4, "head_dim": None},
     "mistral4": {"num_key_value_heads": 4, "head_dim": None},
     "axk1": {"num_key_value_heads": 4, "head_dim": None},
+    "minicpm3": {"num_key_value_heads": 4, "head_dim": None},
     "falcon": {"head_dim": None},
     "dots1": {"n_shared_experts": 1},
     "qwen3_next": {"num_hidden_layers": 4},
@@ -134,10 +135,6 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(seed)
     model = auto.from_config(config).eval()
-    for module in model.modules():
-        weight = module.__dict__["_parameters"].get("weight")
-        if weight is not None and weight.ndim == 1:
-            module.began_at_zero = bool((weight == 0).all())  # the gain is stored as its difference from one
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
