@@ -63,6 +63,7 @@ MORE: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "dots1": {"n_shared_experts": 1},
     "qwen3_next": {"num_hidden_layers": 4},
+    "yolos": {"image_size": [32, 32]},
     "hiera": {
         "embed_dim": 16,
         "image_size": [32, 32],
