@@ -130,7 +130,9 @@ def tuned_table() -> str:
         ended = f"{mean:.2f} ± {std:.2f}" if rate else "none at any rate"
         edge = " (edge of the sweep)" if rate in (rates[0], rates[-1]) else ""
         lines.append(f"| `{name}` | {f'{rate:g}{edge}' if rate else ''} | {ended} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    record = _record("tuned-placements") or {}
+    where = f"`{record['command']}`; {record['text']}; {_where(record, 1)}"
+    return "\n".join([*lines, "", where])
 
 
 def reliability_table() -> str:
@@ -222,7 +224,7 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
     machine, versions = record["machine"], record["versions"]
     what = machine.get("gpu") or f"{machine['processor'] or machine['platform']}, {machine['cores']} cores"
     what += f" ({machine['cpu_capability']})" if machine.get("cpu_capability") else ""
-    what += f", {threads} threads" if threads and "gpu" not in machine else ""
+    what += f", {threads} thread{'s' * (threads > 1)}" if threads and "gpu" not in machine else ""
     return (
         f"{what}; torch {versions['torch']}, transformers {versions['transformers']}; {record['date']}, revision "
         f"{record['revision']}."
