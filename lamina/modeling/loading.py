@@ -99,6 +99,7 @@ def read_config(
     heads, shared = (getattr(inner, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise UserError(f"{says}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
+    _check_quantization(getattr(config, "quantization_config", None), says)
     if isinstance(config, LaminaConfig) and weights:
         if config.plan is None:
             raise UserError(f"{says} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")
@@ -107,6 +108,19 @@ def read_config(
         except UserError as error:
             raise UserError(f"{says}: {one_line(str(error))}") from None
     return config
+
+
+def _check_quantization(asked: Any, says: str) -> None:
+    """Transformers leaves a method that it does not know out, and then reads the weights as if they were plain."""
+    if asked is None:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    method = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", None)
+    name = getattr(method, "value", method)
+    loads_in_bits = isinstance(asked, Mapping) and (asked.get("load_in_4bit") or asked.get("load_in_8bit"))
+    if name not in KNOWN and not loads_in_bits and name != "bitsandbytes":
+        raise UserError(f"{says}: quantization_config: {unknown('quant_method', str(name), KNOWN)}")
 
 
 def _check_type(data: Mapping[str, Any], says: str, trust_remote_code: bool) -> None:

@@ -158,7 +158,7 @@ PLACEMENTS: dict[str, str | bytes] = {
     "p-long.yaml": f"title: {'x' * 9000}\nrules: [{{attention: {{pre_norm: true}}}}]",
     "p-equation.yaml": "equation: 5\nrules: [{attention: {pre_norm: true}}]",
     "p-init.yaml": "initialization: nosuch\nrules: [{attention: {pre_norm: true}}]",
-    "p-many.yaml": "rules: [" + "{attention: {}}, " * 30000 + "{}]",
+    "p-many.yaml": "rules: [" + "{attention: {}}, " * 120000 + "{}]",
     "p-full.yaml": "layers: 3",
     "p-full-short.yaml": "layers: [{}]\nfinal_norm: true",
     "p-full-int.yaml": "layers: [1, 2]",

@@ -146,7 +146,7 @@ def bad(field: str, kind: Any, drawn: random.Random, *, optional: bool) -> list[
     texts += [word(drawn), "\x1b]0;owned\x07", "\u202egnp.exe", "名前", "x" * 6000, "a b", "~nouser/x", "((", "/"]
     if field == "corpus":
         texts.remove("/")  # a folder of texts as any other
-    return texts if optional or field in ("to", "report_to", "verify_rates") else [*texts, ""]
+    return texts if optional or field in ("to", "report_to", "verify_rates", "learning_rates_of") else [*texts, ""]
 
 
 def word(drawn: random.Random) -> str:
