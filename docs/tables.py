@@ -169,11 +169,14 @@ def families_sentence() -> str:
     record = _families()
     if record is None:
         return _no_families()
-    found = record["families"]
+    found, faults = record["families"], {case["name"] for case in record["faults"]}
+    unrun = sum("could not be run" in why for why in found["refused"].values())
+    right = len(set(found["measured"]) - faults)
     return (
-        f"Verified on {len(found['measured'])} families of transformers {record['versions']['transformers']}, as tiny "
+        f"Verified on {right} families of transformers {record['versions']['transformers']}, as tiny "
         f"models with random weights: each probe's numbers equal independent formulas, or it says in one line why it "
-        f"has no meaning there. {len(found['refused'])} more are refused as a whole, in one line. "
+        f"has no meaning there. {len(found['refused'])} more are refused as a whole, in one line, "
+        f"{unrun} of them because a model so small does not run on tokens or images alone. "
         f"[docs/probes.md](docs/probes.md#verified-families) lists both. {record['date']}, "
         f"revision {record['revision']}."
     )
