@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -121,7 +122,7 @@ def comma_separated(name: str, value: Any) -> str:
     number = isinstance(value, int | float) and not isinstance(value, bool) and name != "placements"
     if isinstance(value, str) or number:
         return str(value)
-    if isinstance(value, Mapping | bytes | bytearray) or not isinstance(value, Iterable):
+    if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
         raise UserError(f"{name}: {value!r} (allowed: a list, or text with commas between the entries)")
     return ",".join(str(part) for part in value)
 
@@ -132,7 +133,7 @@ def numbers(name: str, text: Any, kind: type) -> list:
         values = [kind(part) for part in str(text).split(",") if part.strip()]
     except ValueError:
         values = []
-    if not values or len(set(values)) < len(values):
+    if not values or len(set(values)) < len(values) or (kind is float and not all(map(math.isfinite, values))):
         what = "whole numbers" if kind is int else "numbers"
         raise UserError(f"{name}: {text!r} is not a comma-separated list of different {what}")
     return values

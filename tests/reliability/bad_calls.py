@@ -19,7 +19,7 @@ ODD: list[Any] = [
     b"bytes",
     1j,
     {"a"},
-    range(3),
+    memoryview(b"abc"),
     float("nan"),
     float("inf"),
     -1,
