@@ -37,7 +37,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     import lamina
-    from lamina.training import speed
+    from lamina.training.execution import speed
     from lamina.training.settings import PretrainSettings
 
     if case.get("threads"):

@@ -40,9 +40,9 @@ def make_context(arguments: argparse.Namespace) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lamina.probes.loading import load
-    from lamina.probes.probing import make_context
-    from lamina.probes.settings import ProbeSettings
+    from lamina.probes.engine.loading import load
+    from lamina.probes.engine.measure import make_context
+    from lamina.probes.job.settings import ProbeSettings
 
     torch.manual_seed(0)
     if arguments.checkpoint:
@@ -59,7 +59,7 @@ def bare(context: Any) -> None:
     """The forward passes and nothing else (without the head, as the probes' are)."""
     import torch
 
-    from lamina.probes.running import forward
+    from lamina.probes.engine.running import forward
 
     with torch.no_grad():
         for inputs in context.batches:
@@ -68,8 +68,8 @@ def bare(context: Any) -> None:
 
 def probed(context: Any, probes: str) -> None:
     """The probes from their first look to their tables; no early stop."""
-    from lamina.probes.registry import make_all
-    from lamina.probes.running import run
+    from lamina.probes.engine.registry import make_all
+    from lamina.probes.engine.running import run
 
     run(context, make_all(probes), tolerance=0.0)
 
@@ -109,7 +109,7 @@ def monitor(arguments: argparse.Namespace) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     import lamina
-    from lamina.training.monitor import GradientNorms, gain_rows, hidden_state_rows
+    from lamina.training.monitoring.layers import GradientNorms, gain_rows, hidden_state_rows
 
     torch.manual_seed(0)
     sizes = sizes_of(arguments.size)
@@ -194,7 +194,7 @@ def main() -> None:
         return
     import torch
 
-    from lamina.training.folder import environment
+    from lamina.jobs.folder import environment
 
     where = environment(0)
     record = {

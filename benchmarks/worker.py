@@ -147,10 +147,10 @@ def train_llama(task: dict[str, Any], baton: Baton, folder: str) -> None:
 def train_lamina(task: dict[str, Any], baton: Baton, folder: str) -> None:
     """Lamina's model and Trainer as `lamina pretrain` has them, the guard and the gradient norms included."""
     import lamina
-    from lamina.training import speed
     from lamina.training.arguments import training_arguments
-    from lamina.training.experts import ExpertBalance
-    from lamina.training.guard import DivergenceGuard
+    from lamina.training.execution import speed
+    from lamina.training.monitoring.experts import ExpertBalance
+    from lamina.training.monitoring.guard import DivergenceGuard
     from lamina.training.settings import PretrainSettings
     from lamina.training.trainer import LaminaTrainer
 

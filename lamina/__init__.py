@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lamina import registering
+from lamina import auto_classes as registering
 
 if TYPE_CHECKING:
     from lamina import data, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
     from lamina.api import compare, preflight, pretrain
     from lamina.modeling.building import build, wire
-    from lamina.probes.probing import probe
+    from lamina.probes.engine.measure import probe
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"]
@@ -25,7 +25,7 @@ _LAZY = {
     "compare": "lamina.api",
     "preflight": "lamina.api",
     "pretrain": "lamina.api",
-    "probe": "lamina.probes.probing",
+    "probe": "lamina.probes.engine.measure",
 }
 _PACKAGES = ("placements", "modeling", "data", "probes", "training", "preflights", "studies", "reports")
 

@@ -13,7 +13,7 @@ from lamina.errors import TrialsFailed
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lamina.training.folder import Resume
+    from lamina.jobs.folder import Resume
 
 
 def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
@@ -48,10 +48,10 @@ def probe_folder(
         UserError: (a ValueError) for settings with no meaning, a checkpoint or a corpus that can't be read, an output
             folder in use.
     """
-    from lamina.probes.settings import ProbeSettings
+    from lamina.probes.job.folder import probe_folder as run
+    from lamina.probes.job.settings import ProbeSettings
     from lamina.reports import probing_report
     from lamina.reports.pictures import draw
-    from lamina.studies.probing import probe_folder as run
 
     made = ProbeSettings.from_dict(settings)
     folder = Path(made.output)
@@ -95,9 +95,9 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
+    from lamina.jobs import folder as run_folder
     from lamina.preflights.running import layer_table, run_preflight, table
     from lamina.preflights.settings import PreflightSettings
-    from lamina.training import folder as run_folder
 
     made = PreflightSettings.from_dict(settings)
     if made.output is None:

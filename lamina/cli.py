@@ -9,8 +9,8 @@ import os
 import sys
 import traceback
 
+from lamina.core.terminal import Printing, one_line
 from lamina.errors import UserError, nearest, out_of_memory, shortened
-from lamina.terminal import Printing, one_line
 
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",

@@ -6,9 +6,9 @@ WATCHING = '''
 import pandas as pd
 import torch
 
-from lamina.probes.figures import lines
-from lamina.probes.registry import Probe, probe
-from lamina.probes.statistics import Running
+from lamina.probes.engine.figures import lines
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.statistics import Running
 
 
 @probe
@@ -58,7 +58,7 @@ import os
 import pandas as pd
 
 from lamina.errors import UserError
-from lamina.probes.registry import Probe, probe
+from lamina.probes.engine.registry import Probe, probe
 
 
 @probe

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.placements import names, registry, resolve
-from lamina.yaml_files import read_mapping
 
 
 @pytest.fixture(autouse=True)

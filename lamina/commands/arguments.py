@@ -12,8 +12,8 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
+from lamina.core.values import path
 from lamina.errors import UserError, nearest
-from lamina.values import path
 
 # "from" is no name that a field can have.
 ALIASES = {"from_model": ("--from",)}
@@ -118,7 +118,7 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
             raise UserError(f"--resume: {everything.resume!r} (allowed: --resume, --resume=auto)")
         everything.resume = everything.resume if everything.resume == "auto" else everything.resume == "yes"
         if everything.resume:
-            from lamina.training.folder import recover
+            from lamina.jobs.folder import recover
 
             recover(Path(everything.output))
     given = parser.parse_args(argv, defaults=False).as_dict()
@@ -130,7 +130,7 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
 
 
 def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str, Any]:
-    from lamina.training.folder import read_yaml
+    from lamina.jobs.folder import read_yaml
 
     data = read_yaml(file)
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is a configuration, too

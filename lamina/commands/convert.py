@@ -13,8 +13,8 @@ from typing import Any
 from jsonargparse import ActionYesNo
 
 from lamina.commands.arguments import make_parser
+from lamina.core.values import path
 from lamina.errors import UserError, unknown
-from lamina.values import path
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
@@ -61,8 +61,8 @@ def run(argv: list[str]) -> int:
         raise unknown("--to", options.to, TARGETS)
     if options.dtype not in DTYPES:
         raise unknown("--dtype", options.dtype, DTYPES)
-    from lamina.data.network import local_when_unreachable
-    from lamina.training.folder import disk_full
+    from lamina.data.sources.network import local_when_unreachable
+    from lamina.jobs.folder import disk_full
 
     try:
         with local_when_unreachable():
@@ -83,10 +83,10 @@ def run(argv: list[str]) -> int:
 
 def convert(source: str, output: Path, *, to: str | None, dtype: str, overwrite: bool, verify: bool) -> None:
     """Write the converted model into ``output``; raises UserError, having changed nothing there, where it can't."""
-    from lamina.training import folder as run_folder
+    from lamina.jobs import folder as run_folder
 
     run_folder.refuse(output, resume=False, overwrite=overwrite)
-    from lamina.modeling.loading import folder_of_run
+    from lamina.modeling.backbones.loading import folder_of_run
 
     source = str(folder_of_run(source))
     if Path(source).exists() and output.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
@@ -94,7 +94,7 @@ def convert(source: str, output: Path, *, to: str | None, dtype: str, overwrite:
 
     from transformers.utils import logging
 
-    from lamina.modeling import conversion
+    from lamina.modeling.backbones import conversion
     from lamina.modeling.configuration_lamina import LaminaConfig
 
     logging.disable_progress_bar()
@@ -140,7 +140,7 @@ def convert(source: str, output: Path, *, to: str | None, dtype: str, overwrite:
 
 def _verify(model: Any, written: Path, architecture: Any) -> float:
     """The largest difference between the logits of the source and of what was written. Raises UserError if large."""
-    from lamina.modeling import conversion
+    from lamina.modeling.backbones import conversion
 
     again = conversion.load(written)
     difference, largest = conversion.largest_difference(model, again)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lamina.commands.arguments import make_parser
-from lamina.digests import refuse_damaged
+from lamina.core.values import number, path, seed_number, whole_number
 from lamina.errors import UserError
-from lamina.values import number, path, seed_number, whole_number
+from lamina.jobs.digests import refuse_damaged
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -57,7 +57,7 @@ def continuation(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lamina.modeling import loading
+    from lamina.modeling.backbones import loading
 
     folder = loading.folder_of_run(path)
     if not folder.exists():

@@ -28,8 +28,8 @@ def run(argv: list[str]) -> int:
     add_output_modes(parser, "go on from the output folder's last checkpoint")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     if others.resume:
-        from lamina.training.checks import FREE, merge
-        from lamina.training.resuming import stored_settings
+        from lamina.training.checkpointing.resuming import stored_settings
+        from lamina.training.resolve import FREE, merge
 
         stored = stored_settings(Path(given.get("output", PretrainSettings.output)), FREE)
         given = given if stored is None else merge(stored, given)

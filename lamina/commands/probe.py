@@ -20,7 +20,7 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, measure, write the page, say what was found."""
-    from lamina.probes.settings import ProbeSettings
+    from lamina.probes.job.settings import ProbeSettings
 
     parser = make_parser(
         "probe",
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         given.pop("checkpoint", None)
     folder = Path(given.get("output", ProbeSettings.output))
     if others.resume and (folder / "config.yaml").is_file():
-        from lamina.training.folder import read_written_yaml
+        from lamina.jobs.folder import read_written_yaml
 
         given = {**read_written_yaml(folder / "config.yaml"), **given}
     elif others.resume is True and not given.get("checkpoint"):
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 def listing(*, full: bool = False) -> str:
     """The probes with a sentence each; with ``full`` their options and sources, too. Loads no torch."""
-    from lamina.probes.listing import listed
+    from lamina.probes.engine.listing import listed
 
     lines = []
     for one in listed().values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.commands.arguments import make_parser
-from lamina.values import path, whole_number
+from lamina.core.values import path, whole_number
 
 EXAMPLES = """
   lamina report runs/compare
@@ -37,8 +37,8 @@ def run(argv: list[str]) -> int:
     for name in ("folder", "screenshot"):
         if options[name] is not None:
             path(name, options[name])
+    from lamina.jobs.folder import recover
     from lamina.reports import report, screenshot
-    from lamina.training.folder import recover
 
     recover(Path(options.folder))
 

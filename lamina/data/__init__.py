@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lamina.data.blocks import Blocks, BlockStats, PackedBlocks, bits_per_byte, perplexity, prepare_blocks
     from lamina.data.corpus import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
-    from lamina.data.documents import Document
-    from lamina.data.streamed import stream_blocks
+    from lamina.data.sources.documents import Document
+    from lamina.data.streamed.preparation import stream_blocks
     from lamina.data.tokenizers import load_tokenizer, validate_spec
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
 _HOME = {
     "blocks": ("BlockStats", "Blocks", "PackedBlocks", "bits_per_byte", "perplexity", "prepare_blocks"),
     "corpus": ("EMBEDDED", "corpus_fingerprint", "read_corpus", "validate_corpus"),
-    "documents": ("Document",),
-    "streamed": ("stream_blocks",),
+    "sources.documents": ("Document",),
+    "streamed.preparation": ("stream_blocks",),
     "tokenizers": ("load_tokenizer", "validate_spec"),
 }
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EMBEDDED, corpus_fingerprint, validate_corpus
 from lamina.data.encoding import Encoder
 from lamina.data.mix import Part, parse_mix
 from lamina.data.mixed_blocks import mix
-from lamina.data.packing import Packed, pack, unigram_entropy
+from lamina.data.packed.cache import cache_root, is_whole, publish
+from lamina.data.packed.packing import Packed, pack, unigram_entropy
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.data.tokenizers import BYTES, EVAL_FRACTION, load_tokenizer
 from lamina.errors import UserError

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lamina.data import hub
-from lamina.data.documents import Document, encodable, has_text, read_file
-from lamina.data.files import NotTextError
+from lamina.data.sources import hub
+from lamina.data.sources.documents import Document, encodable, has_text, read_file
+from lamina.data.sources.files import NotTextError
 from lamina.errors import UserError, nearest
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from lamina.data.mix import Part
-from lamina.data.packing import token_counts
-from lamina.data.streaming import StreamedBlocks
+from lamina.data.packed.packing import token_counts
+from lamina.data.streamed.stream import StreamedBlocks
 
 if TYPE_CHECKING:
     from lamina.data.blocks import Blocks, BlockStats

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lamina.data.corpus import read_corpus
-from lamina.data.documents import Document
+from lamina.data.sources.documents import Document
 
 _PIECES_WANTED = 400
 _SMALLEST_PIECE = 1024

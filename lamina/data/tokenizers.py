@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import EMBEDDED, corpus_fingerprint
 from lamina.data.mix import parse_mix
-from lamina.data.network import local_when_unreachable, one_line
+from lamina.data.packed.cache import cache_root, is_whole, publish
+from lamina.data.sources.network import local_when_unreachable, one_line
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.errors import UserError, nearest
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core.values import text, whole_number
 from lamina.errors import UserError, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
+from lamina.modeling.backbones.loading import one_line
 from lamina.modeling.configuration_lamina import LaminaConfig
-from lamina.modeling.loading import one_line
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
     VERIFIED,
@@ -29,7 +30,6 @@ from lamina.modeling.modeling_lamina import (
 )
 from lamina.modeling.width import WidthScaling, scaled_weights
 from lamina.placements import Layer, Plan, resolve
-from lamina.values import text, whole_number
 
 HEADS: dict[str, type[LaminaPreTrainedModel]] = {
     "causal_lm": LaminaForCausalLM,

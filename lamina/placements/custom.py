@@ -28,12 +28,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lamina.core.python_files import guarded, run_file
+from lamina.core.values import is_finite
+from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, nearest, shortened
 from lamina.placements import registry
 from lamina.placements.plan import SUBLAYERS, Plan
-from lamina.python_files import guarded, run_file
-from lamina.values import is_finite
-from lamina.yaml_files import read_mapping
 
 LONGEST_FORMULA = 200  # characters
 LONGEST_TEXT = 2000  # characters of a title, a source, an advice

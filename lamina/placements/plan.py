@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args, get_type_hints
 
+from lamina.core.values import is_finite
 from lamina.errors import UserError, nearest
-from lamina.values import is_finite
 
 NormKind = Literal["backbone", "rms", "layer", "group"]
 Skip = Literal["stream", "block_input", "both"]

@@ -1,6 +1,6 @@
 """The registry of placements: ``@placement`` adds one, ``resolve`` makes a plan of it.
 
-A scheme is one file of this package. Everything else (command line, docs, diagrams, tests) iterates over the registry.
+A scheme is one file of ``schemes/``. Everything else (command line, docs, diagrams, tests) iterates over the registry.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest, shortened, unknown
 from lamina.placements.plan import HeadNorm, Norm, NormKind, Plan
-from lamina.values import text, whole_number
 
 ENTRY_POINTS = "lamina.placements"
-_NO_SCHEME = {"plan", "registry", "diagram", "custom"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +198,9 @@ def _load() -> None:
     if _loaded:
         return
     _loaded = True
-    package = importlib.import_module("lamina.placements")
+    package = importlib.import_module("lamina.placements.schemes")
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name not in _NO_SCHEME:
-            importlib.import_module(f"lamina.placements.{module.name}")
+        importlib.import_module(f"lamina.placements.schemes.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
 

@@ -14,14 +14,14 @@ from torch import nn
 
 from lamina.data import Blocks
 from lamina.data.mixed_blocks import MixedBlocks
-from lamina.data.packing import token_counts
-from lamina.data.streaming import StreamedBlocks
+from lamina.data.packed.packing import token_counts
+from lamina.data.streamed.stream import StreamedBlocks
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model, optimizer_groups
-from lamina.training.experts import ExpertBalance
-from lamina.training.line import profile_ids, spread
-from lamina.training.monitor import GradientNorms
+from lamina.training.monitoring.experts import ExpertBalance
+from lamina.training.monitoring.layers import GradientNorms
 from lamina.training.order import TrainOrder
+from lamina.training.run import profile_ids, spread
 from lamina.training.settings import PretrainSettings
 
 MOST_TOKENS = 1_000_000  # for the frequencies of tokens

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lamina.modeling.modeling_lamina import LaminaModel
-from lamina.training.monitor import STATE_METRICS, GradientNorms, Row, state_statistics
+from lamina.training.monitoring.layers import STATE_METRICS, GradientNorms, Row, state_statistics
 
 FP16_MAX = 65504.0
 

@@ -13,8 +13,8 @@ from lamina.modeling.backbones import count_parameters
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
-from lamina.training.checks import backbone_config
-from lamina.training.groups import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.optimizer import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.resolve import backbone_config
 from lamina.training.settings import PretrainSettings
 
 NARROWEST, FEWEST_TOKENS = 64, 256

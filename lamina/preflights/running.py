@@ -22,10 +22,10 @@ from lamina.preflights.proxy import choose
 from lamina.preflights.rules import calibration, kind_of
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, judge
-from lamina.training.checks import check
+from lamina.training.monitoring.writers import LAYER_COLUMNS
 from lamina.training.pretrain import read_blocks
+from lamina.training.resolve import check
 from lamina.training.settings import PretrainSettings
-from lamina.training.writers import LAYER_COLUMNS
 
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
 

@@ -6,10 +6,10 @@ import shlex
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from lamina.core.values import check_kinds, number, path, whole_number
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import split_specs
 from lamina.training.settings import PretrainSettings
-from lamina.values import check_kinds, number, path, whole_number
 
 _OWN = ("placements", "learning_rates", "output", "burn_in", "sequences", "flops")
 

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lamina.probes.context import Context
 from lamina.probes.directions import Directions, check_tokens, note_streams, once
-from lamina.probes.ratio import Ratio
-from lamina.probes.registry import Probe, probe
-from lamina.probes.structure import Point
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.ratio import Ratio
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.structure.discovery import Point
 
 WHOSE = {
     "last": "each sequence's last token (Gromov et al. 2024)",
@@ -99,7 +99,7 @@ class AngularDistance(Probe):
         return pd.concat([frame, best_blocks(frame)], ignore_index=True)
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import heat_map
+        from lamina.probes.engine.figures import heat_map
 
         distances = frame[frame["metric"] == "angular_distance"]
         captions = (

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
-from lamina.probes.registry import Probe, check_sequences, probe
-from lamina.probes.statistics import Running
-from lamina.probes.structure import LayerSite
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.statistics import Running
+from lamina.probes.structure.discovery import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
 _FARTHEST = 9000.0  # old models mask by adding -10,000
@@ -109,7 +109,7 @@ class Attention(Probe):
             yield layer, "attention", "head", head, "max_logit", float(largest[head]), math.nan
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import heat_map, lines
+        from lamina.probes.engine.figures import heat_map, lines
 
         every = frame[frame["role"] == "all"]
         shares = every[every["metric"].isin(["entropy_share", "first_token_share"])]

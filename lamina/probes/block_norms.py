@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lamina.probes.context import Context
-from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.spectral_norm import Jacobian, SpectralNorm, largest_singular_value, spectral_norm, start_vector
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
 from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.last_layer import LastLayer, last_layer_sides
-from lamina.probes.registry import Probe, probe
-from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,7 +158,7 @@ class Bounds(Probe):
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
         """Both sides by layer, for each statement about layers."""
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         found, table = [], cast("Any", frame)
         layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.probes.replay import Block
+from lamina.probes.engine.replay import Block
 from lamina.probes.residual_path import Wiring, largest_gain, norm_scale, wirings_of
 from lamina.probes.spectral_norm import largest_singular_value, spectral_norm
-from lamina.probes.structure import FeedForward, NormSite, Point
+from lamina.probes.structure.discovery import FeedForward, NormSite, Point
 from lamina.probes.weight_spectra import stacked_side
 
 

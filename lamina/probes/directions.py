@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
-from lamina.probes.structure import Sublayer
+from lamina.probes.engine.context import Context
+from lamina.probes.structure.discovery import Sublayer
 
 TOKENS = ("last", "first", "all")
 # Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.

@@ -10,9 +10,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lamina.probes.context import Context
-from lamina.probes.registry import Probe, probe
-from lamina.probes.structure import LayerSite
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.structure.discovery import LayerSite
 
 METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 
@@ -52,7 +52,7 @@ class Gains(Probe):
         return pd.DataFrame(rows, columns=columns)
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         made = []
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):

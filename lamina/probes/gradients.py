@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lamina.probes.context import Context
 from lamina.probes.directions import ranges
-from lamina.probes.parameters import places, shared_layers
-from lamina.probes.registry import Probe, check_sequences, probe
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.parameters import places, shared_layers
+from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.watching import watch
 from lamina.probes.spikes import spike_scores
-from lamina.probes.watching import watch
 
 _CHUNK = 2**20
 
@@ -118,7 +118,7 @@ class Gradients(Probe):
         return [(-1, "model", name, "spike_score", score) for name, (score, _) in scores.items()]
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         layers = frame[frame["layer"] >= 0]
         by_sublayer = layers[layers["role"] == "all"]

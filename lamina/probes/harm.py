@@ -7,14 +7,14 @@ from typing import Any
 import pandas as pd
 
 from lamina.probes.directions import ranges
-from lamina.probes.removal import BRANCH, REMOVE
+from lamina.probes.engine.removal import BRANCH, REMOVE
 
 _MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its norms kept"}
 
 
 def figures(frame: Any) -> list[tuple[Any, str]]:
     """A line by layer for each metric, and for each meaning where they are not one."""
-    from lamina.probes.figures import lines
+    from lamina.probes.engine.figures import lines
 
     found = []
     for metric, group in _harm(frame).groupby("metric", sort=False):

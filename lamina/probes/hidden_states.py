@@ -12,12 +12,12 @@ import pandas as pd
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.magnitudes import Seen, as_tokens, moments
-from lamina.probes.registry import Probe, probe
 from lamina.probes.stream_sentences import FP16_MAX, growth, headroom, massive
 from lamina.probes.stream_totals import BAND, StateTotals, Totals
-from lamina.probes.structure import Point
+from lamina.probes.structure.discovery import Point
 
 _MASSIVE_ROWS = 20
 
@@ -170,7 +170,7 @@ class HiddenStates(Probe):
             yield _row("top100_max", float(totals.band[0]))
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         around = frame[frame["role"].isin(["contribution", "after"]) & (frame["metric"] == "variance")].copy()

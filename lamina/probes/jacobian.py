@@ -10,10 +10,10 @@ import torch
 
 from lamina.errors import UserError
 from lamina.probes.block_norms import block_norms, log10_total_norm
-from lamina.probes.context import Context
 from lamina.probes.directions import ranges
-from lamina.probes.registry import Probe, probe
-from lamina.probes.replay import Block, frozen, record_blocks, short_inputs
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
 from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectral_norm, typical_stretch
 
@@ -181,7 +181,7 @@ class JacobianProbe(Probe):
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
         """The norm by layer, the distance to the identity, and the cumulative products."""
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         table: Any = frame
         blocks = table[table.sublayer == "block"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
-from lamina.probes.replay import frozen, intercept
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.replay import frozen, intercept
 from lamina.probes.residual_path import largest_gain, norm_scale
-from lamina.probes.structure import FeedForward, LayerSite, NormSite, Point, Sublayer
+from lamina.probes.structure.discovery import FeedForward, LayerSite, NormSite, Point, Sublayer
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
-from lamina.probes.context import Context
 from lamina.probes.directions import ranges
-from lamina.probes.registry import Probe, check_sequences, probe
-from lamina.probes.removal import BRANCH, MEANINGS, REMOVE, removed
-from lamina.probes.running import forward
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
+from lamina.probes.engine.running import forward
+from lamina.probes.engine.watching import watch
+from lamina.probes.structure.tracing import first_tensor
 from lamina.probes.suffixes import Suffixes
-from lamina.probes.tracing import first_tensor
-from lamina.probes.watching import watch
 
 METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16

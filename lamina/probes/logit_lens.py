@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.causality import is_causal
-from lamina.probes.context import Context
-from lamina.probes.registry import Probe, probe
-from lamina.probes.removal import refill
-from lamina.probes.running import forward, logits_of, masked_positions
-from lamina.probes.statistics import Running
-from lamina.probes.watching import watch
+from lamina.probes.engine.causality import is_causal
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.removal import refill
+from lamina.probes.engine.running import forward, logits_of, masked_positions
+from lamina.probes.engine.statistics import Running
+from lamina.probes.engine.watching import watch
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
@@ -148,7 +148,7 @@ class LogitLens(Probe):
         return sums, len(chosen)
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         made = []
         for metrics, title, unit, caption in (

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.removal import refill
+from lamina.probes.engine.statistics import Running
 from lamina.probes.magnitudes import as_tokens
-from lamina.probes.registry import Probe, check_sequences, probe
-from lamina.probes.removal import refill
-from lamina.probes.statistics import Running
-from lamina.probes.structure import Point
-from lamina.probes.tracing import first_tensor
+from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.tracing import first_tensor
 
 _FLOATS = {
     "fp16": torch.float16,
@@ -178,7 +178,7 @@ class LowPrecision(Probe):
         return pd.DataFrame(rows, columns=columns)
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         made = []
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):

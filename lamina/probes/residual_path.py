@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.probes.structure import LayerSite, NormSite, Sublayer
+from lamina.probes.structure.discovery import LayerSite, NormSite, Sublayer
 
 
 @dataclass(frozen=True, kw_only=True)

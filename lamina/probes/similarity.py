@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lamina.probes.context import Context
 from lamina.probes.directions import Directions, check_tokens, note_streams, ranges
-from lamina.probes.ratio import Ratio
-from lamina.probes.registry import Probe, probe
-from lamina.probes.structure import Point
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.ratio import Ratio
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.structure.discovery import Point
 
 
 @probe
@@ -89,7 +89,7 @@ class Similarity(Probe):
         return pd.concat(found, ignore_index=True)
 
     def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.figures import heat_map, lines
+        from lamina.probes.engine.figures import heat_map, lines
 
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.watching import watch
 from lamina.probes.ranks import Covariance, spectral_utilisation
-from lamina.probes.registry import Probe, probe
-from lamina.probes.structure import Point
-from lamina.probes.watching import watch
+from lamina.probes.structure.discovery import Point
 from lamina.probes.weight_spectra import Row, condition_rows, embedding_rows, inner_width
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Spectra(Probe):
 
     def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
         """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
-        from lamina.probes.figures import lines
+        from lamina.probes.engine.figures import lines
 
         found, table = [], cast("Any", frame)
         spectrum = table[table.metric == "eigenvalue_over_median"]

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import torch
 
+from lamina.probes.engine.statistics import Running
 from lamina.probes.magnitudes import Moments, Tokens, largest, medians
-from lamina.probes.statistics import Running
 
 BAND = 100  # as many as Peri-LN Fig 11 shows
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024

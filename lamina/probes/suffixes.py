@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.probes.context import Context
-from lamina.probes.removal import (
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.removal import (
     BRANCH,
     REMOVE,
     argument_of,
@@ -25,8 +25,8 @@ from lamina.probes.removal import (
     with_argument,
     zeros,
 )
-from lamina.probes.structure import LayerSite, Point
-from lamina.probes.tracing import first_tensor
+from lamina.probes.structure.discovery import LayerSite, Point
+from lamina.probes.structure.tracing import first_tensor
 
 
 class _Unchanged(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
 
 
 class Task:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lamina.errors import UserError
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
 from lamina.probes.ranks import condition_number, row_covariance_eigenvalues
-from lamina.probes.structure import FeedForward, LayerSite
+from lamina.probes.structure.discovery import FeedForward, LayerSite
 
 Row = tuple[int, str, str, int, str, float, float]
 

@@ -13,7 +13,7 @@ from string import Template
 
 from plotly.offline import get_plotlyjs
 
-from lamina import digests
+from lamina.jobs import digests
 from lamina.reports.style import FONT
 
 logger = logging.getLogger(__name__)

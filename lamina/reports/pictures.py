@@ -10,7 +10,7 @@ from pathlib import Path
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from lamina.probes.compact import compact
+from lamina.probes.job.compact import compact
 from lamina.reports.screenshot import screenshot
 from lamina.reports.style import FONT, polish_own, to_html
 

@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 import plotly.io
 
-from lamina import digests
 from lamina.errors import UserError
-from lamina.probes.compact import compact
+from lamina.jobs import digests
+from lamina.probes.job.compact import compact
 from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of

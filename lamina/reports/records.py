@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from lamina import digests
 from lamina.errors import UserError
+from lamina.jobs import digests
 from lamina.placements import Plan
 from lamina.probes import spikes
 from lamina.studies import record as study_record

@@ -14,6 +14,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from lamina.errors import UserError
+from lamina.jobs import folder as run_folder
 from lamina.probes import spikes
 from lamina.studies.record import (
     DONE,
@@ -26,7 +27,6 @@ from lamina.studies.record import (
 )
 from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
-from lamina.training import folder as run_folder
 from lamina.training.settings import PretrainSettings
 
 COLUMNS = (
@@ -70,8 +70,8 @@ def compare(
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
     from lamina.data import prepare_blocks
-    from lamina.training.checks import check
-    from lamina.training.distributed import launched
+    from lamina.training.execution.processes import launched
+    from lamina.training.resolve import check
 
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
@@ -107,9 +107,9 @@ def alike(
 ) -> tuple[dict[str, Any], dict[str, PretrainSettings]]:
     """One precision and one way to compile for all trials, or they would not be compared by placement alone."""
     from lamina.modeling import building
-    from lamina.training import speed
     from lamina.training.arguments import training_arguments
-    from lamina.training.checks import SPEED_BEFORE, backbone_config
+    from lamina.training.execution import speed
+    from lamina.training.resolve import SPEED_BEFORE, backbone_config
 
     if not speed.is_open(settings):
         return settings.to_dict(), trials

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from lamina import digests
+from lamina.jobs import digests
+from lamina.jobs import folder as run_folder
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, refuse_changes, write_study
 from lamina.studies.width_settings import CoordCheckSettings
-from lamina.training import folder as run_folder
-from lamina.training.checks import backbone_config, check
-from lamina.training.groups import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.optimizer import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.resolve import backbone_config, check
 from lamina.training.settings import PretrainSettings
 
 # pandas' own annotations make every selection a union of all it could ever be.

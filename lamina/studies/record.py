@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import UserError
+from lamina.jobs.folder import read_result, read_yaml
+from lamina.jobs.sealed import DIGEST, read_sealed, write_sealed
 from lamina.placements import Plan
-from lamina.training.folder import read_result, read_yaml
-from lamina.training.sealed import DIGEST, read_sealed, write_sealed
 from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def refuse_changes(
     folder: Path, given: Mapping[str, Any], free: Collection[str], what: str = "study"
 ) -> dict[str, Any]:
     """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
-    from lamina.training.checks import BEFORE
+    from lamina.training.resolve import BEFORE
 
     stored = read_study(folder)["settings"]
     before = {**BEFORE, **stored}  # of a study older than a setting

@@ -12,10 +12,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lamina.core.values import path, seed_number, whole_number
 from lamina.errors import UserError, unknown
 from lamina.placements.custom import split_specs
 from lamina.training.settings import PretrainSettings, RunSettings
-from lamina.values import path, seed_number, whole_number
 
 DEFAULT_PLACEMENTS = "post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel"
 

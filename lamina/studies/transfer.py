@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 import torch
 
+from lamina.jobs import folder as run_folder
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import FREE as COMPARE_FREE
 from lamina.studies.compare import alike, run_study
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, refuse_changes
 from lamina.studies.width_settings import TransferSettings
-from lamina.training import folder as run_folder
-from lamina.training.checks import backbone_config, check
-from lamina.training.groups import width_scaling_of
+from lamina.training.optimizer import width_scaling_of
+from lamina.training.resolve import backbone_config, check
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from lamina.core.values import check_kinds, number, path, whole_number
 from lamina.errors import UserError, unknown
 from lamina.studies.settings import command_line, numbers
 from lamina.training.settings import PretrainSettings, RunSettings
-from lamina.values import check_kinds, number, path, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lamina.errors import UserError
-from lamina.training import folder as run_folder
-from lamina.training import orphans
+from lamina.jobs import folder as run_folder
+from lamina.jobs import orphans
 from lamina.training.settings import PretrainSettings
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.jobs import folder as run_folder
 from lamina.studies import processes
 from lamina.studies.processes import Process
 from lamina.studies.worker import DISK_FULL
-from lamina.training import folder as run_folder
 from lamina.training.settings import PretrainSettings
 
 GRACE_SECONDS = 30.0

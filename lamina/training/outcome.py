@@ -13,8 +13,8 @@ from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
-from lamina.training.recorder import RunRecorder, safe_exp
-from lamina.training.series import spike_columns
+from lamina.training.monitoring.recorder import RunRecorder, safe_exp
+from lamina.training.monitoring.series import spike_columns
 from lamina.training.settings import PretrainSettings, Status
 
 

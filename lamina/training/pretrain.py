@@ -16,24 +16,24 @@ from typing import Any
 import torch
 import transformers
 
-from lamina import digests
 from lamina.data import Blocks, prepare_blocks, stream_blocks
 from lamina.errors import UserError
-from lamina.training import folder as run_folder
+from lamina.jobs import digests
+from lamina.jobs import folder as run_folder
+from lamina.jobs.replaced import ENDED
 from lamina.training import source
 from lamina.training.arguments import device_of
-from lamina.training.checkpoints import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.checks import DATA, FREE, backbone_config, check, check_sharded, merge, refuse_changes
-from lamina.training.distributed import GONE, Processes, lost_another, parallel_of, processes
-from lamina.training.guard import Diverged
-from lamina.training.line import Line, is_good
+from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
+from lamina.training.checkpointing.rollback import Rollbacks
+from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
+from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
+from lamina.training.execution.processes import GONE, Processes, lost_another, parallel_of, processes
+from lamina.training.monitoring.guard import Diverged
+from lamina.training.monitoring.writers import keep_abandoned
 from lamina.training.outcome import outcome
-from lamina.training.replaced import ENDED
-from lamina.training.resuming import result_to_keep, stored_settings
-from lamina.training.rollback import Rollbacks
+from lamina.training.resolve import DATA, FREE, backbone_config, check, check_sharded, merge, refuse_changes
+from lamina.training.run import Line, is_good
 from lamina.training.settings import PretrainSettings
-from lamina.training.sharding import full_state, is_sharded, own_class
-from lamina.training.writers import keep_abandoned
 
 logger = logging.getLogger(__name__)
 

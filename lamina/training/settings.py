@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self
 
+from lamina.core.values import check_kinds, number, path, seed_number, whole_number
 from lamina.errors import UserError, unknown
-from lamina.values import check_kinds, number, path, seed_number, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lamina.digests import refuse_damaged
 from lamina.errors import UserError
-from lamina.modeling import conversion
-from lamina.modeling.backbones import resolve_backbone
+from lamina.jobs.digests import refuse_damaged
+from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.placements import Plan

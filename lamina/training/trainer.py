@@ -15,15 +15,17 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from lamina.training import checkpoints, saving, sharding
-from lamina.training.compiling import uncompiled
-from lamina.training.distributed import Processes
-from lamina.training.experts import ExpertBalance
-from lamina.training.groups import parameter_groups
-from lamina.training.guard import DivergenceGuard
-from lamina.training.monitor import GradientNorms, Row, hidden_state_rows
+from lamina.training.checkpointing import sharding
+from lamina.training.checkpointing import state as saving
+from lamina.training.checkpointing import store as checkpoints
+from lamina.training.execution.compiling import uncompiled
+from lamina.training.execution.processes import Processes
+from lamina.training.monitoring.experts import ExpertBalance
+from lamina.training.monitoring.guard import DivergenceGuard
+from lamina.training.monitoring.layers import GradientNorms, Row, hidden_state_rows
+from lamina.training.monitoring.series import StepSeries
+from lamina.training.optimizer import parameter_groups
 from lamina.training.order import TrainOrder
-from lamina.training.series import StepSeries
 
 
 class LayerGradNorms:

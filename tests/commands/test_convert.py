@@ -89,7 +89,7 @@ def test_what_was_there_stays_when_the_source_is_no_good(source, refused, tmp_pa
 
 
 def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
-    from lamina.modeling import conversion
+    from lamina.modeling.backbones import conversion
 
     monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (0.5, 1.0))
     assert "verify: the logits differ by up to 0.5" in refused(source, tmp_path / "out")

@@ -12,8 +12,8 @@ import torch
 from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
-from lamina.training.folder import disk_full
-from lamina.training.writers import MetricsWriter
+from lamina.jobs.folder import disk_full
+from lamina.training.monitoring.writers import MetricsWriter
 
 
 def full(*args, **kwargs):

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.probes import registry
+from lamina.probes.engine import registry
 
 SMALL = ("--tokenizer", "bytes", "--sequence-length", "16", "--sequences", "8", "--batch-size", "2", "--device", "cpu")
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lamina.cli import main
-from lamina.terminal import Printing, one_line, printable
+from lamina.core.terminal import Printing, one_line, printable
 
 
 def process(*words, **more):

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from lamina.data import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
-from lamina.data.files import read_parts
+from lamina.data.sources.files import read_parts
 from lamina.errors import UserError
 
 TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"

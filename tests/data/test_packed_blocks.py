@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.data import BlockStats, bits_per_byte, cache, perplexity, prepare_blocks
+from lamina.data import BlockStats, bits_per_byte, perplexity, prepare_blocks
+from lamina.data.packed import cache
 from lamina.errors import UserError
 
 
@@ -251,7 +252,7 @@ def test_a_full_disk_leaves_nothing_behind_and_comes_as_it_is(corpus, own_cache,
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lamina.data.packing.Stream.append", full)
+    monkeypatch.setattr("lamina.data.packed.packing.Stream.append", full)
     with pytest.raises(OSError, match="No space left") as caught:
         prepare_blocks(corpus, "bytes", 32, progress=False)
     assert caught.value.errno == errno.ENOSPC

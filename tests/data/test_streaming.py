@@ -15,11 +15,12 @@ import pytest
 import torch
 import zstandard
 
-from lamina.data import shards, streaming
-from lamina.data.documents import Document
 from lamina.data.encoding import Encoder
-from lamina.data.streamed import stream_blocks
-from lamina.data.streaming import StreamedBlocks, TokenStream
+from lamina.data.sources import shards
+from lamina.data.sources.documents import Document
+from lamina.data.streamed import stream as streaming
+from lamina.data.streamed.preparation import stream_blocks
+from lamina.data.streamed.stream import StreamedBlocks, TokenStream
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 

@@ -11,7 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 import lamina
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
-from lamina.modeling.conversion import ARCHITECTURES, from_transformers, largest_difference, load, to_transformers
+from lamina.modeling.backbones.conversion import (
+    ARCHITECTURES,
+    from_transformers,
+    largest_difference,
+    load,
+    to_transformers,
+)
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
 MORE = {

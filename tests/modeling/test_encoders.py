@@ -18,7 +18,7 @@ from lamina.errors import UserError
 from lamina.modeling import LaminaForImageClassification, LaminaForMaskedLM, LaminaForSequenceClassification
 from lamina.modeling.initialization import weights
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
-from lamina.training.checks import backbone_config
+from lamina.training.resolve import backbone_config
 from lamina.training.settings import PretrainSettings
 
 NUM_LAYERS = 4

@@ -6,7 +6,7 @@ import torch
 import lamina
 from lamina.errors import UserError
 from lamina.modeling import memory
-from lamina.training.checks import check
+from lamina.training.resolve import check
 from lamina.training.settings import PretrainSettings
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}

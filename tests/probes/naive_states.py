@@ -3,9 +3,9 @@
 import torch
 from transformers import AlbertForMaskedLM, BertForMaskedLM, LlamaForCausalLM
 
-from lamina.probes.context import Context
-from lamina.probes.probing import structure_of
-from lamina.probes.running import base_of
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.measure import structure_of
+from lamina.probes.engine.running import base_of
 
 
 def layers_of(model):

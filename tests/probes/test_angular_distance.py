@@ -11,11 +11,11 @@ from small_models import small_inputs, small_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.errors import UserError
-from lamina.probes import registry
 from lamina.probes.angular_distance import AngularDistance, best_blocks, scaled_rows
 from lamina.probes.directions import Directions, ranges
-from lamina.probes.probing import probe
-from lamina.probes.running import run
+from lamina.probes.engine import registry
+from lamina.probes.engine.measure import probe
+from lamina.probes.engine.running import run
 
 
 def naive(model, inputs, position=None, mask=None):

@@ -21,11 +21,11 @@ from torch import nn
 import lamina
 from lamina.errors import UserError
 from lamina.probes.bounds import Bounds
-from lamina.probes.context import Context
 from lamina.probes.depth_bounds import variance_sides
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.replay import record_blocks
 from lamina.probes.last_layer import LastLayer, last_layer_sides
-from lamina.probes.replay import record_blocks
-from lamina.probes.structure import FeedForward, LayerSite, NormSite, Point, Structure, Sublayer
+from lamina.probes.structure.discovery import FeedForward, LayerSite, NormSite, Point, Structure, Sublayer
 
 WIDTH, INNER = 12, 20
 

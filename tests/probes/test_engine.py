@@ -12,13 +12,13 @@ from small_models import small_inputs, small_model
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.causality import is_causal
-from lamina.probes.probing import make_context
-from lamina.probes.probing import probe as run_probe
-from lamina.probes.registry import Probe
-from lamina.probes.running import loss, masked_positions, run, token_losses
-from lamina.probes.settings import ProbeSettings
-from lamina.probes.statistics import Running
+from lamina.probes.engine.causality import is_causal
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.measure import probe as run_probe
+from lamina.probes.engine.registry import Probe
+from lamina.probes.engine.running import loss, masked_positions, run, token_losses
+from lamina.probes.engine.statistics import Running
+from lamina.probes.job.settings import ProbeSettings
 
 
 class Watcher(Probe):

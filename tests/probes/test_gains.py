@@ -7,8 +7,8 @@ from probes.tiny import blocks, gemma2, llama, value
 from torch import nn
 
 import lamina
+from lamina.probes.engine.measure import probe
 from lamina.probes.gains import Gains
-from lamina.probes.probing import probe
 
 
 def measure(model):

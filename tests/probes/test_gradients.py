@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 import lamina
 from lamina.errors import UserError
 from lamina.modeling.initialization import weights
+from lamina.probes.engine.measure import probe
+from lamina.probes.engine.parameters import places
+from lamina.probes.engine.running import run
 from lamina.probes.gradients import Gradients
-from lamina.probes.parameters import places
-from lamina.probes.probing import probe
-from lamina.probes.running import run
 
 
 class Masks:
@@ -143,7 +143,7 @@ def test_masked_models_are_measured_on_their_masked_tokens():
     model = small_model("bert")
     ids = small_inputs(model, tokens=12)["input_ids"]
     found = table(probe(model, "gradients", ids, tokenizer=Masks())["gradients"])
-    from lamina.probes.running import masked_positions
+    from lamina.probes.engine.running import masked_positions
 
     chosen = masked_positions(12)
     hidden = ids.clone()

@@ -10,12 +10,12 @@ from probes.tiny import albert, bert, blocks, llama, outputs, states, value
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.measure import make_context, probe
+from lamina.probes.engine.running import run
 from lamina.probes.hidden_states import HiddenStates, r_squared
+from lamina.probes.job.settings import ProbeSettings
 from lamina.probes.magnitudes import Tokens, as_tokens, largest, medians, moments
-from lamina.probes.probing import make_context, probe
-from lamina.probes.running import run
-from lamina.probes.settings import ProbeSettings
 from lamina.probes.stream_sentences import growth
 
 

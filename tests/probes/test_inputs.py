@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lamina.data import load_tokenizer
 from lamina.errors import UserError
-from lamina.probes.inputs import batches_of
+from lamina.probes.engine.inputs import batches_of
 
 
 @pytest.fixture(scope="module")

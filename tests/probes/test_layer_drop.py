@@ -17,11 +17,11 @@ from transformers import LlamaConfig
 import lamina
 from lamina.errors import UserError
 from lamina.placements import names
-from lamina.probes import registry
+from lamina.probes.engine import registry
+from lamina.probes.engine.measure import probe
+from lamina.probes.engine.removal import refill, removed
+from lamina.probes.engine.running import run, token_losses
 from lamina.probes.layer_drop import LayerDrop
-from lamina.probes.probing import probe
-from lamina.probes.removal import refill, removed
-from lamina.probes.running import run, token_losses
 from lamina.probes.suffixes import Suffixes
 
 CONFIG = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.loading import load
+from lamina.probes.engine.loading import load
 
 
 @pytest.fixture

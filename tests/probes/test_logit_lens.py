@@ -10,11 +10,11 @@ from probes.tiny import albert, bert, blocks, gemma2, llama, states, value
 import lamina
 from lamina.errors import UserError
 from lamina.probes import logit_lens
-from lamina.probes.context import Context
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.measure import make_context, probe
+from lamina.probes.engine.running import masked_positions
+from lamina.probes.job.settings import ProbeSettings
 from lamina.probes.logit_lens import LogitLens
-from lamina.probes.probing import make_context, probe
-from lamina.probes.running import masked_positions
-from lamina.probes.settings import ProbeSettings
 
 TOKENIZER = SimpleNamespace(mask_token_id=4)
 

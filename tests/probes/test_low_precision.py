@@ -7,10 +7,10 @@ import torch
 from probes.tiny import bert, blocks, llama, outputs, states, value
 
 from lamina.errors import UserError
+from lamina.probes.engine.measure import make_context, probe
+from lamina.probes.engine.running import run
+from lamina.probes.job.settings import ProbeSettings
 from lamina.probes.low_precision import FORMATS, LowPrecision, round_trip
-from lamina.probes.probing import make_context, probe
-from lamina.probes.running import run
-from lamina.probes.settings import ProbeSettings
 
 
 def rounded(x, mantissa, smallest_exponent):

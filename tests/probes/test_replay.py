@@ -5,8 +5,8 @@ import torch
 from tiny_contexts import context_of, lamina_model, transformers_model
 
 from lamina.errors import UserError
-from lamina.probes.replay import frozen, intercept, record_blocks, short_inputs
-from lamina.probes.structure import Point
+from lamina.probes.engine.replay import frozen, intercept, record_blocks, short_inputs
+from lamina.probes.structure.discovery import Point
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "AlbertForMaskedLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])

@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes import registry
 from lamina.probes.angular_distance import AngularDistance
-from lamina.probes.probing import probe
-from lamina.probes.running import run
+from lamina.probes.engine import registry
+from lamina.probes.engine.measure import probe
+from lamina.probes.engine.running import run
 from lamina.probes.similarity import Similarity
 
 

@@ -10,11 +10,11 @@ from transformers import BertConfig, LlamaConfig, SwinConfig, SwinForImageClassi
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.running import forward
-from lamina.probes.structure import Structure
-from lamina.probes.tracing import effective_gain
-from lamina.probes.watching import watch
-from lamina.probes.wiring import find_structure
+from lamina.probes.engine.running import forward
+from lamina.probes.engine.watching import watch
+from lamina.probes.structure.discovery import Structure
+from lamina.probes.structure.tracing import effective_gain
+from lamina.probes.structure.wiring import find_structure
 
 # What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
 ROLES = {

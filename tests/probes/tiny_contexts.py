@@ -5,9 +5,9 @@ import transformers
 from transformers import LlamaConfig
 
 import lamina
-from lamina.probes.probing import make_context
-from lamina.probes.running import run
-from lamina.probes.settings import ProbeSettings
+from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.running import run
+from lamina.probes.job.settings import ProbeSettings
 
 VOCABULARY = 61
 

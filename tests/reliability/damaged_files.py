@@ -171,7 +171,7 @@ class Bench:
             LaminaTrainer.training_step = original
         (output / "result.json").unlink()  # a kill leaves none
         with contextlib.suppress(ImportError):
-            from lamina import digests
+            from lamina.jobs import digests
 
             digests.begin(output)
             digests.note(output / "result.json", None)
@@ -218,7 +218,8 @@ class Bench:
 
 def called(act: Callable[[], Any]) -> Outcome:
     """Call the command line in this process and keep all that it says."""
-    from lamina.training import resuming, source
+    from lamina.training import source
+    from lamina.training.checkpointing import resuming
 
     for cached in (resuming._say, source._read):  # what a process says or reads once
         cached.cache_clear()

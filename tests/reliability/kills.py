@@ -197,7 +197,7 @@ def begun(folder: Path, given: dict[str, Any]) -> bool:
     """Whether the new run of --overwrite stands: else the old one is back, or comes back with the next command."""
     import yaml
 
-    from lamina.training.folder import recover
+    from lamina.jobs.folder import recover
 
     recover(folder)
     stored = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))

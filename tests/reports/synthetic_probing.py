@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import plotly.io
 
-from lamina.probes.compact import compact
+from lamina.probes.job.compact import compact
 
 HOSTILE = "<script>alert(1)</script><a href='javascript:alert(2)'>the</a>"
 

@@ -21,7 +21,7 @@ def value(step: int, layer: int) -> float:
 
 
 def write_parts(run, scale: float = 1.0):
-    """Parts as lamina.training.scheduled writes them: a probe by layer with a number of the model, and one of pairs."""
+    """Parts as a run writes them: a probe by layer with a number of the model, and one of pairs."""
     for step in STEPS:
         rows = [(step, layer, "block", "variance", scale * value(step, layer)) for layer in range(LAYERS)]
         rows += [(step, layer, "attention", "variance", 7.0) for layer in range(LAYERS)]

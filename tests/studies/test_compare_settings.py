@@ -5,7 +5,7 @@ import pytest
 from lamina.commands.arguments import add_settings, given_settings, make_parser
 from lamina.errors import UserError
 from lamina.studies.settings import CompareSettings
-from lamina.training.checks import check
+from lamina.training.resolve import check
 
 
 def test_a_trial_for_each_placement_rate_and_seed_with_seeds_outermost():

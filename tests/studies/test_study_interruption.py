@@ -12,8 +12,8 @@ from training.tiny_runs import alive, last_step, result, start, wait_for
 
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.jobs import folder as run_folder
 from lamina.studies.compare import compare
-from lamina.training import folder as run_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # The first placement's trial is short enough to be finished while another runs.

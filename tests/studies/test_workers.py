@@ -12,8 +12,8 @@ from training.tiny_runs import SMALL, wait_for
 import lamina
 from lamina.cli import main
 from lamina.errors import TrialsFailed, UserError
+from lamina.jobs import folder as run_folder
 from lamina.studies import processes
-from lamina.training import folder as run_folder
 from lamina.training.settings import PretrainSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,8 +1,8 @@
 import pytest
 from training.tiny_runs import settings, write_corpus
 
-from lamina.training import line
 from lamina.training import pretrain as pretraining
+from lamina.training import run as line
 from lamina.training.trainer import LaminaTrainer
 
 

@@ -10,9 +10,11 @@ import torch
 from training.tiny_runs import SMALL, flags, last_step, layers, records, result, start, wait_for
 
 from lamina.cli import main
-from lamina.training import checkpoints, saving, sharding
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpoints import newest_checkpoint, what_is_broken
+from lamina.training.checkpointing import sharding
+from lamina.training.checkpointing import state as saving
+from lamina.training.checkpointing import store as checkpoints
+from lamina.training.checkpointing.store import newest_checkpoint, what_is_broken
 
 LONG = {"steps": 12, "logging_steps": 2, "save_steps": 2, "eval_steps": 4}
 

@@ -11,8 +11,8 @@ from training.tiny_runs import SMALL, flags, layers, records, result, settings
 
 from lamina.cli import main
 from lamina.training import pretrain as pretraining
-from lamina.training import resuming
-from lamina.training.line import Line
+from lamina.training.checkpointing import resuming
+from lamina.training.run import Line
 from lamina.training.trainer import LaminaTrainer
 
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}

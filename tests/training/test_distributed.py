@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
+from lamina.jobs.folder import disk_full
 from lamina.training import pretrain as pretraining
-from lamina.training.checks import SHARDED_OPTIMIZERS, check_sharded
-from lamina.training.distributed import _sendable, launched, lost_another, parallel_of
-from lamina.training.folder import disk_full
+from lamina.training.execution.processes import _sendable, launched, lost_another, parallel_of
+from lamina.training.resolve import SHARDED_OPTIMIZERS, check_sharded
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 

@@ -8,8 +8,8 @@ from training.tiny_experts import CONFIGS, EXPERTS, config, moe, token_ids, watc
 from training.tiny_runs import layers, settings
 
 from lamina.errors import UserError
-from lamina.training.checks import check
-from lamina.training.experts import ExpertBalance, find_routers
+from lamina.training.monitoring.experts import ExpertBalance, find_routers
+from lamina.training.resolve import check
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training.tiny_runs import result
 
-from lamina import digests
+from lamina.jobs import digests
 
 NEW = re.compile(r"\.([qkv])_norm\.")
 

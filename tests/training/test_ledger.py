@@ -8,9 +8,9 @@ import pytest
 from training.test_damage import cut, digit, empty, go_on, gone, run, runs  # noqa: F401 (fixtures)
 from training.tiny_runs import layers, records, result
 
-from lamina import digests
 from lamina.cli import main
-from lamina.training.folder import write_json, write_text
+from lamina.jobs import digests
+from lamina.jobs.folder import write_json, write_text
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import nn
 from training.tiny_runs import SMALL, flags
 
 from lamina.cli import main
-from lamina.training.guard import Diverged, DivergenceGuard
+from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.trainer import LayerGradNorms
 
 PATIENCE = 3

@@ -10,9 +10,10 @@ from training.test_damage import OPTIONS, go_on, runs  # noqa: F401 (a fixture)
 from training.tiny_runs import SMALL, flags, settings
 
 from lamina.cli import main
-from lamina.training import folder as run_folder
-from lamina.training import line, replaced
+from lamina.jobs import folder as run_folder
+from lamina.jobs import replaced
 from lamina.training import pretrain as pretraining
+from lamina.training import run as line
 
 
 @pytest.fixture

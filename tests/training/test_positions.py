@@ -4,7 +4,7 @@ import json
 
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
-from lamina.training.checks import backbone_config
+from lamina.training.resolve import backbone_config
 
 
 def positions(folder):

@@ -12,7 +12,7 @@ from training.tiny_runs import layers, result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina.errors import UserError
-from lamina.training import folder as run_folder
+from lamina.jobs import folder as run_folder
 from lamina.training.settings import PretrainSettings
 
 
@@ -56,7 +56,7 @@ def test_the_result_holds_the_fields_of_the_design(run):
 
 def test_the_saved_model_has_the_reported_eval_loss(run, tiny):
     from lamina.data import prepare_blocks
-    from lamina.training.line import spread
+    from lamina.training.run import spread
 
     model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -14,10 +14,10 @@ from training.tiny_runs import layers, records
 import lamina
 from lamina import build
 from lamina.errors import UserError
-from lamina.probes import registry
+from lamina.probes.engine import registry
 from lamina.reports import run_report
-from lamina.training import scheduled
-from lamina.training.scheduled import ScheduledProbes, forget, undisturbed
+from lamina.training.monitoring import scheduled_probes as scheduled
+from lamina.training.monitoring.scheduled_probes import ScheduledProbes, forget, undisturbed
 
 ENDED = ("finished", "short", "stuck")  # four steps of a tiny model teach it nothing
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained,
 
 
 def test_the_clock_of_the_training_stands_still(trained, tmp_path, own, monkeypatch, trainers):
-    from lamina.training import recorder as recording
+    from lamina.training.monitoring import recorder as recording
 
     now = [0.0]
     monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])

@@ -15,10 +15,10 @@ from lamina.errors import UserError
 from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.studies.compare import compare
 from lamina.studies.settings import CompareSettings
-from lamina.training import speed
-from lamina.training.checks import check
-from lamina.training.compiling import compile_blocks, compiled
+from lamina.training.execution import speed
+from lamina.training.execution.compiling import compile_blocks, compiled
 from lamina.training.pretrain import pretrain
+from lamina.training.resolve import check
 from lamina.training.settings import PretrainSettings
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 def test_a_compiler_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr("lamina.training.checks.missing_compiler", lambda device: "there is no C++ compiler")
+    monkeypatch.setattr("lamina.training.resolve.missing_compiler", lambda device: "there is no C++ compiler")
     with pytest.raises(UserError, match=r"compile: 'on', but there is no C\+\+ compiler \(allowed here: auto, off\)"):
         check(of(compile="on"))
     check(of(compile="auto"))

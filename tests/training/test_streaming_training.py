@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from training.tiny_runs import SMALL, flags, last_step, records, result, start, wait_for, write_corpus
 
 from lamina.cli import main
-from lamina.data import shards, streaming
+from lamina.data.sources import shards
+from lamina.data.streamed import stream as streaming
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.settings import PretrainSettings

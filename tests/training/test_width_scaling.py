@@ -15,7 +15,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.width import SCHEMES, WidthScaling
 from lamina.placements import names
-from lamina.training.groups import parameter_groups, rate_factors
+from lamina.training.optimizer import parameter_groups, rate_factors
 from lamina.training.settings import WIDTH_SCALINGS, PretrainSettings
 
 RATE, DECAY = 1e-2, 0.1

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest
-from lamina.modeling import loading
-from lamina.values import text, whole_number
+from lamina.modeling.backbones import loading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""What every room may use: values from users, files that are read safely, registries."""

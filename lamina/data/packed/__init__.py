@@ -1,0 +1,1 @@
+"""A corpus packed into token blocks once, and kept on disk."""

@@ -1,0 +1,120 @@
+"""Folders on disk that are either whole or not there: what is costly to make is made once, under a hash."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from lamina.core.values import home
+from lamina.errors import UserError
+from lamina.jobs import digests
+
+logger = logging.getLogger(__name__)
+
+_DRAFT = re.compile(r"\.[0-9a-f]{32}\.(?:(?P<host>[0-9a-f]{8})\.)?(?P<process>\d+)\.[0-9a-f]{8}")
+_ABANDONED_SECONDS = 86_400.0
+_whole: dict[Path, list[tuple[str, int, int]]] = {}  # what this process has checked, with its files' sizes and times
+
+
+def cache_root(cache_dir: Path | str | None = None) -> Path:
+    """The cache's folder: the one given, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
+    if cache_dir:
+        return home("cache_dir", cache_dir)
+    return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds what was published under its name, by the digests of all its files.
+
+    A damaged one is named in the log; each process reads the files once, and again when they change.
+    """
+    if not folder.exists():
+        return False
+    try:
+        state = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir())]
+        if _whole.get(folder) == state:
+            return True
+        broken = digests.what_is_broken(folder)
+        if broken is None and (others := digests.strays(folder)):
+            broken = f"{others[0]} is not one of its files"
+    except OSError as error:
+        state, broken = [], str(error.strerror)
+    if broken is None:
+        _whole[folder] = state
+    elif (folder / digests.MANIFEST).exists():  # without one it is an older Lamina's, or half deleted
+        logger.warning("%s: %s; it is made again", folder, broken)
+    return broken is None
+
+
+def publish(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make ``folder`` by writing into a folder beside it, sealed with digests, that takes its place in one step.
+
+    Processes may race: one of them wins, and all find a whole folder afterwards. Whatever ``write`` raises leaves
+    nothing behind; a folder that is there and not whole is replaced. What killed processes left beside it is deleted.
+
+    Raises:
+        UserError: when the cache may not be written to.
+        OSError: a full disk among others, as it came.
+    """
+    _sweep(folder.parent)
+    # named by hand: tempfile.mkdtemp's folders are closed to the others who share a cache
+    draft = folder.parent / f".{folder.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    try:
+        draft.mkdir(parents=True)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise UserError(
+            f"the cache folder {str(folder.parent)!r} cannot be written to ({error.strerror}); "
+            "set LAMINA_CACHE to a folder that can"
+        ) from None
+    try:
+        write(draft)
+        digests.seal(draft)
+        if folder.exists() and not is_whole(folder):
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        try:
+            os.replace(draft, folder)
+            digests.sync(folder.parent)
+        except OSError:
+            # a folder cannot replace one that holds files: another process was first, with the same content
+            if not is_whole(folder):
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Delete the drafts of processes that were killed: this host's that are gone, others' after a day."""
+    for path in parent.glob(".*"):
+        match = _DRAFT.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            old = time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
+        except OSError:
+            continue
+        if old or (match["host"] == _host() and not _runs(int(match["process"]))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _host() -> str:
+    """A short name of this machine (and this container): process numbers mean nothing on another one."""
+    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]
+
+
+def _runs(process: int) -> bool:
+    if os.name == "nt":  # where 0 is a signal like others
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

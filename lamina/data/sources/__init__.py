@@ -1,0 +1,1 @@
+"""Where documents come from: files, folders and data sets of the hub."""

@@ -1,0 +1,133 @@
+"""The documents of one file, from its beginning or from any position on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.data.sources.files import PART_CHARS, NotTextError, inner_suffix, open_text, read_parts
+from lamina.errors import UserError, nearest, unknown
+
+Position = tuple[int, int]
+"""Where the next document of a file begins: the byte of its text (of .parquet files the row), and how many lines, rows
+or parts came before it."""
+
+_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A text that stands by itself: a file, a row of a .jsonl or .parquet file, a row of a data set.
+
+    A long file (16 million characters and more; a million where it is streamed) comes as several Documents; all but the
+    first have ``continues``.
+    """
+
+    name: str
+    text: str
+    continues: bool = False
+
+
+def read_file(
+    path: Path, name: str, text_field: str, start: Position = (0, 0), *, part_chars: int = PART_CHARS
+) -> Iterator[tuple[Document, Position]]:
+    """The documents of a file from ``start`` on, each with the position behind it.
+
+    ``part_chars``: text that is no rows comes in parts of about so many characters.
+
+    Raises:
+        NotTextError: the file is binary, not UTF-8, damaged, or a .parquet file that isn't one.
+        UserError: a row has no such field, or it holds something other than text; the file may not be read.
+    """
+    suffix = inner_suffix(path)
+    if suffix in (".jsonl", ".ndjson"):
+        return _rows(path, name, text_field, start)
+    if suffix == ".parquet":
+        return _table(path, name, text_field, start)
+    return _parts(path, name, start, part_chars)
+
+
+def has_text(document: Document) -> bool:
+    """Whether a document counts: those of white space alone are left out, unless they go on with another one."""
+    return bool(document.text) and (document.continues or not document.text.isspace())
+
+
+def encodable(document: Document) -> Document:
+    """JSON may hold half a surrogate pair, which no UTF-8 has: it becomes U+FFFD."""
+    try:
+        document.text.encode()
+    except UnicodeEncodeError:
+        text = document.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return Document(name=document.name, text=text, continues=document.continues)
+    return document
+
+
+def _parts(path: Path, name: str, start: Position, part_chars: int) -> Iterator[tuple[Document, Position]]:
+    offset, number = start
+    for part in read_parts(path, part_chars, offset):
+        offset += len(part.encode())
+        yield Document(name=name, text=part, continues=number > 0), (offset, number + 1)
+        number += 1
+
+
+def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
+    offset, before = start
+    with open_text(path, start=offset) as lines:
+        for number, line in enumerate(lines, start=before + 1):
+            offset += len(line.encode())
+            if not line.strip():
+                continue
+            where = f"--corpus {str(path)!r}, line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: a row must be an object with the field {text_field!r}, not {_kind(row)}")
+            if text_field not in row:
+                hint = nearest(text_field, row)
+                raise UserError(f"{where}: no field {text_field!r}{hint} (text_field; the row has: {', '.join(row)})")
+            text = row[text_field]
+            if not isinstance(text, str):
+                raise UserError(f"{where}: the field {text_field!r} must be a string, not {_kind(text)}")
+            yield Document(name=f"{name}:{number}", text=text), (offset, number)
+
+
+def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
+    """The rows of a .parquet file, a row group at a time at most; null counts as an empty text, as in data sets."""
+    import pyarrow
+    from pyarrow import parquet
+
+    row = start[0]
+    try:
+        with parquet.ParquetFile(path.absolute()) as file:
+            schema = file.schema_arrow
+            if text_field not in schema.names:
+                raise unknown(f"text_field of --corpus {str(path)!r}:", text_field, schema.names)
+            kind = schema.field(text_field).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UserError(f"--corpus {str(path)!r}: the column {text_field!r} must hold strings, not {kind}")
+            groups, first = [], 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if first + rows > row:
+                    groups.append(group)
+                elif not groups:
+                    first += rows
+            skip = row - first
+            for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[text_field]):
+                texts = batch.column(0)[min(skip, len(batch)) :].to_pylist()
+                skip -= min(skip, len(batch))
+                for text in texts:
+                    row += 1
+                    yield Document(name=f"{name}:{row}", text=text or ""), (row, row)
+    except pyarrow.ArrowInvalid as error:
+        raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
+    except PermissionError as error:
+        raise UserError(f"--corpus {str(path)!r} may not be read ({error.strerror})") from None
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,161 @@
+"""Data sets of the Hugging Face hub, and the same formats in a local folder, through the datasets library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.data.sources.network import local_when_unreachable, one_line
+from lamina.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PREFIX = "hf:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """``hf:NAME[:CONFIG][@SPLIT]`` taken apart; ``folder`` is set when NAME is a folder on this machine."""
+
+    spec: str
+    name: str
+    config: str | None
+    split: str | None
+    folder: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubData:
+    """One split of a loaded data set."""
+
+    spec: str
+    dataset: Dataset
+
+    @property
+    def fingerprint(self) -> str:
+        """The library's own hash of what the data set was made from."""
+        return self.dataset._fingerprint
+
+    def texts(self, text_field: str) -> Iterator[str]:
+        """The texts of a column, row by row; null counts as an empty text.
+
+        Raises:
+            UserError: when there is no such column or it holds something other than text.
+        """
+        if text_field not in self.dataset.column_names:
+            raise unknown(f"text_field of --corpus {self.spec!r}:", text_field, self.dataset.column_names)
+        for batch in self.dataset.select_columns([text_field]).iter(batch_size=1000):
+            for text in dict(batch)[text_field]:
+                yield _text(self.spec, text_field, text)
+
+
+def is_hub(corpus: str) -> bool:
+    """Whether a ``--corpus`` names a data set for the datasets library."""
+    return corpus.startswith(PREFIX)
+
+
+def parse(corpus: str) -> HubSource:
+    """Take ``hf:NAME[:CONFIG][@SPLIT]`` apart.
+
+    Raises:
+        UserError: when there is no name.
+    """
+    name, config, split = corpus.removeprefix(PREFIX), "", ""
+    # a folder's own name may hold ':' or '@', so what exists as it stands is not taken apart
+    if not Path(name).expanduser().is_dir() and "@" in name:
+        name, _, split = name.rpartition("@")
+    if not Path(name).expanduser().is_dir() and ":" in name:
+        name, _, config = name.rpartition(":")
+    if not name:
+        raise UserError(f"--corpus {corpus!r} names no data set (allowed: hf:NAME[:CONFIG][@SPLIT])")
+    folder = Path(name).expanduser()
+    return HubSource(
+        spec=corpus, name=name, config=config or None, split=split or None, folder=folder if folder.is_dir() else None
+    )
+
+
+def load(source: HubSource) -> HubData:
+    """Load one split: the one asked for, else ``train``, else the only one.
+
+    Raises:
+        UserError: datasets is missing, the hub cannot be reached, there is no such data set, configuration or split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+    return HubData(spec=source.spec, dataset=_one_split(source, _loaded(source, datasets)))
+
+
+def stream(source: HubSource) -> tuple[Any, str]:
+    """One split as the library streams it (an IterableDataset), and a hash of what it is made from.
+
+    Raises:
+        UserError: as :func:`load`.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
+    if source.folder is not None and _was_saved_to_disk(source.folder):
+        saved = load(source)
+        return saved.dataset.to_iterable_dataset(), saved.fingerprint
+    streamed = _one_split(source, _loaded(source, datasets, streaming=True))
+    name = str(source.folder or source.name)
+    return streamed, datasets.load_dataset_builder(name, source.config).hash or ""
+
+
+def streamed_texts(spec: str, dataset: Any, text_field: str) -> Iterator[str]:
+    """The texts of a column of an IterableDataset, row by row; null counts as an empty text.
+
+    Raises:
+        UserError: when there is no such column or it holds something other than text.
+    """
+    for row in dataset:
+        if text_field not in row:
+            raise unknown(f"text_field of --corpus {spec!r}:", text_field, row)
+        yield _text(spec, text_field, row[text_field])
+
+
+def _text(spec: str, text_field: str, text: Any) -> str:
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"--corpus {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
+    return text or ""
+
+
+def _loaded(source: HubSource, datasets: Any, **options: Any) -> Any:
+    reachable = True
+    try:
+        if source.folder is None:
+            with local_when_unreachable() as reachable:
+                return datasets.load_dataset(source.name, source.config, split=source.split, **options)
+        if _was_saved_to_disk(source.folder):
+            return datasets.load_from_disk(str(source.folder))
+        return datasets.load_dataset(str(source.folder), source.config, split=source.split, **options)
+    # dozens of types come out of datasets, huggingface_hub, fsspec and httpx; none tells the user more than its text
+    except Exception as error:
+        reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
+        raise UserError(
+            f"--corpus {source.spec!r} could not be loaded ({reason}); "
+            "check the name (hf:NAME[:CONFIG][@SPLIT]), the network, or name a local file"
+        ) from error
+
+
+def _was_saved_to_disk(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _one_split(source: HubSource, loaded: Any) -> Dataset:
+    if not isinstance(loaded, dict):
+        if source.split and str(loaded.split) not in (source.split, "None", source.split.partition("[")[0]):
+            raise unknown(f"split of --corpus {source.spec!r}:", source.split, [str(loaded.split)])
+        return loaded
+    wanted = source.split or ("train" if "train" in loaded else next(iter(loaded)))
+    if wanted not in loaded:
+        raise unknown(f"split of --corpus {source.spec!r}:", wanted, loaded)
+    if source.split is None and wanted != "train" and len(loaded) > 1:
+        raise UserError(f"--corpus {source.spec!r}: append @SPLIT, one of {', '.join(sorted(loaded))}")
+    return loaded[wanted]

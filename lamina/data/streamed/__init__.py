@@ -1,0 +1,1 @@
+"""A corpus that is read, tokenized and packed while training goes on."""

@@ -1,0 +1,1 @@
+"""The placements, one file each."""

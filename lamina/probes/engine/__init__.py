@@ -1,0 +1,1 @@
+"""What runs probes: their registry, the passes over the text, and what a probe is given."""

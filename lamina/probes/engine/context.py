@@ -1,0 +1,116 @@
+"""What a probe is given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.structure.discovery import Structure
+
+
+@dataclass(kw_only=True)
+class Context:
+    """The model, where its layers are, and what it is run on.
+
+    Attributes:
+        model: with its head where it has one, in evaluation mode.
+        base: the same model without its head.
+        structure: its layers.
+        batches: the inputs, one mapping a forward pass: {"input_ids": [batch, tokens]} (and attention_mask where texts
+            differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be gone through again.
+        tokenizer: the checkpoint's, where it has one.
+        notes: what the reader of the page must know; probes append to it.
+        forwards: how many batches the forward passes took before they stopped (set before ``finish``).
+        progress: called with (done, all, what) by probes whose work takes long.
+        strict: whether a probe that can't do all of what it does raises (it was asked for by its name) or goes on
+            without, with a note (it is one of "all").
+        state: filled when the model is at a state of a run: {"step": ...}; else empty.
+        warnings: what puts results in doubt, said before any of them.
+        new_weights: the head's weights that the checkpoint doesn't have: what it predicts means nothing.
+    """
+
+    model: nn.Module
+    base: nn.Module
+    structure: Structure
+    batches: Sequence[Mapping[str, torch.Tensor]]
+    tokenizer: Any = None
+    notes: list[str] = field(default_factory=list)
+    forwards: int = 0
+    progress: Callable[[int, int, str], None] = lambda done, all, what: None
+    strict: bool = True
+    state: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    new_weights: Sequence[str] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it is a model of text."""
+        return "input_ids" in self.batches[0]
+
+    def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
+        """The batches of the first ``sequences`` inputs, 0 for all."""
+        if not sequences:
+            return list(self.batches)
+        found: list[Mapping[str, torch.Tensor]] = []
+        for batch in self.batches:
+            if sequences <= 0:
+                break
+            found.append({name: tensor[:sequences] for name, tensor in batch.items()})
+            sequences -= len(next(iter(batch.values())))
+        return found
+
+    def tokens(self, sequences: int = 0) -> float:
+        """How many tokens the first ``sequences`` inputs (0: all) hold; of images an image counts 256."""
+        total = 0.0
+        for batch in self.first(sequences):
+            first = next(iter(batch.values()))
+            total += first.numel() if first.ndim == 2 else 256.0 * len(first)
+        return total
+
+    def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Any:
+        """Run the model (without its head where ``head`` is False) on one batch; no cache."""
+        from lamina.probes.engine.running import forward
+
+        return forward(self.model if head else self.base, inputs)
+
+    def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Mean cross-entropy of a batch in nats per token, float32, with its graph where gradients are on.
+
+        A causal model predicts the next token; a masked one its own masked tokens (15 %, the same ones each time).
+        Raises UserError where the model has no such head, or one that the checkpoint does not have.
+        """
+        return self.token_losses(inputs).mean()
+
+    def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The same of each predicted token, [batch, predicted]."""
+        from lamina.probes.engine.running import token_losses
+
+        self.check_head()
+        return token_losses(self.model, inputs, self.tokenizer)
+
+    def check_head(self) -> None:
+        """Raise UserError where the model's head is not in the checkpoint: what it predicts is random."""
+        if self.new_weights:
+            raise UserError(
+                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialised, so the model's "
+                "predictions mean nothing (allowed: a checkpoint with its head)"
+            )
+
+    @contextmanager
+    def eager_attention(self) -> Iterator[None]:
+        """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
+        from lamina.probes.engine.running import eager_attention
+
+        with eager_attention(self.model):
+            yield

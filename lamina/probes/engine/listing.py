@@ -1,0 +1,74 @@
+"""What the probes say of themselves, read from their files without running them: a help text needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PROBES = Path(__file__).parents[1]  # one file each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A probe's own words. ``options`` are its keywords with their defaults as they are written, ``over_steps`` the
+    metrics that are drawn over a run's steps (none named: all).
+    """
+
+    name: str
+    title: str
+    summary: str
+    source: str
+    options: dict[str, str]
+    over_steps: tuple[str, ...] = ()
+
+
+@cache
+def listed() -> dict[str, Listed]:
+    """Every probe of the package by its name, sorted."""
+    found = [one for path in sorted(PROBES.glob("*.py")) for one in read(path)]
+    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
+
+
+def read(path: Path) -> Iterator[Listed]:
+    """The probes of one file: its classes that are decorated with ``@probe``."""
+    text = path.read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and any(_name(d) == "probe" for d in node.decorator_list):
+            said = dict(_texts(node))
+            if "name" in said:
+                words = {k: str(said.get(k, "")) for k in ("name", "title", "summary", "source")}
+                yield Listed(**words, options=_options(node), over_steps=tuple(said.get("over_steps", ())))
+
+
+def _name(decorator: ast.expr) -> str:
+    if isinstance(decorator, ast.Call):
+        decorator = decorator.func
+    return decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
+
+
+def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+    """The class attributes that are plain values (adjacent string literals are one)."""
+    for statement in node.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            with contextlib.suppress(ValueError):  # made by a call: not one of the texts
+                value = ast.literal_eval(statement.value)
+                yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
+
+
+def _options(node: ast.ClassDef) -> dict[str, str]:
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            words, positional = statement.args, statement.args.args[1:]
+            written = list(zip(words.kwonlyargs, words.kw_defaults, strict=True))
+            skipped = len(positional) - len(words.defaults)
+            written += [
+                (one, words.defaults[i - skipped] if i >= skipped else None) for i, one in enumerate(positional)
+            ]
+            return {one.arg: "" if default is None else ast.unparse(default) for one, default in written}
+    return {}

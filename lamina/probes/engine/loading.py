@@ -1,0 +1,119 @@
+"""A checkpoint from a path: ours, transformers', a run's folder, a GGUF file. Only plain tensors are ever unpickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from lamina.data.sources.network import local_when_unreachable
+from lamina.errors import UserError
+from lamina.jobs.digests import MANIFEST, refuse_damaged
+from lamina.modeling import modeling_lamina
+from lamina.modeling.backbones import loading
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
+
+
+@dataclass(kw_only=True)
+class Loaded:
+    """A model in evaluation mode, its tokenizer where it has one, the run's folder it is from, and what to know."""
+
+    model: nn.Module
+    tokenizer: Any = None
+    run: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
+    """Load a checkpoint: a folder with config.json, a run's folder, a .gguf file or a folder with one, a hub's name.
+
+    The weights are safetensors, GGUF, or .bin files of tensors only (read with ``weights_only``).
+
+    Raises:
+        UserError: where it is no checkpoint, asks for code of its own, or holds NaN or infinite weights (says where).
+    """
+    name, run = str(path), None
+    place = Path(path).expanduser()
+    if (place / "result.json").is_file() or (place / "config.yaml").is_file():
+        place, run = _of_run(place), place
+    more: dict[str, Any] = {}
+    if place.suffix == ".gguf" and place.is_file():
+        place, more["gguf_file"] = place.parent, place.name
+    elif place.is_dir() and not any(place.glob("*.safetensors*")) and not any(place.glob("*.bin*")):
+        found = sorted(place.glob("*.gguf"))
+        if len(found) > 1:
+            raise UserError(f"checkpoint: {name!r} holds {len(found)} .gguf files (allowed: the path of one of them)")
+        if found:
+            more["gguf_file"] = found[0].name
+    source = str(place) if place.exists() else name
+    if place.is_dir():
+        refuse_damaged(place)
+    with local_when_unreachable():
+        config = loading.read_config(source, "checkpoint", **more)
+        model, notes = _model(source, name, config, dtype, more)
+        tokenizer = _tokenizer(source, more)
+    return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
+
+
+def _of_run(folder: Path) -> Path:
+    if (folder / "model" / "config.json").is_file() or (folder / "model" / MANIFEST).is_file():
+        return folder / "model"
+    saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
+    saved = [p for p in saved if (p / "config.json").is_file()]
+    if not saved:
+        raise UserError(f"checkpoint: the run {str(folder)!r} has saved no model yet (neither model/ nor checkpoints/)")
+    return max(saved, key=lambda p: int(p.name[11:]))
+
+
+def _model(
+    source: str, name: str, config: PreTrainedConfig, dtype: str, more: dict[str, Any]
+) -> tuple[nn.Module, list[str]]:
+    if dtype not in DTYPES:
+        raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
+    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+    # Old checkpoints have .bin files alone; torch reads them as tensors only.
+    model, info = loading.load_weights(source, config, _class(config), "checkpoint", dtype=wanted, pickles=True, **more)
+    missing = sorted(info["missing_keys"])
+    notes = []
+    if missing:
+        inner = [key for key in missing if _is_of_the_body(model, key)]
+        if inner:
+            raise UserError(f"checkpoint {name!r}: {len(missing)} tensors are missing, {inner[0]!r} the first")
+        notes.append(f"not in the checkpoint, so random: {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}")
+    return model, notes
+
+
+def _is_of_the_body(model: Any, key: str) -> bool:
+    """Whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
+    parts = key.split(".")
+    if "pooler" in parts:
+        return False
+    prefix = model.base_model_prefix
+    return parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
+
+
+def _class(config: PreTrainedConfig) -> Any:
+    """The class that saved the checkpoint, or the one with a head that its configuration has."""
+    for architecture in config.architectures or ():
+        for module in (modeling_lamina, transformers):
+            if hasattr(module, architecture):
+                return getattr(module, architecture)
+    for name in _HEADS:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UserError(f"checkpoint: no model is known for model_type {config.model_type!r}")
+
+
+def _tokenizer(source: str, more: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
+    except Exception:  # a vision model has none; a text model without one is refused where text is to be read
+        return None

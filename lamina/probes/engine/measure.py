@@ -1,0 +1,172 @@
+"""`lamina.probe`: a model or a checkpoint in, a frame a probe out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from lamina.core.values import text
+from lamina.errors import UserError
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.inputs import NOISE, batches_of, reads_images
+from lamina.probes.engine.loading import load
+from lamina.probes.engine.new_weights import new_head
+from lamina.probes.engine.registry import Probe, make_all
+from lamina.probes.engine.running import base_of, forward, run
+from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.structure.discovery import Structure
+from lamina.probes.structure.proof import prove
+from lamina.probes.structure.wiring import find_structure
+
+logger = logging.getLogger(__name__)
+
+
+def probe(
+    model_or_path: nn.Module | str | Path,
+    probes: str | Iterable[str | Probe] = "all",
+    texts_or_blocks: Any = None,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> dict[str, pd.DataFrame]:
+    """Measure what each layer of a model does: one tidy frame for each probe, by its name.
+
+    Args:
+        model_or_path: any transformers model, or a path as `lamina probe` takes it.
+        probes: "all", or names (with options: ``angular_distance(tokens=all)``), or Probe objects.
+        texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width]; by
+            default the corpus of the settings (the embedded one).
+        tokenizer: for texts; by default the checkpoint's.
+        settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
+
+    Raises:
+        UserError: (a ValueError) for what is no checkpoint, layers that can't be found, text shorter than a block, and
+            a probe by its name that has no meaning for the model; of "all" such probes are left out.
+    """
+    chosen = make_all(probes)
+    made = ProbeSettings.from_dict(settings)
+    strict = not (isinstance(probes, str) and probes.strip() == "all")
+    context = make_context(model_or_path, made, texts_or_blocks, tokenizer)
+    for warning in context.warnings:
+        logger.warning(warning)
+    model, training = context.model, context.model.training
+    model.eval()
+    try:
+        return run(context, chosen, tolerance=made.tolerance, strict=strict)
+    finally:
+        model.train(training)
+
+
+def make_context(
+    model_or_path: nn.Module | str | Path,
+    settings: ProbeSettings,
+    texts_or_blocks: Any = None,
+    tokenizer: Any = None,
+) -> Context:
+    """The model loaded, its layers found, its inputs read. Raises UserError."""
+    state: dict[str, Any] = {}
+    notes: list[str] = []
+    if isinstance(model_or_path, nn.Module):
+        model = model_or_path
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+    else:
+        loaded = load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
+        model, notes = loaded.model, list(loaded.notes)
+        tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+        if loaded.run is not None:
+            state["run"] = loaded.run
+    if settings.tokenizer is not None:
+        from lamina.data.tokenizers import load_tokenizer
+
+        tokenizer = load_tokenizer(settings.tokenizer, corpus=settings.corpus, text_field=settings.text_field)
+    batches = batches_of(
+        texts_or_blocks,
+        model,
+        tokenizer,
+        corpus=settings.corpus,
+        text_field=settings.text_field,
+        sequence_length=settings.sequence_length,
+        sequences=settings.sequences,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, "embedded"):
+        notes.append("the images are Gaussian noise: give real ones with --corpus to see what the model does with them")
+    structure = structure_of(model, batches[0], layers=settings.layers)
+    base = base_of(model, structure, batches[0])
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        structure = prove(structure, {name: tensor.to(device) for name, tensor in batches[0].items()}, base)
+    finally:
+        model.train(training)
+    notes += structure.notes
+    loaded_here = not isinstance(model_or_path, nn.Module) and not reads_images(model)
+    new = new_head(model, structure) if loaded_here else []
+    return Context(
+        model=model,
+        base=base,
+        structure=structure,
+        batches=batches,
+        tokenizer=tokenizer,
+        notes=notes,
+        state=state,
+        warnings=[_without_head(new)] if new else [],
+        new_weights=new,
+    )
+
+
+def _without_head(new: Sequence[str]) -> str:
+    names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
+    return (
+        f"The head is not in the checkpoint ({names}: newly initialised), so what the model predicts means nothing. "
+        "Left out: gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
+    )
+
+
+def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: str | None = None) -> Structure:
+    """A model's structure from one small forward pass on a part of a batch. Raises UserError."""
+    parts = getattr(model, "base_model", model)
+    two = all(isinstance(getattr(parts, name, None), nn.Module) for name in ("encoder", "decoder"))
+    if two and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UserError(
+            f"model: {type(model).__name__} is an encoder and a decoder (allowed: one of them, which from Python is "
+            "lamina.probe(model.get_encoder(), ...))"
+        )
+    device = next(model.parameters()).device
+    tiny = {name: (t[:1, :8] if name == "input_ids" else t[:1]).to(device) for name, t in inputs.items()}
+    try:
+        with torch.no_grad():
+            forward(model, tiny)
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model: {type(model).__name__} could not be run on {', '.join(tiny)} alone: {text} (allowed: a model of "
+            "one tower, a decoder, an encoder or a vision model)"
+        ) from error
+    return find_structure(model, tiny, layers=layers)
+
+
+def _device(wanted: str | None) -> str:
+    if wanted is None:
+        if torch.cuda.is_available():
+            return "cuda"
+        return "cpu"
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device: {wanted!r}: {str(error).splitlines()[0]} (allowed: cpu, or one that is there)"
+        ) from None
+    return wanted

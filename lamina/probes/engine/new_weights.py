@@ -1,0 +1,39 @@
+"""Which weights of a loaded model its checkpoint does not have."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.structure.discovery import Structure
+
+_READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialise them
+
+
+def newly_initialised(model: nn.Module) -> list[str]:
+    """The names of the parameters that ``from_pretrained`` found no values for; none where it was not used."""
+    parameters = dict(model.named_parameters())
+    marked = {name for name, parameter in parameters.items() if getattr(parameter, _READ, False)}
+    return [name for name in parameters if name not in marked] if marked else []
+
+
+def new_head(model: nn.Module, structure: Structure) -> list[str]:
+    """Those behind the base model: of a checkpoint saved without its head.
+
+    Raises UserError where the embedding is among them: then no state is the model's.
+    """
+    new = newly_initialised(model)
+    named = dict(model.named_parameters())
+    embedding = set() if structure.embedding is None else {id(p) for p in structure.embedding.parameters()}
+    for name in new:
+        if id(named[name]) in embedding:
+            raise UserError(
+                f"checkpoint: the embedding {name!r} is not in it (allowed: a checkpoint with all its layers)"
+            )
+    base = getattr(model, "base_model", model)
+    inside = (
+        {id(p) for p in base.parameters()}
+        if isinstance(base, nn.Module) and base is not model
+        else set(map(id, named.values()))
+    )
+    return [name for name in new if id(named[name]) not in inside]

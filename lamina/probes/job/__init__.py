@@ -1,0 +1,1 @@
+"""`lamina probe`: a checkpoint in, a folder with tables and figures out."""

@@ -1,0 +1,269 @@
+"""Proof that what was followed is the stream, on small passes whose sizes no other axis has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.directions import ranges
+from lamina.probes.engine.replay import intercept
+from lamina.probes.engine.running import forward
+from lamina.probes.engine.watching import watch
+from lamina.probes.structure.discovery import LayerSite, Point, Structure
+
+SEQUENCES = 3
+_LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
+_ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
+_SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
+
+
+def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Module) -> Structure:
+    """The structure, with the sub-layers of those layers alone whose contributions add up to what the layer hands on.
+
+    ``root``: the module that is run, the model or its base. Four passes over a few tokens show that the states are
+    [batch, tokens, width], that a sequence's states depend on no other sequence, that a token's first state depends on
+    the token, and that two passes agree.
+
+    Raises:
+        UserError: where one of these does not hold: what would be measured is not the stream.
+    """
+    few = _few(inputs, structure.hidden_size)
+    states = structure.states()
+    found = _watched(root, {**states, **_parts(structure)}, few)
+    _check_axes(structure, found, few)
+    _check_agreement(structure, found, _watched(root, states, few))
+    _check_batch(structure, found, _watched(root, states, {name: tensor[:1] for name, tensor in few.items()}))
+    if "input_ids" in few and few["input_ids"].shape[1] > 1:
+        _check_tokens(structure, found, root, few)
+    mixing = _mixing(structure, root, few)
+    structure = replace(structure, layers=tuple(_with_mixers(site, mixing) for site in structure.layers))
+    structure = replace(structure, layers=tuple(_without_gated(site, found) for site in structure.layers))
+    wrong = [site.index for site in structure.layers if site.sublayers and not _adds_up(site, found)]
+    if not wrong:
+        return structure
+    note = (
+        f"what the sub-layers of layer {ranges(wrong)} add to the stream does not add up to what the layer hands on, "
+        "so these sub-layers are left out; the states are whole"
+    )
+    layers = tuple(replace(site, sublayers=()) if site.index in wrong else site for site in structure.layers)
+    return replace(structure, layers=layers, notes=[*structure.notes, note])
+
+
+def _few(inputs: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+    """Three different inputs made of the first: rolled tokens, mirrored and rolled images."""
+    if "input_ids" not in inputs:
+        (name,) = list(inputs)[:1]
+        image = inputs[name][:1]
+        return {name: torch.cat([image, image.flip(-1), image.roll(1, -2)])}
+    ids = inputs["input_ids"][:1]
+    fit = [n for n in _LENGTHS if n <= ids.shape[1] and n not in (width, SEQUENCES)]
+    ids = ids[:, : fit[0] if fit else 1]
+    return {"input_ids": torch.cat([ids.roll(shift, 1) for shift in range(SEQUENCES)])}
+
+
+def _parts(structure: Structure) -> dict[Any, Any]:
+    """What the sum of each layer is checked with: contributions, and both sides of the norms on the stream."""
+    points: dict[Any, Any] = {}
+    for site in structure.layers:
+        points["output", site.index] = site.output
+        for number, sublayer in enumerate(site.sublayers):
+            points["contribution", site.index, number] = sublayer.contribution
+            if sublayer.feed_forward is not None:
+                path, module = sublayer.feed_forward.down
+                points["down", site.index, number] = Point(module, path, "output", sublayer.feed_forward.post.call)
+            for norm in sublayer.norms:
+                if norm.role == "out_norm":
+                    points["out", site.index, number] = norm.input
+                if norm.role == "post_norm":
+                    points.setdefault(("sum", site.index, number), norm.input)
+                    points["normed", site.index, number] = norm.output
+    return points
+
+
+def _watched(root: nn.Module, points: Mapping[Any, Any], inputs: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    found: dict[Any, torch.Tensor] = {}
+    with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
+        forward(root, inputs)
+    return found
+
+
+def _check_axes(structure: Structure, found: Mapping[Any, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+    given = next(iter(inputs.values()))
+    for state in structure.states():
+        if state not in found:
+            raise UserError(f"model: the stream of layer {state} can't be watched (allowed: --layers, another list)")
+        shape = found[state].shape
+        right = len(shape) == 3 and shape[0] == len(given) and shape[2] == structure.hidden_size
+        if right and given.ndim == 2:
+            right = shape[1] == given.shape[1]
+        if not right:
+            what = f"{len(given)} sequences of {given.shape[1]} tokens" if given.ndim == 2 else f"{len(given)} images"
+            raise UserError(
+                f"model: the stream at {_path(structure, state)} is {list(shape)} for {what} (allowed: models whose "
+                "layers hand on [batch, tokens, width])"
+            )
+
+
+def _check_agreement(structure: Structure, first: Mapping[Any, torch.Tensor], second: Mapping[Any, Any]) -> None:
+    for state in structure.states():
+        if first[state].shape != second[state].shape or _apart(first[state], second[state]) > _tolerance(first[state]):
+            raise UserError(
+                f"model: two passes over the same input differ at {_path(structure, state)}: the model draws something "
+                "at random in evaluation mode, too (allowed: a model without)"
+            )
+
+
+def _check_batch(structure: Structure, found: Mapping[Any, torch.Tensor], alone: Mapping[Any, torch.Tensor]) -> None:
+    for state in structure.states():
+        one = found[state][:1]
+        if alone[state].shape != one.shape or _apart(one, alone[state]) > _tolerance(one):
+            raise UserError(
+                f"model: a sequence's stream at {_path(structure, state)} depends on the other sequences of its batch "
+                "(allowed: models that read each sequence by itself)"
+            )
+
+
+def _check_tokens(
+    structure: Structure, found: Mapping[Any, torch.Tensor], root: nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> None:
+    ids = inputs["input_ids"].clone()
+    other = ids[0] != ids[0, 0]
+    if not bool(other.any()):
+        return
+    ids[0, 0] = ids[0, other][0]
+    changed = _watched(root, {0: structure.states()[0]}, {"input_ids": ids})
+    if torch.equal(changed[0][0, 0], found[0][0, 0]):
+        raise UserError(
+            f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token (allowed: "
+            "models whose layers hand on [batch, tokens, width])"
+        )
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far the states of half of the tokens are apart, relative to their length: a single one may change experts."""
+    a, b = a.double().flatten(0, -2), b.double().flatten(0, -2)
+    length = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(1e-30)
+    apart = ((a - b).norm(dim=-1) / length).median()
+    return float(apart.nan_to_num(0.0))
+
+
+def _tolerance(x: torch.Tensor) -> float:
+    return max(_SAME, _ROUNDINGS * torch.finfo(x.dtype).eps)
+
+
+def _adds_up(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> bool:
+    """Whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
+
+    The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
+    number for each channel (1 but for the placements that scale it), which is fitted: too few to hide a contribution.
+    """
+    x = found[site.index].double().flatten(0, -2)
+    output = found["output", site.index].double()
+    if output.numel() != x.numel():
+        return False
+    precision = torch.finfo(found[site.index].dtype).eps
+    skip, added = x, torch.zeros_like(x)
+    pending = False
+    for number in range(len(site.sublayers)):
+        contribution = found.get(("contribution", site.index, number))
+        if contribution is None or contribution.numel() != x.numel():
+            return False
+        added = added + contribution.double().reshape_as(x)
+        pending = True
+        if ("sum", site.index, number) in found:
+            total, normed = (found[name, site.index, number] for name in ("sum", "normed"))
+            if total.numel() != x.numel() or not _is_sum(total.double().reshape_as(x), added, (skip, x), precision):
+                return False
+            skip, added, pending = normed.double().reshape_as(x), torch.zeros_like(x), False
+    candidates = (skip, x) if pending else (skip,)
+    return _is_sum(output.reshape_as(x), added, candidates, precision)
+
+
+def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> set[tuple[int, int]]:
+    """(layer, sub-layer) of what looks like a feed-forward but carries something from token to token (RWKV's WKV)."""
+    points: dict[Any, Point] = {}
+    for site in structure.layers:
+        for number, sublayer in enumerate(site.sublayers):
+            if sublayer.feed_forward is not None:
+                path, module = sublayer.feed_forward.up[0]
+                post = sublayer.feed_forward.post
+                points["up", site.index, number] = Point(module, path, "input", post.call)
+                points["post", site.index, number] = post
+    found: dict[Any, torch.Tensor] = {}
+
+    def change(key: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+        if key[0] == "post":
+            found[key] = tensor
+            return None
+        found[key] = tensor.detach().requires_grad_()
+        return found[key].clone()
+
+    mixing = set()
+    with torch.enable_grad(), intercept(points, change, root=root):
+        forward(root, inputs)
+    for kind, layer, number in list(found):
+        start, end = found.get(("up", layer, number)), found.get(("post", layer, number))
+        if kind != "post" or start is None or end is None or not end.requires_grad:
+            continue
+        with torch.enable_grad():
+            rows = end.flatten(0, -2)
+            row = len(rows) // 2
+            (gradient,) = torch.autograd.grad(rows[row].sum(), start, retain_graph=True, allow_unused=True)
+        if gradient is None or gradient.numel() // gradient.shape[-1] != len(rows):
+            continue
+        each = gradient.flatten(0, -2).abs().amax(-1)
+        if float(each.sum() - each[row]) > _SAME * float(each[row]):
+            mixing.add((layer, number))
+    return mixing
+
+
+def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
+    sublayers = tuple(
+        replace(sublayer, kind="mixer", feed_forward=None) if (site.index, number) in mixing else sublayer
+        for number, sublayer in enumerate(site.sublayers)
+    )
+    return replace(site, sublayers=sublayers)
+
+
+def _without_gated(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> LayerSite:
+    """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
+    sublayers = []
+    for number, sublayer in enumerate(site.sublayers):
+        down = found.get(("down", site.index, number))
+        end = found.get(("out", site.index, number), found.get(("contribution", site.index, number)))
+        if sublayer.feed_forward is not None and down is not None and end is not None:
+            rows = [t.double().flatten(0, -2) for t in (end, down)]
+            precision = torch.finfo(end.dtype).eps
+            same = rows[0].shape == rows[1].shape
+            if not same or not _is_sum(rows[0], torch.zeros_like(rows[0]), (rows[1],), precision):
+                sublayer = replace(sublayer, feed_forward=None)
+        sublayers.append(sublayer)
+    return replace(site, sublayers=tuple(sublayers))
+
+
+def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
+    """Whether total - added is a combination of the skips [tokens, channels], with its own factors in each channel."""
+    rest = total - added
+    if not bool(rest.isfinite().all()):
+        return True  # nothing can be said of what overflowed; the probes say that it did
+    largest = max(float(t.abs().max()) for t in (total, added, *skips))
+    limit = _ROUNDINGS * precision * max(largest, 1e-30)
+    if float((rest - skips[0]).abs().max()) <= limit:
+        return True
+    basis = torch.stack([s / largest for s in dict.fromkeys(skips)], dim=-1).transpose(
+        0, 1
+    )  # [channels, tokens, skips]
+    factors = torch.linalg.lstsq(basis, (rest / largest).T[..., None], driver="gelsd").solution
+    left = (rest / largest).T - (basis @ factors)[..., 0]
+    return float(left.abs().max()) * largest <= limit
+
+
+def _path(structure: Structure, state: int) -> str:
+    if state < structure.num_layers:
+        return structure.layers[state].path
+    return f"{structure.layers[-1].path}'s output"

@@ -1,0 +1,246 @@
+"""From a trace to the structure: which calls are the layers, and what each adds to the stream where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.errors import UserError
+from lamina.probes.engine.running import takes_cache
+from lamina.probes.structure.discovery import FeedForward, LayerSite, NormSite, Point, Structure, Sublayer
+from lamina.probes.structure.following import read_layer
+from lamina.probes.structure.tracing import Call, Op, Trace, trace
+from lamina.probes.structure.wired import Branch, Layer
+
+
+def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
+    """Find a model's layers by running it once on ``inputs`` (tiny ones: everything is held for the moment).
+
+    ``layers``: the path of the list of layers (``encoder.block``), where they can't be found, or others are meant.
+
+    Raises:
+        UserError: where no layers are found; says what was looked for and how to name them.
+    """
+    was_training = model.training
+    model.eval()
+    more = {"use_cache": False} if takes_cache(type(model)) else {}
+    try:
+        record = trace(model, {**inputs, **more})
+    finally:
+        model.train(was_training)
+    chains = [] if layers else _chains(record)
+    calls = _named(model, record, layers) if layers else _choose(model, record, chains)
+    resolved = [read_layer(call, record) for call in calls]
+    width = record.shapes[calls[0].output][-1]
+    notes = []
+    strange = [i for i, layer in enumerate(resolved) if layer.unnamed or not layer.additions]
+    if strange:
+        notes.append(
+            f"layer {_some(strange)} adds something to the stream that no module hands over (it is computed or "
+            "rearranged in between), so its sub-layers are left out; the states are whole"
+        )
+        for index in strange:
+            resolved[index].additions.clear()
+    first, last = calls[0], calls[-1]
+    notes += [] if layers else _others(chains, calls)
+    return Structure(
+        layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
+        hidden_size=width,
+        embedding=_asked(model, "get_input_embeddings"),
+        embedding_norm=_outer_norm("embedding_norm", record, before=first),
+        final_norm=_outer_norm("final_norm", record, after=last),
+        head=_asked(model, "get_output_embeddings"),
+        notes=notes,
+    )
+
+
+def _chains(record: Trace) -> list[list[Call]]:
+    """Runs of calls that hand the stream from one to the next, and each add to it."""
+    chains: list[list[Call]] = []
+    same = _sources(record.ops)
+    for family in _families(record):
+        run: list[Call] = []
+        for call in family:
+            if run and _origin(_stream_input(call, record), same) != _origin(run[-1].output, same):
+                chains.append(run)
+                run = []
+            run.append(call)
+        chains.append(run)
+    return chains
+
+
+def _families(record: Trace) -> list[list[Call]]:
+    """The calls that one module makes of modules that add to a stream."""
+    families: dict[int, list[Call]] = {}
+    for call in record.calls:
+        if call.parent is not None and _carries_stream(call, record):
+            families.setdefault(id(call.parent), []).append(call)
+    return list(families.values())
+
+
+def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
+    """The chain that is the model's layers."""
+    wanted = _num_layers(model)
+    exact = [chain for chain in chains if len(chain) == wanted]
+    if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
+        exact = [f for f in _families(record) if len(f) == wanted and len({type(c.module) for c in f}) == 1]
+    # Of two of the same length the outer one: it holds the other.
+    best = min(exact, key=lambda c: c[0].began) if exact else None
+    if best is None and chains and wanted is None:
+        best = max(chains, key=lambda c: (len(c), -c[0].began))
+    if best is None:
+        lengths = ", ".join(str(len(c)) for c in chains[:6]) or "none"
+        expected = "of any length" if wanted is None else f"of {wanted} (as many as the config has)"
+        raise UserError(
+            f"layers: none found in {type(model).__name__}: looked for a chain {expected} of modules that hand one "
+            f"tensor on and add to it; found chains of {lengths} (allowed: --layers PATH, the path of the list of "
+            f"layers{_suggest(model)})"
+        )
+    return best
+
+
+def _others(chains: list[list[Call]], calls: list[Call]) -> list[str]:
+    """A note where there are layers outside of the chosen ones (a hierarchy of stages, a second tower)."""
+    began, ended = calls[0].began, calls[-1].ended
+    outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
+    if not outside:
+        return []
+    return [
+        f"{sum(map(len, outside))} more layers ({outside[0][0].path}, ...) lie outside of the chain that was found at "
+        f"{calls[0].path}; --layers PATH names the list of layers that is meant"
+    ]
+
+
+def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
+    try:
+        holder = model.get_submodule(path)
+    except AttributeError:
+        raise UserError(
+            f"layers: no module {path!r} in {type(model).__name__}{_suggest(model, allowed=True)}"
+        ) from None
+    members = {id(m) for m in holder.children()} if isinstance(holder, nn.ModuleList) else {id(holder)}
+    calls = [call for call in record.calls if id(call.module) in members]
+    calls = [call for call in calls if _stream_input(call, record) is not None and call.output >= 0]
+    if not calls:
+        raise UserError(f"layers: the modules of {path!r} are not called on a stream{_suggest(model, allowed=True)}")
+    widths = {record.shapes[call.output][-1] for call in calls}
+    if len(widths) > 1:
+        raise UserError(
+            f"layers: those of {path!r} have several widths {sorted(widths)} (allowed: layers of one width)"
+        )
+    return calls
+
+
+def _suggest(model: nn.Module, allowed: bool = False) -> str:
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0 and n]
+    shown = ", ".join(sorted(lists, key=lambda n: (n.count("."), n))[:6])
+    text = f"; its lists of modules: {shown}" if shown else ""
+    return f" (allowed: the path of a list of layers{text})" if allowed else text
+
+
+def _num_layers(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    depths = getattr(text, "depths", None)  # of a hierarchy of stages: its num_hidden_layers counts the stages
+    if isinstance(depths, list | tuple) and depths and all(isinstance(depth, int) for depth in depths):
+        return sum(depths)
+    value = getattr(text, "num_hidden_layers", None)
+    return value if isinstance(value, int) else None
+
+
+def _carries_stream(call: Call, record: Trace) -> bool:
+    """Whether a call takes a stream and hands one on of the same shape, having added to it."""
+    x = _stream_input(call, record)
+    if x is None or call.output < 0 or call.is_norm or call.output == x:
+        return False
+    if not record.floating[call.output] or record.shapes[call.output] != record.shapes[x]:
+        return False
+    return bool(read_layer(call, record, describe=False).additions)
+
+
+def _stream_input(call: Call, record: Trace) -> int | None:
+    """The value that a layer takes as its stream: its first tensor of the output's shape."""
+    if call.output < 0:
+        return None
+    shape = record.shapes[call.output]
+    found = [v for v in call.inputs.values() if record.floating[v] and record.shapes[v] == shape and len(shape) >= 2]
+    return found[0] if found else None
+
+
+def _sources(ops: Iterable[Op]) -> dict[int, int]:
+    return {op.outputs[0]: op.inputs[0] for op in ops if op.kind in ("same", "scale") and op.inputs and op.outputs}
+
+
+def _origin(value: int | None, same: Mapping[int, int]) -> int | None:
+    while value is not None and value in same:
+        value = same[value]
+    return value
+
+
+def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
+    """The norm whose output is the first layer's stream, or that reads the last layer's."""
+    same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
+    for call in record.calls:
+        if not call.is_norm:
+            continue
+        reads = {_origin(v, same) for v in call.inputs.values()}
+        found = (
+            before is not None
+            and call.ended < before.began
+            and _origin(call.output, same) == _origin(_stream_input(before, record), same)
+        ) or (after is not None and call.began > after.ended and _origin(after.output, same) in reads)
+        if found:
+            return NormSite(role, call.module, call.path, call.number)
+    return None
+
+
+def _asked(model: nn.Module, method: str) -> nn.Module | None:
+    """What a transformers model answers; it raises NotImplementedError where it has no such part."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _site(index: int, layer: Layer, width: int) -> LayerSite:
+    call = layer.call
+    sublayers: list[Sublayer] = []
+    for addition in layer.additions:
+        for branch in addition.branches:
+            sublayers.append(
+                Sublayer(
+                    kind=branch.kind,
+                    contribution=_contribution(branch),
+                    after=addition.after,
+                    norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
+                    feed_forward=_feed_forward(branch, width),
+                    modules=tuple((c.path, c.module) for c in branch.modules),
+                )
+            )
+    return LayerSite(index, call.module, call.path, call.number, tuple(sublayers), layer.argument)
+
+
+def _contribution(branch: Branch) -> Point:
+    source = branch.source
+    return Point(source.module, source.path, "output", source.number, branch.factor)
+
+
+def _feed_forward(branch: Branch, width: int) -> FeedForward | None:
+    if branch.kind != "feed_forward" or branch.down is None or not branch.up:
+        return None
+    down = branch.down
+    return FeedForward(
+        up=tuple((c.path, c.module) for c in branch.up),
+        down=(down.path, down.module),
+        pre=branch.pre,
+        post=Point(down.module, down.path, "input", down.number, None, next(iter(down.inputs))),
+    )
+
+
+def _some(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")

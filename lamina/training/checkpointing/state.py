@@ -1,0 +1,123 @@
+"""A checkpoint's contents: what a Trainer holds, written and read for one process, DDP and FSDP2 alike.
+
+One process, or DDP: model.safetensors beside config.json, as transformers loads them, and optimizer/states.safetensors.
+FSDP2: a safetensors file a process in model/ and optimizer/, through torch.distributed.checkpoint. Either is read by
+either, over any number of processes: tensors are found by name and cut as the reader needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from lamina.jobs.digests import listed
+from lamina.training.checkpointing import sharding
+from lamina.training.checkpointing.store import RUN_STATE
+
+if TYPE_CHECKING:
+    from lamina.training.trainer import LaminaTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def write(trainer: LaminaTrainer, folder: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint's files into ``folder``, each process its own; an error in one is raised in all."""
+    model: Any = trainer._plain(trainer.model)  # type: ignore[arg-type]
+    processes, sharded = trainer.processes, sharding.is_sharded(model)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    tensors, rest = processes.together(lambda: sharding.optimizer_tensors(model, optimizer))
+
+    def own_files() -> None:
+        trainer._save_rng_state(str(folder))
+        if not processes.first:
+            return
+        torch.save(rest, folder / "optimizer.pt")
+        torch.save(trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")  # type: ignore[union-attr]
+        trainer._save_scaler(str(folder))
+        _write_trainer_state(trainer, folder)
+        (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
+        if not sharded:
+            model.save_pretrained(folder)
+            sharding.write_whole(tensors, folder / "optimizer")
+
+    processes.together(own_files)
+    if sharded:
+        sharding.write_shards(sharding.model_tensors(model), folder / "model")
+        sharding.write_shards(tensors, folder / "optimizer")
+
+
+def _write_trainer_state(trainer: LaminaTrainer, folder: Path) -> None:
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            kept: Any = trainer.state.stateful_callbacks
+            name = type(callback).__name__
+            if isinstance(kept[name], list):
+                kept[name].append(callback.state())
+            else:
+                kept[name] = callback.state()
+    trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def read_model(trainer: LaminaTrainer, checkpoint: Path) -> None:
+    """Fill the trainer's model. Raises UserError for a checkpoint of another model."""
+    model = trainer._plain(trainer.model)  # type: ignore[arg-type]
+    files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
+    tensors = sharding.model_tensors(model)
+    trainer.processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
+    sharding.read_tensors(tensors, files, alone=not sharding.is_sharded(model))
+
+
+def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
+    """The safetensors files that a checkpoint's manifest lists in one of its folders; what else lies there is none."""
+    names = [Path(name) for name in listed(checkpoint)]
+    return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
+
+
+def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
+    """Restore the optimiser and the schedule. Raises UserError for a checkpoint of another model."""
+    model = trainer._plain(trainer.model)  # type: ignore[arg-type]
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+    alone = not sharding.is_sharded(model)
+    sharding.load_optimizer(model, optimizer, _tensor_files(checkpoint, "optimizer"), rest, alone=alone)
+    schedule: Any = trainer.lr_scheduler
+    schedule.load_state_dict(torch.load(checkpoint / "scheduler.pt", weights_only=True))
+
+
+def scale_learning_rate(trainer: LaminaTrainer, factor: float) -> None:
+    """Multiply every group's learning rate, now and in the rest of the schedule."""
+    schedule: Any = trainer.lr_scheduler
+    for group in schedule.optimizer.param_groups:
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * factor
+    schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+    schedule._last_lr = [rate * factor for rate in schedule._last_lr]
+
+
+def read_random_state(trainer: LaminaTrainer, checkpoint: Path) -> None:
+    """Restore the random state of this process; where the processes were others, start one from seed and step."""
+    name = f"rng_state_{trainer.processes.rank}.pth" if trainer.processes.size > 1 else "rng_state.pth"
+    written = sum(name.startswith("rng_state") for name in listed(checkpoint))
+    if written == trainer.processes.size and (checkpoint / name).is_file():
+        Trainer._load_rng_state(trainer, str(checkpoint))
+        return
+    if trainer.processes.first:
+        logger.warning(
+            "%s was written by %d processes, this run has %d: weights and optimiser are shared out anew; what is drawn "
+            "at random in training (dropout) is drawn anew",
+            checkpoint, written, trainer.processes.size,
+        )  # fmt: skip
+    seed = trainer.args.seed + 1_000_003 * (trainer.state.global_step + 1)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

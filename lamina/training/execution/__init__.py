@@ -1,0 +1,1 @@
+"""How a run uses its machines: processes, precision and compilation."""

@@ -1,0 +1,233 @@
+"""The processes of one run: who they are, what they agree on, and how they end together."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from lamina.errors import UserError
+from lamina.jobs.folder import disk_full
+from lamina.training.settings import PretrainSettings
+
+T = TypeVar("T")
+GONE = "another process of the run is gone"
+PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus or to write a large checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """This process (``rank`` of ``size``) and what it shares with the others of its run.
+
+    Decisions that all must take alike (stop, diverged, failed) go through CPU collectives of their own, so that no
+    process waits for one that has left, and none waits for a device.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    parallel: str = "ddp"
+    group: Any = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the run's folder."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            distributed.barrier(group=self.group)
+
+    def anyone(self, mine: bool) -> bool:
+        """Whether ``mine`` is true in any process."""
+        if self.size == 1:
+            return mine
+        flag = torch.tensor([float(mine)])
+        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over all processes; not finite where one is not."""
+        if self.size == 1:
+            return value
+        total = torch.tensor([value], dtype=torch.float64)
+        distributed.all_reduce(total, group=self.group)
+        return float(total) / self.size
+
+    def everyones(self, value: T) -> list[T]:
+        """Every process' ``value``, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every process' equally shaped tensor, one after the other along the first dimension, on the CPU."""
+        return torch.cat(self.everyones(tensor.detach().cpu()))
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Do ``act`` in every process; where it fails in one it fails in all, with the lowest rank's error."""
+        answer, error = _attempt(act)
+        self._raise_first(error)
+        return answer  # type: ignore[return-value]
+
+    def by_first(self, act: Callable[[], T]) -> T:
+        """What ``act`` gives (or raises) in the first process, which alone does it, in all of them."""
+        answer, error = _attempt(act) if self.first else (None, None)
+        self._raise_first(error)
+        if self.size > 1:
+            sent = [answer]
+            distributed.broadcast_object_list(sent, src=0, group=self.group)
+            answer = sent[0]
+        return answer  # type: ignore[return-value]
+
+    def one_a_host_first(self, act: Callable[[], T]) -> T:
+        """Do ``act`` in one process of each host, then in the others: what it leaves on disk is made once."""
+        if self.size == 1:
+            return act()
+        answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
+        self._raise_first(error)
+        return self.together(act if self.local_rank != 0 else lambda: answer)  # type: ignore[arg-type,return-value]
+
+    def _raise_first(self, mine: BaseException | None) -> None:
+        if self.size == 1:
+            if mine is not None:
+                raise mine
+            return
+        errors = self.everyones(None if mine is None else _sendable(mine))
+        failed = next((rank for rank, error in enumerate(errors) if error is not None), None)
+        if failed is None:
+            return
+        if failed == self.rank and mine is not None:
+            mine.told = not self.first  # type: ignore[attr-defined]
+            raise mine
+        error = errors[failed]
+        assert error is not None
+        if isinstance(error, UserError) and failed > 0:
+            error = UserError(f"process {failed}: {error}")
+        error.told = not self.first  # type: ignore[attr-defined]  # the first process says it for all
+        raise error
+
+
+def lost_another(error: BaseException | None) -> bool:
+    """Whether the end of another process, killed or failed, is behind an exception."""
+    while error is not None:
+        if isinstance(error, distributed.DistNetworkError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return act(), None
+    except (Exception, KeyboardInterrupt) as error:
+        return None, error
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """An exception that surely survives being sent to another process."""
+    if isinstance(error, UserError):
+        return UserError(str(error))
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror, error.filename)
+    if disk_full(error):  # what a library makes of it does not travel
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt()
+    return RuntimeError(f"on {socket.gethostname()}: {type(error).__name__}: {error}")
+
+
+def launched() -> tuple[int, int, int, int]:
+    """(rank, processes, rank on this host, processes on this host) as torchrun or accelerate launch set them.
+
+    Raises UserError for values that are no such numbers.
+    """
+    found = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "")):
+        text = os.environ.get(name, default) or (os.environ.get("WORLD_SIZE") or "1")
+        if not text.isdigit():
+            raise UserError(f"{name}: {text!r} in the environment (allowed: the number that torchrun sets)")
+        found.append(int(text))
+    rank, size, local_rank, local_size = found
+    if size < 1 or rank >= size:
+        raise UserError(f"RANK: {rank} of WORLD_SIZE = {size} processes (allowed: 0 to WORLD_SIZE - 1)")
+    return rank, size, local_rank, local_size
+
+
+@contextmanager
+def processes(device: str, parallel: str = "ddp") -> Iterator[Processes]:
+    """Join the run's other processes, if torchrun or accelerate launch started several, and leave them at the end.
+
+    Args:
+        device: "cpu", "cuda" or "mps": one GPU a process.
+        parallel: "ddp" or "fsdp2".
+
+    Raises:
+        UserError: for more processes than GPUs, a device that can't be shared out, processes that could not meet.
+        OSError: another process has ended while this one waited for it; that one has said why.
+    """
+    rank, size, local_rank, local_size = launched()
+    if size == 1:
+        yield Processes()
+        return
+    if device == "mps":
+        raise UserError("device: 'mps' trains in one process (allowed with several: cpu, cuda)")
+    if device == "cuda":
+        there = torch.cuda.device_count()
+        if local_size > there:
+            raise UserError(
+                f"WORLD_SIZE: {local_size} processes on this host are more than its {there} GPUs "
+                f"(allowed: at most {there}, or --device cpu)"
+            )
+        torch.cuda.set_device(local_rank)
+    ours = not distributed.is_initialized()
+    if ours:
+        try:
+            distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"WORLD_SIZE: {size} processes could not meet ({' '.join(str(error).split())})") from error
+    group = distributed.new_group(backend="gloo", timeout=PATIENCE) if device == "cuda" else None
+    failed = True
+    try:
+        yield Processes(rank=rank, size=size, local_rank=local_rank, parallel=parallel, group=group)
+        failed = False
+    except Exception as error:
+        if not lost_another(error):
+            raise
+        raise OSError(errno.ECONNRESET, GONE) from error
+    finally:
+        if ours and not failed:  # one that fails leaves at once: the others may wait in a collective of their own
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                distributed.destroy_process_group()
+
+
+def parallel_of(settings: PretrainSettings) -> str:
+    """Ddp or fsdp2: what the settings say, or else the configuration of accelerate launch.
+
+    Accelerate's own switch is turned off, since the model is sharded here, before Trainer sees it. Raises UserError for
+    a configuration that asks for something else.
+    """
+    wanted = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+    asked = [name for name, value in wanted.items() if value.lower() in ("1", "true", "yes")]
+    if asked and asked != ["FSDP"]:
+        raise UserError(f"accelerate's configuration asks for {', '.join(asked)} (allowed: none, FSDP version 2)")
+    if asked and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise UserError(f"fsdp_version: {version!r} in accelerate's configuration (allowed: 2)")
+    if asked and settings.parallel == "ddp":
+        raise UserError("parallel: 'ddp', and accelerate's configuration asks for FSDP (allowed: auto, fsdp2)")
+    if settings.parallel != "auto":
+        return settings.parallel
+    return "fsdp2" if asked else "ddp"

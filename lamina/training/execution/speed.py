@@ -1,0 +1,208 @@
+"""A run's precision, and whether its blocks are compiled: as told, or what a short trial finds faster."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.modeling.linear_cross_entropy import LinearLoss
+from lamina.training.execution.compiling import compile_blocks, discard, missing_compiler
+from lamina.training.settings import RunSettings
+
+logger = logging.getLogger(__name__)
+
+SHORT_RUN = 300  # steps below which nothing is tried
+SHORT_TIME = 120.0  # seconds that the rest of a run must take for a compiler's tens of seconds to be worth a try
+TRIAL_STEPS = 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+GIVE_UP = 1.5  # times the best step: a candidate so slow is not timed to the end
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A candidate's seconds: of its first step, which compiles, and of a step after that."""
+
+    precision: str
+    compile: str
+    first: float
+    step: float
+
+    def __str__(self) -> str:
+        return f"{_named(self.precision, self.compile)} {self.step:.3g} s a step (the first {self.first:.3g} s)"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a run is trained and why."""
+
+    precision: str
+    compile: str
+    why: str
+    trial: list[Timed] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{_named(self.precision, self.compile)}: {self.why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For speed.json."""
+        return asdict(self)
+
+
+def is_open(settings: RunSettings) -> bool:
+    """Whether anything is left to choose."""
+    return "auto" in (settings.precision, settings.compile)
+
+
+def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: torch.device) -> Choice:
+    """The precision and compilation for these settings, by a trial on ``device`` where one is worth its time.
+
+    The trial runs forward and backward on random tokens of a batch's shape. It changes neither the weights nor the
+    random state; the compiled blocks that it leaves are those that the run goes on with. ``make_model`` is asked for
+    the model only if there is a trial.
+    """
+    plain = (_or(settings.precision, "fp32"), _or(settings.compile, "off"))
+    if not is_open(settings):
+        return Choice(*plain, why="as asked for")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A model that only fits sharded could not be tried here, and all processes have to decide alike.
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        plain = (_or(settings.precision, "bf16" if fast else "fp32"), plain[1])
+        return Choice(*plain, why="nothing is tried with several processes (--precision, --compile)")
+    if settings.steps < SHORT_RUN:
+        why = f"{settings.steps} steps are too few to try what is faster (--precision, --compile)"
+        return Choice(*plain, why=why)
+    return _try(settings, make_model().to(device), plain, device)
+
+
+def prepare(model: nn.Module, settings: RunSettings) -> None:
+    """Make ``model`` train as ``settings`` say; their precision is the Trainer's to apply."""
+    on = settings.compile == "on"
+    keep_freed_memory()
+    if hasattr(model, "linear_loss"):
+        model.linear_loss = LinearLoss(compiled=on)  # type: ignore[assignment]
+    discard(model)
+    if on:
+        compile_blocks(model)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed for the next step, in allocations of up to 32 MiB (the most that it can).
+
+    By itself it hands the memory of freed activations back to the system, which must fill it with zeros page by page
+    when the next step takes it again: 3 to 8 % of a step on a CPU. Does nothing where there is no glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def half_precision_pays(device: torch.device) -> bool:
+    """Whether a matrix product in bfloat16 is faster than in float32: on a CPU without its instructions it is not."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        factor = torch.ones(256, 256, dtype=dtype)
+        torch.mm(factor, factor)
+        start = time.perf_counter()
+        torch.mm(factor, factor)
+        seconds[dtype] = time.perf_counter() - start
+    return seconds[torch.bfloat16] < seconds[torch.float32]
+
+
+def _try(settings: RunSettings, model: nn.Module, plain: tuple[str, str], device: torch.device) -> Choice:
+    seconds: list[Timed] = [_time(model, settings, *plain, device, limit=None)]
+    rest = settings.steps * seconds[0].step
+    if rest < SHORT_TIME:
+        return Choice(*plain, f"a run of about {rest:.0f} s is too short to try what is faster", seconds)
+    remarks = []
+    precisions, compiles = [plain[0]], [plain[1]]
+    if settings.precision == "auto":
+        if half_precision_pays(device):
+            precisions.append("bf16")
+        else:
+            remarks.append("bf16 left out, its matrix products are no faster here")
+    if settings.compile == "auto":
+        if missing := missing_compiler(device):
+            remarks.append(f"not compiled, {missing}")
+        else:
+            compiles.append("on")
+    for candidate in [(p, c) for c in compiles for p in precisions if (p, c) != plain]:
+        best = min(timed.step for timed in seconds)
+        try:
+            seconds.append(_time(model, settings, *candidate, device, limit=best * GIVE_UP))
+        except Exception as error:  # a compiler can fail in many ways; the plain path is there
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            remarks.append(f"{_named(*candidate)} failed ({reason[:200]})")
+            logger.warning("%s left out: %s", _named(*candidate), reason)
+    discard(model)
+    quickest = min(seconds, key=lambda timed: timed.first + settings.steps * timed.step)
+    found = "; ".join([*map(str, seconds), *remarks])
+    return Choice(quickest.precision, quickest.compile, f"the fastest for {settings.steps} steps of: {found}", seconds)
+
+
+def _time(
+    model: nn.Module, settings: RunSettings, precision: str, compile: str, device: torch.device, limit: float | None
+) -> Timed:
+    prepare(model, replace(settings, precision=precision, compile=compile))
+    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(0)
+    shape = (settings.batch_size, settings.sequence_length)
+    ids = torch.randint(0, vocab_size, shape, generator=generator).to(device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    times: list[float] = []
+    with _undisturbed(model, settings, device):
+        for _ in range(TRIAL_STEPS):
+            start = time.perf_counter()
+            with torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32"):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            float(loss.detach())  # waits for the device
+            model.zero_grad(set_to_none=True)
+            times.append(time.perf_counter() - start)
+            if limit is not None and len(times) == 4 and statistics.median(times[1:]) > limit:
+                break
+    return Timed(precision, compile, times[0], statistics.median(times[2:]))
+
+
+@contextmanager
+def _undisturbed(model: Any, settings: RunSettings, device: torch.device):
+    """Training mode with its random draws, given back as they were."""
+    was_training = model.training
+    model.train()
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        model.train(was_training)
+        model.zero_grad(set_to_none=True)
+
+
+def _or(value: str, default: str) -> str:
+    return default if value == "auto" else value
+
+
+def _named(precision: str, compile: str) -> str:
+    return f"{precision}, {'compiled' if compile == 'on' else 'eager'}"

@@ -1,0 +1,1 @@
+"""What a run records while it trains, and what ends it."""

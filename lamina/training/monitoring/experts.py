@@ -1,0 +1,181 @@
+"""Expert balance for mixture-of-experts feed-forwards, as the DeepSeek papers do it, and the load of every expert.
+
+Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimiser step
+
+    bias_e += rate * sign(mean load - load_e)
+
+on the bias that the router adds to the scores when it chooses experts. No gradient, and the experts' weights in the sum
+do not see it. Auxiliary loss (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20): for each sequence
+
+    rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
+
+averaged over the sequences and added up over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from lamina.errors import UserError
+from lamina.training.monitoring.layers import Row
+from lamina.training.settings import BALANCES
+
+
+def find_routers(model: nn.Module) -> dict[int, Any]:
+    """The router of every layer (0-based) whose feed-forward chooses experts; none in a dense model.
+
+    A router is the feed-forward's ``gate`` that knows ``num_experts`` and ``top_k`` and returns
+    (logits, weights, chosen experts), as those of transformers' DeepSeek models and their kin do.
+    """
+    found: dict[int, Any] = {}
+    for index, block in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
+        gate = getattr(block.feed_forward.module, "gate", None)
+        if isinstance(gate, nn.Module) and hasattr(gate, "num_experts") and hasattr(gate, "top_k"):
+            found[index] = gate
+    return found
+
+
+def has_bias(router: nn.Module) -> bool:
+    """Whether a router corrects its scores by a bias when it chooses (DeepSeek-V3's does)."""
+    return isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
+
+
+def choose(mode: str, routers: dict[int, Any]) -> str:
+    """What ``mode`` means for these routers: "none", "bias" or "loss".
+
+    Raises UserError for a mode that they can't have, and for an unknown one.
+    """
+    if mode not in BALANCES:
+        raise UserError(f"expert_balance: {mode!r} (allowed: {', '.join(BALANCES)})")
+    biased = bool(routers) and all(has_bias(router) for router in routers.values())
+    if mode in ("bias", "loss") and not routers:
+        raise UserError(f"expert_balance: {mode!r} needs a backbone with experts (allowed here: auto, none)")
+    if mode == "bias" and not biased:
+        raise UserError("expert_balance: 'bias' needs routers with a correction bias (allowed here: auto, loss, none)")
+    if mode == "auto":
+        return "none" if not routers else "bias" if biased else "loss"
+    return mode
+
+
+class ExpertBalance(TrainerCallback):
+    """Counts every expert's tokens over the micro-batches of a step, and keeps the experts balanced.
+
+    Args:
+        model: a built Lamina model; a dense one has no routers, and nothing happens.
+        mode: "auto" (bias where the routers have a correction bias, else loss), "none" (only count), "bias" or "loss".
+        rate: the bias' step u, or the loss' factor alpha.
+    """
+
+    def __init__(self, model: nn.Module, mode: str = "auto", rate: float = 1e-3):
+        self.routers = find_routers(model)
+        self.mode, self.rate = choose(mode, self.routers), rate
+        self.load: dict[int, torch.Tensor] = {}  # of the last whole step: layer -> share of its tokens, by expert
+        self._counts: dict[int, torch.Tensor] = {}
+        self._tokens = 0
+        self._watching = False
+        for router in self.routers.values():
+            router.register_forward_hook(self._remember)
+
+    def _remember(self, router: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
+        # Nothing is computed here: a checkpointed block would have to compute it again. And nothing names the layer:
+        # torch.compile would compile every layer anew.
+        if self._watching:
+            router.seen = (output[0], output[-1])
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what the routers choose in a forward pass: not in evaluations, nor when activations are recomputed."""
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+        tokens = 0
+        for layer, router in self.routers.items():
+            if hasattr(router, "seen"):
+                counts = _count(router.seen[1].unsqueeze(0), router.num_experts)[0]
+                self._counts[layer] = counts if layer not in self._counts else self._counts[layer] + counts
+                tokens = len(router.seen[1])
+        self._tokens += tokens
+
+    def loss(self, sequences: int) -> torch.Tensor | None:
+        """The auxiliary loss of the watched forward pass over that many ``sequences``; None where it isn't wanted."""
+        losses = []
+        for router in self.routers.values():
+            if hasattr(router, "seen"):
+                logits, chosen = router.seen
+                del router.seen  # it holds the graph
+                if self.mode == "loss":
+                    losses.append(balance_loss(scores(logits, router), chosen, sequences))
+        return self.rate * torch.stack(losses).sum() if losses else None
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Trainer's call right after the optimiser's step."""
+        self.finish_step()
+
+    @torch.no_grad()
+    def finish_step(self) -> None:
+        """Turn the step's counts into loads, over all processes, and move the biases by them."""
+        if not self._counts:
+            return
+        layers, tokens = list(self._counts), self._tokens
+        counts = [self._counts[layer] for layer in layers]
+        self._counts, self._tokens = {}, 0
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            flat = torch.cat([*counts, torch.tensor([float(tokens)], device=counts[0].device)])
+            distributed.all_reduce(flat)
+            *counts, total = flat.split([*(len(c) for c in counts), 1])
+            tokens = int(total)
+        self.load = {layer: count / tokens for layer, count in zip(layers, counts, strict=True)}
+        if self.mode == "bias":
+            for layer, count in zip(layers, counts, strict=True):
+                bias = self.routers[layer].e_score_correction_bias
+                bias += self.rate * torch.sign(count.mean() - count).to(bias)
+
+    def rows(self, step: int) -> list[Row]:
+        """The tidy rows of the last step's load: the share of the step's tokens that chose the expert ``index``.
+
+        A layer's loads add up to ``top_k``; each is top_k / num_experts where they are balanced.
+        """
+        return [
+            (step, layer, "feed_forward", "expert", expert, "expert_load", value)
+            for layer, load in self.load.items()
+            for expert, value in enumerate(load.tolist())
+        ]
+
+
+def scores(logits: torch.Tensor, router: nn.Module) -> torch.Tensor:
+    """Each token's scores [tokens, num_experts] as shares of 1: softmax, or sigmoids over their sum (DeepSeek-V3)."""
+    logits = logits.float()
+    if not has_bias(router):
+        return logits.softmax(-1)
+    affinities = logits.sigmoid()
+    return affinities / affinities.sum(-1, keepdim=True)
+
+
+def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> torch.Tensor:
+    """sum_e f_e P_e, averaged over sequences; 1 where both are uniform.
+
+    Args:
+        shares: scores [sequences * tokens, num_experts], each token's adding up to 1.
+        chosen: experts [sequences * tokens, top_k]; where the router's bias is 0 they are those of the best scores.
+        sequences: how many equally long ones the tokens belong to.
+    """
+    num_experts = shares.shape[-1]
+    by_sequence = chosen.unflatten(0, (sequences, -1))
+    frequency = _count(by_sequence, num_experts) * num_experts / by_sequence[0].numel()
+    return (frequency * shares.unflatten(0, (sequences, -1)).mean(1)).sum(-1).mean()
+
+
+@torch.no_grad()
+def _count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert was chosen, without waiting for a device: [groups, tokens, top_k] -> [groups, experts]."""
+    flat = chosen.flatten(1)
+    counts = torch.zeros(flat.shape[0], num_experts, device=flat.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))

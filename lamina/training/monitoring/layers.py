@@ -1,0 +1,210 @@
+"""The layer monitor: what every layer's gradients, states and norm gains do while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lamina.errors import UserError
+from lamina.modeling.initialization import weights
+from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm, Residual
+from lamina.training.execution.compiling import uncompiled
+
+Row = tuple[int, int, str, str, int, str, float]
+STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
+TOP = 100  # as many of the largest |x| as Peri-LN's Figure 11 shows
+
+
+class GradientNorms:
+    """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
+
+    Under FSDP2 each parameter's squared local part is summed over the mesh, so the norms are those of one process.
+    """
+
+    def __init__(self, model: nn.Module):
+        _base(model)
+        keys: dict[tuple[int, str, str], int] = {}
+        self.parameters: list[torch.Tensor] = []
+        self.groups: list[int] = []
+        for weight in weights(model):  # type: ignore[arg-type]
+            key = (weight.layer, weight.sublayer, "all") if weight.layer >= 0 else (-1, "block", weight.sublayer)
+            self.parameters.append(weight.parameter)
+            self.groups.append(keys.setdefault(key, len(keys)))
+        self.keys = list(keys)
+        self._sent: tuple[list[int], torch.Tensor] | None = None
+
+    def squares(self) -> torch.Tensor:
+        """The squared norm of each group in float64, without waiting for the device; call before clipping."""
+        gradients, groups, mesh = [], [], None
+        for parameter, group in zip(self.parameters, self.groups, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if isinstance(gradient, DTensor):
+                mesh, gradient = gradient.device_mesh, gradient.to_local()
+            gradients.append(gradient)
+            groups.append(group)
+        if not gradients:
+            return torch.zeros(len(self.keys), dtype=torch.float64)
+        norms = torch.stack(torch._foreach_norm(gradients)).double()  # pyright: ignore[reportPrivateImportUsage]
+        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=norms.device)
+        sums.index_add_(0, self._index(groups, norms.device), norms * norms)
+        if mesh is not None:
+            torch.distributed.all_reduce(sums, group=mesh.get_group())
+        return sums
+
+    def _index(self, groups: list[int], device: torch.device) -> torch.Tensor:
+        """``groups`` on the device; kept, as sending them there waits for it."""
+        if self._sent is None or self._sent[0] != groups:
+            self._sent = (groups, torch.tensor(groups, device=device))
+        return self._sent[1]
+
+    def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
+        """The tidy rows of one step's ``squares()``."""
+        rows: list[Row] = []
+        blocks: dict[int, float] = {}
+        for (layer, sublayer, role), square in zip(self.keys, squares.tolist(), strict=True):
+            rows.append((step, layer, sublayer, role, 0, "gradient_norm", square**0.5))
+            if layer >= 0:
+                blocks[layer] = blocks.get(layer, 0.0) + square
+        return rows + [(step, layer, "block", "all", 0, "gradient_norm", total**0.5) for layer, total in blocks.items()]
+
+
+def state_statistics(x: torch.Tensor) -> torch.Tensor:
+    """Variance and mean over all elements, mean |x|, largest |x| of a state [batch, tokens, hidden_size]."""
+    return _statistics(x)[0]
+
+
+def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
+    """The ``count`` largest |x| of a state [batch, tokens, hidden_size] (all, where it has fewer), largest first.
+
+    NaN counts as the largest. Does not wait for the device.
+    """
+    return _statistics(x, count)[1].sort(descending=True).values
+
+
+def _statistics(x: torch.Tensor, count: int = TOP) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().float()
+    magnitude = x.abs().flatten(0, -2)
+    peaks = magnitude.amax(-1)
+    statistics = torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), peaks.max()])
+    # the largest lie in the tokens with the largest peaks, so that only those tokens' elements are sorted
+    tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
+    values = magnitude.index_select(0, tokens).flatten()
+    return statistics, values.topk(min(count, len(values)), sorted=False).values
+
+
+def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
+    """The statistics of x^0 and of the stream after every sub-layer, for one batch, and the largest |x| of them all.
+
+    ``inputs`` is what the model is called with, or its main input alone: token ids [batch, tokens], pixel values
+    [batch, channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is
+    sharded in bfloat16, in float32; leaves its mode as it was.
+
+    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
+    sequence's tokens and channels) of x^0 and of the streams behind every sub-layer together, in row ``index`` 0 the
+    largest. One element that stays large through several sub-layers counts in each of them.
+    """
+    base = _base(model)
+    if isinstance(inputs, torch.Tensor):
+        inputs = {base.main_input_name: inputs}
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    top: list[torch.Tensor] = []
+
+    def see(key: tuple[int, str], x: torch.Tensor) -> None:
+        found[key], largest = _statistics(x)
+        top.append(largest)
+
+    def behind(key: tuple[int, str]) -> Callable[..., None]:
+        return lambda module, args, output: see(key, output)
+
+    handles = []
+    for index, block in enumerate(base.layers):
+        for name in ("attention", "feed_forward"):
+            residual: Residual = getattr(block, name)
+            handles.append(residual.register_forward_hook(behind((index, name))))
+    handles.append(base.layers[0].register_forward_pre_hook(lambda m, args: see((-1, "block"), args[0])))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), uncompiled(base):
+            if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must be here
+                model(**inputs, use_cache=False, logits_to_keep=1)
+            else:
+                base(**inputs, use_cache=False)
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    values = torch.cat(top)
+    largest = values.topk(min(TOP, len(values))).values
+    flat = torch.cat([torch.stack(list(found.values())).flatten(), largest]).tolist()  # one wait for the device
+    rows: list[Row] = []
+    for number, (layer, sublayer) in enumerate(found):
+        rows += [
+            (step, layer, sublayer, "all", 0, metric, flat[number * len(STATE_METRICS) + place])
+            for place, metric in enumerate(STATE_METRICS)
+        ]
+    top_values = flat[len(found) * len(STATE_METRICS) :]
+    return rows + [(step, -1, "model", "all", rank, "hidden_top_abs", value) for rank, value in enumerate(top_values)]
+
+
+def gain_rows(model: nn.Module, step: int) -> list[Row]:
+    """Mean and largest magnitude of every norm's gain, and of every learned scale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass alone leaves the root's parameters gathered
+    keys, sums, magnitudes, mesh = [], [], [], None
+    for layer, sublayer, role, parameter in _gains(_base(model)):
+        keys.append((layer, sublayer, role))
+        value, whole = parameter.detach(), parameter.numel()
+        if isinstance(value, DTensor):
+            mesh, value = value.device_mesh, value.to_local()
+        value = value.float()
+        sums.append(value.sum() / whole)
+        magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
+    if not keys:
+        return []
+    means, largests = torch.stack(sums), torch.stack(magnitudes)
+    if mesh is not None:
+        torch.distributed.all_reduce(means, group=mesh.get_group())
+        torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+    rows: list[Row] = []
+    for (layer, sublayer, role), mean, largest in zip(keys, means.tolist(), largests.tolist(), strict=True):
+        rows += [
+            (step, layer, sublayer, role, 0, "gain_mean", mean),
+            (step, layer, sublayer, role, 0, "gain_abs_max", largest),
+        ]
+    return rows
+
+
+def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+    for index, block in enumerate(base.layers):
+        for name in ("attention", "feed_forward"):
+            residual: Residual = getattr(block, name)
+            for role in ("pre_norm", "out_norm", "post_norm"):
+                norm: Any = getattr(residual, role)
+                if isinstance(norm, LaminaNorm) and norm.weight is not None:
+                    yield index, name, role, norm.weight
+            for role in ("skip_scale", "pre_scale"):
+                if isinstance(scale := getattr(residual, role), nn.Parameter):
+                    yield index, name, role, scale
+    for role, norm in (("embedding_norm", base.embedding_norm), ("final_norm", base.norm)):
+        if isinstance(norm, LaminaNorm) and norm.weight is not None:
+            yield -1, "block", role, norm.weight
+
+
+def _base(model: nn.Module) -> LaminaModel:
+    """The backbone of a Lamina model. Raises UserError for another model."""
+    base = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
+    if not isinstance(base, LaminaModel):
+        raise UserError(
+            f"layer monitor: {type(model).__name__} is no Lamina model (allowed: one that lamina.build "
+            "makes or lamina convert writes; lamina.probe measures any transformers model)"
+        )
+    return base

@@ -1,0 +1,220 @@
+"""What a run writes while it trains, and how Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from lamina.jobs.orphans import orphaned
+from lamina.training.execution.processes import Processes
+from lamina.training.monitoring.guard import Diverged, DivergenceGuard
+from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows
+from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
+from lamina.training.trainer import LaminaTrainer
+
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+TWICE_SECONDS = 3.0
+
+
+class RunRecorder(TrainerCallback):
+    """Writes metrics.jsonl and layers/, shows progress, feeds the guard, and ends a run on Ctrl-C."""
+
+    def __init__(
+        self,
+        *,
+        metrics: MetricsWriter | NoWriter,
+        layers: LayersWriter | NoWriter,
+        guard: DivergenceGuard,
+        monitor_ids: torch.Tensor,
+        tokens_per_step: int,
+        bits_per_byte: Callable[[float], float],
+        track_layers: bool,
+        bar: bool,
+        realised: Callable[[int], dict[str, dict[str, float]]] | None = None,
+        processes: Processes | None = None,
+    ):
+        self.processes = Processes() if processes is None else processes
+        self.metrics, self.layers, self.guard = metrics, layers, guard
+        self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
+        self.track_layers, self.show_bar, self.bar = track_layers, bar, None
+        self.realised = realised  # of a mix, by the step: each corpus' part so far
+        self.interrupted: str | None = None
+        self.trainer: LaminaTrainer | None = None
+        (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
+        # Evaluations, records and checkpoints are not the training's time: the clock stands still in them.
+        self.training_seconds, self.training_steps = 0.0, 0
+        self._since: float | None = None
+        self._logged = (0, 0.0)
+        self._flushed = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar = tqdm(
+            total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show_bar, dynamic_ncols=True
+        )
+        assert self.trainer is not None
+        self.trainer.continue_records()
+        if state.global_step == 0:
+            self._monitor(0, [])
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._since = time.monotonic() if self._since is None else self._since
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.training_steps += 1
+        assert self.trainer is not None
+        self.trainer.count_overflow()
+        if self._since is not None:
+            self.training_seconds += time.monotonic() - self._since
+            self._since = None
+        if self.bar is not None:
+            self.bar.update(1)
+        if orphaned():
+            self.interrupted = "the study that started it is gone"
+        if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
+            self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
+            control.should_training_stop = control.should_save = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        step = state.global_step
+        steps, seconds = self.training_steps - self._logged[0], self.training_seconds - self._logged[1]
+        self._logged = (self.training_steps, self.training_seconds)
+        loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
+        record = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss}
+        record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm}
+        assert self.trainer is not None
+        if (scaler := self.trainer.scaler()) is not None:
+            record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
+        if (mix := self.mix(step)) is not None:
+            record["mix"] = {name: part["share"] for name, part in mix.items()}
+        self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})
+        if self.bar is not None:
+            self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        self._take_series()
+        self._monitor(step, self.trainer.layer_rows)
+        self.guard.see_loss(step, loss)
+
+    def mix(self, step: int) -> dict[str, dict[str, float]] | None:
+        """What each corpus of a mix has given by ``step``; None where the corpus is one."""
+        return None if self.realised is None else self.realised(step)
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        loss = float((metrics or {}).get("eval_loss", math.nan))
+        self.last_eval, self.evaluated_step = loss, state.global_step
+        self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
+        record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
+        self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
+
+    def evaluations(self) -> list[float]:
+        """Step and loss of the last evaluation, and the best loss: for a checkpoint."""
+        return [self.evaluated_step, self.last_eval, self.best_eval]
+
+    def take_up(self, evaluations: list[float]) -> None:
+        """Go on with a checkpoint's ``evaluations``, unless metrics.jsonl has a later one."""
+        step, last, best = evaluations
+        if step > self.evaluated_step:
+            self.evaluated_step, self.last_eval = int(step), last
+        self.best_eval = min(self.best_eval, best)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._take_series()
+
+    def _take_series(self) -> None:
+        """Record the loss and the gradient norm of each step since the last time; all processes at the same step."""
+        assert self.trainer is not None
+        assert self.trainer.series is not None
+        self.layers.add(self.trainer.series.rows())
+
+    def before_checkpoint(self) -> None:
+        """Bring to the disk what a run that goes on from the checkpoint will not record again."""
+        self._take_series()
+        self.layers.flush()
+        self.metrics.sync()
+
+    def record_divergence(self, diverged: Diverged) -> None:
+        """Keep what was seen at the step that ended the run: it is what one wants to look at."""
+        assert self.trainer is not None
+        assert self.trainer.series is not None
+        self.trainer.series.end_step(diverged.step)  # that of the step which was not ended
+        self._take_series()
+        self.layers.add(self.trainer.layer_rows)
+        tokens = diverged.step * self.tokens_per_step
+        self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
+
+    def close(self) -> None:
+        """Write what has gathered and take the progress bar away; may be called twice."""
+        try:
+            self.layers.flush()
+        finally:
+            if self.bar is not None:
+                self.bar.close()
+
+    def _monitor(self, step: int, gradients: list[Row]) -> None:
+        assert self.trainer is not None
+        model = self.trainer._plain(self.trainer.model)  # type: ignore[arg-type]
+        device = next(model.parameters()).device
+        states = hidden_state_rows(model, self.monitor_ids.to(device), step)
+        self.guard.see_layers(states)
+        rows = [*gradients, *states, *gain_rows(model, step)]
+        rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
+        self.layers.add(rows)
+        if time.monotonic() - self._flushed > 30:
+            self.layers.flush()
+            self._flushed = time.monotonic()
+        if self.track_layers:
+            rows = [row for row in rows if row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1)]  # its band's edges
+            logs = {
+                f"layers/{metric}/{layer:04d}.{sub}.{role}" + (f"{index:03d}" if role == "expert" or index else ""): v
+                for _, layer, sub, role, index, metric, v in rows
+            }
+            handler, trainer = self.trainer.callback_handler, self.trainer
+            handler.on_log(trainer.args, trainer.state, trainer.control, logs)
+
+
+def safe_exp(loss: float) -> float:
+    """The perplexity of a loss in nats; infinite where it overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+@contextmanager
+def stop_signals(recorder: RunRecorder) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step it is in, with a checkpoint; the second at once.
+
+    SIGUSR1 is what Slurm can be told to send before a job's time is up.
+    """
+    first = 0.0
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal first
+        now = time.monotonic()
+        # torchrun passes on the Ctrl-C that the terminal has sent to its processes already
+        if recorder.interrupted and (recorder.processes.size == 1 or now - first > TWICE_SECONDS):
+            raise KeyboardInterrupt
+        first = now if not recorder.interrupted else first
+        recorder.interrupted = f"stopped by {signal.Signals(number).name}"
+
+    old: dict[int, Any] = {}
+    try:
+        for number in STOP_SIGNALS:
+            old[number] = signal.signal(number, stop)
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

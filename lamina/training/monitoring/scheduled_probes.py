@@ -1,0 +1,215 @@
+"""Probes on a model while it trains: on a few held-out blocks, and without the training noticing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from lamina.jobs import digests
+from lamina.jobs import folder as run_folder
+from lamina.probes.engine.context import Context
+from lamina.probes.engine.measure import structure_of
+from lamina.probes.engine.registry import Probe, make_all
+from lamina.probes.engine.running import run
+from lamina.training.monitoring.writers import checked_parts, set_aside
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import Trainer
+
+    from lamina.probes.structure.discovery import Structure
+    from lamina.training.settings import PretrainSettings
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = "not measured: "
+
+
+class ScheduledProbes(TrainerCallback):
+    """Runs probes at the first step, at every ``every``-th and at the last; RUN/probes/NAME/part-STEP.parquet.
+
+    A probe that has no meaning for the model, or that fails at a step, says so in probes/NAME/notes.jsonl; neither ends
+    the run. In a run of several processes the first one probes; a model whose
+    weights are spread over processes is not probed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: PretrainSettings,
+        input_ids: torch.Tensor,
+        tokenizer: Any,
+        resumed_step: int | None,
+        files: Mapping[str, Any] | None = None,
+    ):
+        self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
+        self.input_ids, self.tokenizer = input_ids, tokenizer
+        self.trainer: Trainer | None = None
+        self.seconds = 0.0
+        self._structure: Structure | None = None
+        self._noted: set[tuple[str, str]] = set()
+        if resumed_step is not None:
+            checked_parts(folder, "probes/*/part-*.parquet", files)
+            forget(self.folder, after=resumed_step, files=files)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self._probe(state)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Trainer has stepped and cleared the gradients by now, and the recorder, called before, has stopped its clock.
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self._probe(state)
+
+    def _probe(self, state: TrainerState) -> None:
+        if not state.is_world_process_zero:
+            return
+        assert self.trainer is not None
+        began, step = time.monotonic(), state.global_step
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)  # pyright: ignore[reportArgumentType]
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            self._note("all", step, f"{_REFUSED}the weights are spread over several processes")
+            return
+        with undisturbed(model):
+            context = self._context(model, step)
+            for probe, frame, notes in self._measure(context):
+                if frame is not None:
+                    write_part(self.folder / probe.name, step, frame)
+                    self._describe(probe)
+                for note in notes:
+                    self._note(probe.name, step, note)
+        self.seconds += time.monotonic() - began
+
+    def _context(self, model: nn.Module, step: int) -> Context:
+        inputs = {"input_ids": self.input_ids.to(next(model.parameters()).device)}
+        if self._structure is None:
+            self._structure = structure_of(model, inputs)
+        return Context(
+            model=model,
+            base=model.base_model,  # type: ignore[arg-type]
+            structure=self._structure,
+            batches=[inputs],
+            tokenizer=self.tokenizer,
+            state={"step": step},
+        )
+
+    def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
+        """All probes in one pass; where one of them breaks, each in a pass of its own, so that the others measure."""
+        found: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
+
+        def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
+            found.append((probe, frame, [note for note in context.notes if " left out: " not in note]))
+            context.notes[:] = [note for note in context.notes if " left out: " in note]
+
+        probes = make_all(self.specs)
+        try:
+            run(context, probes, strict=False, done=done)
+        except Exception as error:
+            if run_folder.disk_full(error):
+                raise
+            found.clear()
+            context.notes.clear()
+            for probe in make_all(self.specs):
+                try:
+                    run(context, [probe], strict=False, done=done)
+                except Exception as error:
+                    if run_folder.disk_full(error):
+                        raise
+                    context.notes.append(f"{probe.name} left out: {type(error).__name__}: {error}")
+        for probe in probes:
+            start = f"{probe.name} left out: "
+            said = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
+            found += [(probe, None, [f"{_REFUSED}{reason}" for reason in said])] if said else []
+        return found
+
+    def _describe(self, probe: Probe) -> None:
+        """What the page says of a probe, in the folder with its numbers: it may be one of the user's own."""
+        path = self.folder / probe.name / "about.json"
+        if not path.is_file():
+            words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
+            run_folder.write_json(path, {**words, "over_steps": list(probe.over_steps)})
+
+    def _note(self, name: str, step: int, note: str) -> None:
+        if (name, note) in self._noted:
+            return
+        self._noted.add((name, note))
+        level = logging.WARNING if note.startswith(_REFUSED) else logging.INFO
+        logger.log(level, "probe %s, step %d: %s", name, step, note)
+        (self.folder / name).mkdir(parents=True, exist_ok=True)
+        path = self.folder / name / "notes.jsonl"
+        before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        run_folder.write_text(path, before + json.dumps({"step": step, "note": note}) + "\n")
+
+
+def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
+    """Write one step's rows under a temporary name, then put them into place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"part-{step:08d}.parquet"
+    frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]].to_parquet(
+        path.with_name(f".{path.name}").absolute(), index=False
+    )
+    digests.replace(path.with_name(f".{path.name}"), path)
+
+
+def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) -> None:
+    """Drop what was measured after a step that a run goes on from, and set aside what its checkpoint does not know.
+
+    ``files``: the run's by that checkpoint; None where it does not say.
+    """
+    for path in folder.glob("*/part-*.parquet"):
+        number = path.stem.removeprefix("part-")
+        if number.isdecimal() and int(number) > after:
+            digests.remove(path)
+        elif files is not None and path.relative_to(folder.parent).as_posix() not in files:
+            set_aside(path)
+    for path in folder.glob("*/notes.jsonl"):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if _step(line) <= after]
+        run_folder.write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a torn last line goes
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, eager, no gradients held; afterwards mode, gradients and random states are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    compiled = [(module, module._compiled_call_impl) for module, _ in modes if module._compiled_call_impl is not None]
+    held = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    states = random.getstate(), np.random.get_state()
+    devices = {p.device for p, _, _ in held if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[d.index for d in devices]):
+        model.eval()
+        for module, _ in compiled:  # a compiled module would not call the hooks inside it
+            module._compiled_call_impl = None
+        for parameter, _, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, call in compiled:
+                module._compiled_call_impl = call
+            for parameter, gradient, requires in held:
+                parameter.requires_grad_(requires)
+                parameter.grad = gradient
+            random.setstate(states[0])
+            np.random.set_state(states[1])
