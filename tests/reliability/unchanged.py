@@ -51,7 +51,7 @@ CASES: dict[str, str] = {
     "ddp": f"pretrain {TRAIN} --parallel ddp --placement keel",
     "fsdp2": f"pretrain {TRAIN} --parallel fsdp2 --placement peri_ln",
     "compare": f"compare {SMALL} {SLOW} --placements pre_ln,keel --seeds 0,1 --learning-rates 1e-3,3e-3 --workers 1",
-    "transfer": f"transfer {FEW} --width 32 --proxy-width 16 --learning-rates 1e-3,1e-2 --workers 1 {SLOW}",
+    "transfer": f"transfer {FEW} --hidden-size 32 --proxy-width 16 --learning-rates 1e-3,1e-2 --workers 1 {SLOW}",
     "coord-check": f"coord-check {FEW} --widths 16,32 --width-scaling mup",
     "preflight": f"preflight {SMALL} --steps 400 --placements pre_ln,post_ln,fusenorm --learning-rates 3e-3",
     "preflight-mix": f"preflight {SMALL} --steps 200 {MIX} --gradient-accumulation 2",
