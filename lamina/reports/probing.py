@@ -19,6 +19,7 @@ from lamina.reports import tables
 from lamina.reports.page import Section, callouts, details, figure, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.style import polish_own, to_html
+from lamina.reports.table import Field, Row, Table, in_form
 
 PAGE = "report.html"
 MOST_ROWS = 60  # of a table of main numbers
@@ -166,18 +167,19 @@ def _numbers(folder: Path, name: str) -> str:
 
 
 def _table(frame: Frame) -> str:
-    right = {c for c in frame if c not in ("metric", "sublayer", "role", "at", "at ")}
-    rows = [
-        "<tr>" + "".join(f"<td{' class=number' if c in right else ''}>{_cell(row[c])}</td>" for c in frame) + "</tr>"
-        for row in rows_of(frame)
-    ]
-    return tables.html_table([str(c).strip() for c in frame], rows, {str(c).strip() for c in right}, "numbers")
+    words = ("metric", "sublayer", "role", "at", "at ")
+    fields = [_column(str(name), "" if name in words else "number") for name in frame]
+    return Table(fields=fields, rows=rows_of(frame), kind="numbers").html()
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else '<span class="none">–</span>'
-    return escape("–" if value is None else str(value).replace("_", " "))
+def _column(name: str, kind: str) -> Field:
+    def cell(row: Row) -> str:
+        value = row[name]
+        if isinstance(value, float):
+            return in_form(value, ".4g")
+        return escape("–" if value is None else str(value).replace("_", " "))
+
+    return Field(title=name.strip(), kind=kind, cell=cell)
 
 
 def _settings(result: Mapping[str, Any], environment: Mapping[str, Any]) -> Section:

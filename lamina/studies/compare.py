@@ -14,8 +14,8 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from lamina.errors import UserError
+from lamina.jobs import columns
 from lamina.jobs import folder as run_folder
-from lamina.probes import spikes
 from lamina.studies.record import (
     DONE,
     has_study,
@@ -29,11 +29,7 @@ from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
 from lamina.training.settings import PretrainSettings
 
-COLUMNS = (
-    *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
-    *spikes.COLUMNS,
-    *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
-)
+COLUMNS = columns.names()
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
