@@ -20,7 +20,9 @@ INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 # Told apart with every common color blindness (after Okabe and Ito, and Tol).
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
 # The demo's placements keep theirs in every report; others take what is left in order of appearance.
-_FIXED = dict(zip(("pre_ln", "post_ln", "fusenorm", "mix_ln", "keel", "peri_ln"), PALETTE, strict=False))
+_FIXED: dict[str, str] = dict(
+    zip(("pre_ln", "post_ln", "fusenorm", "mix_ln", "keel", "peri_ln"), PALETTE, strict=False)
+)
 _OTHERS = (*PALETTE[6:], "#6b7280", "#000000", "#aa4499", "#117733", "#88ccee", "#661100")
 _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself
 

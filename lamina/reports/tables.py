@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 
 from lamina.jobs.columns import RANKING, TRIALS, Column
@@ -58,7 +58,7 @@ def _field(column: Column, colours: Mapping[str, str]) -> Field:
     if column.name == "status":
         return Field(title=column.title, cell=lambda row: chip(row["status"]))
     if column.share is not None:
-        return Field(title=column.title, kind="number", cell=lambda row: _with_share(row, column))
+        return Field(title=column.title, kind="number", cell=_with_share(column, column.share))
     if column.format is not None:
         return number(column.name, column.format, column.title)
     return text(column.name, column.title, {"trial": "name", "reason": "reason"}.get(column.name, ""))
@@ -69,11 +69,15 @@ def _loss_with_spread(row: Row) -> str:
     return in_form(row["eval_loss"], ".3f") + spread
 
 
-def _with_share(row: Row, column: Column) -> str:
-    """A count with the share that it is of all, in percent."""
-    count = row[column.name]
-    share = f' <span class="spread">{100 * row[column.share]:.2g} %</span>' if math.isfinite(count) and count else ""
-    return in_form(count, str(column.format)) + share
+def _with_share(column: Column, share: str) -> Callable[[Row], str]:
+    """Print a count and the share that it is of all, in percent."""
+
+    def cell(row: Row) -> str:
+        count = row[column.name]
+        part = f' <span class="spread">{100 * row[share]:.2g} %</span>' if math.isfinite(count) and count else ""
+        return in_form(count, column.format or "") + part
+
+    return cell
 
 
 def settings_table(settings: Mapping[str, object]) -> str:

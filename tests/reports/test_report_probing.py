@@ -15,7 +15,7 @@ from synthetic_probing import write_probing
 from lamina.errors import UserError
 from lamina.probes.job.compact import MOST_CELLS, MOST_LINES, MOST_POINTS, compact, defuse
 from lamina.reports import report
-from lamina.reports.probing import main_numbers
+from lamina.reports.pages.probing import main_numbers
 from lamina.reports.style import polish_own
 
 

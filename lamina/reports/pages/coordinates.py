@@ -12,8 +12,9 @@ from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
 from lamina.reports import tables
-from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_parquet, study_header
+from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE, polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, text
 
@@ -30,6 +31,7 @@ _SAID = {
 }
 
 
+@report_of("coord-check")
 def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
     folder = Path(folder)
@@ -45,7 +47,7 @@ def coordinates_report(folder: Path) -> Path:
     scheme, placement = str(settings.get("width_scaling", "")), str(settings.get("placement", ""))
     drawn = _figure(table)
     return write_page(
-        folder / "report.html",
+        folder / PAGE,
         title=f"Coordinate check: {placement}, width scaling {scheme}",
         facts=[
             f"widths {settings.get('widths', '')}",

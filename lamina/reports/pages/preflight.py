@@ -15,12 +15,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
-from lamina.reports.page import Section, figure, write_page
+from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
+from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, colours, polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, swatch, text
 
-PAGE, RECORDS = "report.html", "preflight.json"
+RECORDS = "preflight.json"
 _FIGURES = (
     ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
@@ -41,6 +42,7 @@ _FIGURES = (
 )  # fmt: skip
 
 
+@report_of("preflight")
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its preflight.json and layers.parquet. Raises UserError where these aren't whole.
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from lamina.errors import UserError
 from lamina.reports import figures, tables
 from lamina.reports.mixture import refuse_other_experiments
-from lamina.reports.page import Section, details, figure, prose, write_page
+from lamina.reports.page import PAGE, Section, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_study
+from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE, to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, text
 
@@ -20,6 +21,7 @@ _FIGURE = (
 )
 
 
+@report_of("transfer")
 def transfer_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a transfer. Raises UserError where its numbers are missing."""
     folder = Path(folder)
@@ -35,7 +37,7 @@ def transfer_report(folder: Path) -> Path:
     curves = figures.u_curves(by_width, colour, order)
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, colour))
     return write_page(
-        folder / "report.html",
+        folder / PAGE,
         title=f"Learning rates for {summary['placement']}: width {summary['proxy_width']} to {summary['target_width']}",
         facts=[
             f"width scaling {summary['width_scaling']}",

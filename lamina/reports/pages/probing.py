@@ -16,20 +16,16 @@ from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.probes.job.compact import compact
 from lamina.reports import tables
-from lamina.reports.page import Section, callouts, details, figure, prose, sentence, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of
+from lamina.reports.registry import report_of
 from lamina.reports.style import polish_own, to_html
 from lamina.reports.table import Field, Row, Table, in_form
 
-PAGE = "report.html"
 MOST_ROWS = 60  # of a table of main numbers
 
 
-def is_probing(folder: Path) -> bool:
-    """Whether the folder is one of `lamina probe`."""
-    return isinstance(_json(folder / "result.json").get("probes"), dict)
-
-
+@report_of("probing")
 def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
     folder = Path(folder)
