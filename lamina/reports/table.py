@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from lamina.reports.ranking import STATUSES
+from lamina.jobs.status import Status
 
 Row = Mapping[str, Any]
 NONE = '<span class="none">–</span>'  # where there is no number
@@ -95,7 +95,7 @@ def named(placement: str, colors: Mapping[str, str]) -> str:
 
 
 # Words that pages set as a status, and the run's status whose color each has.
-_CHIPS = {status: status for status in STATUSES} | {
+_CHIPS = {status.value: status.value for status in Status} | {
     "fine": "finished",
     "risky": "stuck",
     "undecided": "interrupted",

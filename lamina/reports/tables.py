@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from html import escape
 
 from lamina.jobs.columns import RANKING, TRIALS, Column
+from lamina.jobs.status import severity
 from lamina.probes.spikes import FEWEST, SIGMAS, WINDOW
-from lamina.reports.ranking import severity
 from lamina.reports.records import Frame, flatten, rows_of
 from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text
 

@@ -151,7 +151,7 @@ def test_a_diverged_run_is_a_page(study):
 
 
 def test_a_folder_that_is_neither_and_a_study_without_results_are_refused(tmp_path):
-    with pytest.raises(UserError, match="neither a study's folder"):
+    with pytest.raises(UserError, match="holds no job"):
         report(tmp_path)
     (tmp_path / "study.yaml").write_text("settings: {}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"no results\.csv"):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.reports import registry, report
 
 
@@ -15,7 +16,7 @@ def test_the_kinds_with_a_page():
 def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text(json.dumps({"status": "finished"}))
     registry.kinds()  # all registered
-    monkeypatch.setitem(registry._pages, "run", lambda folder: folder / "mine.html")
+    monkeypatch.setitem(registry._pages, Kind.RUN, lambda folder: folder / "mine.html")
     assert report(tmp_path) == tmp_path / "mine.html"
 
 

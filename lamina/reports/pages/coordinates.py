@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.reports import tables
 from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_parquet, study_header
@@ -31,7 +32,7 @@ _SAID = {
 }
 
 
-@report_of("coord-check")
+@report_of(Kind.COORD_CHECK)
 def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
     folder = Path(folder)

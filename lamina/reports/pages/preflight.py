@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
@@ -42,7 +43,7 @@ _FIGURES = (
 )  # fmt: skip
 
 
-@report_of("preflight")
+@report_of(Kind.PREFLIGHT)
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its preflight.json and layers.parquet. Raises UserError where these aren't whole.
 

@@ -14,6 +14,7 @@ import plotly.io
 
 from lamina.errors import UserError
 from lamina.jobs import digests
+from lamina.jobs.kinds import Kind
 from lamina.probes.job.compact import compact
 from lamina.reports import tables
 from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, sentence, write_page
@@ -25,7 +26,7 @@ from lamina.reports.table import Field, Row, Table, in_form
 MOST_ROWS = 60  # of a table of main numbers
 
 
-@report_of("probing")
+@report_of(Kind.PROBING)
 def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
     folder = Path(folder)

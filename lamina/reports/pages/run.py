@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lamina.jobs.kinds import Kind
 from lamina.reports import evolution, figures, monitored, sections, tables
 from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import read_run, rows_of
@@ -11,7 +12,7 @@ from lamina.reports.registry import report_of
 from lamina.reports.style import to_html
 
 
-@report_of("run")
+@report_of(Kind.RUN)
 def run_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
     study = read_run(Path(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from lamina.jobs.kinds import Kind
 from lamina.reports import evolution, figures, monitored, sections, tables
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, write_page
@@ -13,7 +14,7 @@ from lamina.reports.registry import report_of
 from lamina.reports.style import to_html
 
 
-@report_of("study")
+@report_of(Kind.STUDY)
 def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
     study = read_study(Path(folder))

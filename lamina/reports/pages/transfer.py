@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.reports import figures, tables
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, prose, write_page
@@ -21,7 +22,7 @@ _FIGURE = (
 )
 
 
-@report_of("transfer")
+@report_of(Kind.TRANSFER)
 def transfer_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a transfer. Raises UserError where its numbers are missing."""
     folder = Path(folder)
