@@ -11,7 +11,7 @@ import pandas as pd
 
 from lamina import placements
 from lamina.placements import Plan, diagram
-from lamina.placements.custom import parse_spec
+from lamina.placements.resolution import parse_spec
 from lamina.reports import depth, figures, tables
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, prose

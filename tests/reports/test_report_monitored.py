@@ -47,7 +47,7 @@ def test_the_busiest_experts_load_is_over_the_balanced_one(shown):
 
 def test_spikes_stand_in_both_tables_with_their_definition(folder):
     body = without_plotly(report(folder).read_text(encoding="utf-8"))
-    assert body.count('<th scope="col" class=number>loss spikes</th>') == 2
+    assert body.count('<th scope="col" class="number">loss spikes</th>') == 2
     assert '3.5 <span class="spread">2.9 %</span>' in body  # the mean of two seeds: 3 and 4 of 120 steps
     assert "OLMo 2" in body
 

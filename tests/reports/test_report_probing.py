@@ -109,7 +109,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_read(tmp_path):
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match="holds no job"):
         report(tmp_path)
 
 
