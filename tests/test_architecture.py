@@ -40,5 +40,6 @@ def test_every_room_is_described():
 
 def test_every_file_that_the_page_names_is_there():
     package = ROOT / "lamina"
-    for name in re.findall(r"`([\w/]+(?:/|\.py))`", PAGE):
+    of_a_run = {"layers/", "model/"}
+    for name in set(re.findall(r"`([\w/]+(?:/|\.py))`", PAGE)) - of_a_run:
         assert any(package.rglob(name.rstrip("/"))) or (ROOT / name).exists(), name
