@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    GenerationMixin,
     PreTrainedTokenizerBase,
 )
 
@@ -18,6 +17,14 @@ from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones.configurations import read_config
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights
+
+
+class Generator(Protocol):
+    """A model that continues token ids [batch, tokens]."""
+
+    def generate(self, **options: object) -> torch.Tensor:
+        """The token ids with those that follow."""
+        ...
 
 
 def continuation(
@@ -45,13 +52,13 @@ def continuation(
         ids = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
     except Exception as error:  # whatever the files ask for, transformers has tried it
         raise UserError(f"model {path!r}: it loads, but does not run: {one_line(error)}") from error
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
-def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[GenerationMixin, PreTrainedTokenizerBase]:
+def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase]:
     config = read_config(folder, "model", trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
         raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
     model, _ = load_weights(folder, config, AutoModelForCausalLM, "model", trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(folder, config, "model", trust_remote_code=trust_remote_code)
-    return cast(GenerationMixin, model), tokenizer
+    return cast(Generator, model), tokenizer
