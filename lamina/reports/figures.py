@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from lamina.reports.charts import Line
 from lamina.reports.ranking import by_rate
 from lamina.reports.records import Frame
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
@@ -147,16 +148,14 @@ def course(shown: Shown) -> go.Figure | None:
     figure = make_subplots(rows=1, cols=len(names), horizontal_spacing=0.09)
     for number, (column, title) in enumerate(names, start=1):
         rows = thin(metrics.dropna(subset=[column]), _TRAIN_POINTS)
-        figure.add_scatter(
+        Line(
             x=rows["step"],
             y=rows[column],
-            line={"color": shown.colour, "width": 1.8},
-            mode="lines",
-            showlegend=False,
-            hovertemplate="step %{x}: %{y:.3g}<extra></extra>",
-            row=1,
-            col=number,
-        )
+            color=shown.colour,
+            width=1.8,
+            legend=False,
+            hover="step %{x}: %{y:.3g}",
+        ).draw(figure, 1, number)
         figure.update_yaxes(title=title, row=1, col=number)
         if column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0:
             figure.update_yaxes(type="log", row=1, col=number)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from lamina.reports import depth, evolution
+from lamina.reports import charts, depth, evolution
+from lamina.reports.charts import Line
 from lamina.reports.page import Section, details, figure
 from lamina.reports.records import Frame, Trial, by_depth
-from lamina.reports.style import GREY, Shown, polish, rgba, thin, to_html
+from lamina.reports.style import Shown, polish, thin, to_html
 
 FP16_MAX = 65504  # the largest number that float16 holds
 SUBLAYERS = ("attention", "feed_forward")
@@ -59,45 +61,29 @@ def largest(shown: Sequence[Shown]) -> go.Figure | None:
         rows = pd.concat(bands).groupby("step", as_index=False).agg(low=("low", "min"), high=("high", "max"))
         rows = thin(rows, _STEPS)
         steps, low, high = (rows[name].to_numpy(dtype=np.float32) for name in ("step", "low", "high"))
-        picture.add_scatter(
-            x=[*steps, *steps[::-1]],
-            y=[*high, *low[::-1]],
-            mode="lines",
-            fill="toself",
-            fillcolor=rgba(item.colour, 0.22),
-            line={"width": 0},
-            hoverinfo="skip",
-            legendgroup=item.label,
-            showlegend=False,
-        )
-        picture.add_scatter(
+        Line(
             x=steps,
             y=high,
-            mode="lines",
-            line={"color": item.colour, "width": 2},
+            band_x=steps,
+            low=low,
+            high=high,
+            opacity=0.22,
+            color=item.colour,
             name=item.label,
-            legendgroup=item.label,
-            showlegend=True,
+            group=item.label,
+            legend=True,
             customdata=low,
-            hovertemplate=f"{item.label}: %{{customdata:.4g}} to %{{y:.4g}}<extra></extra>",
-        )
+            hover=f"{item.label}: %{{customdata:.4g}} to %{{y:.4g}}",
+        ).draw(picture)
     if not picture.data:
         return None
-    steps = np.concatenate([np.asarray(trace["x"], dtype=float) for trace in picture.data])  # type: ignore[index]
-    picture.add_scatter(
-        x=[steps.min(), steps.max()],
-        y=[FP16_MAX, FP16_MAX],
-        mode="lines",
-        line={"color": GREY, "width": 1.4, "dash": "dash"},
-        name=f"FP16's limit, {FP16_MAX:,}",
-        hoverinfo="skip",
-    )
+    steps = np.concatenate([np.asarray(trace.x, dtype=float) for trace in cast("tuple[go.Scatter, ...]", picture.data)])
+    charts.reference(picture, [steps.min(), steps.max()], FP16_MAX, f"FP16's limit, {FP16_MAX:,}")
     picture.update_xaxes(title="step")
     picture.update_yaxes(type="log", title="the 100 largest |x|")
     picture.update_layout(hovermode="x unified")
     polish(picture, 400)
-    picture.update_yaxes(**depth.ticks_of(picture))
-    return picture
+    return charts.log_axis(picture)
 
 
 def _band(trial: Trial) -> Frame:
@@ -205,11 +191,7 @@ def _every_expert(item: Shown) -> go.Figure | None:
             colorscale="Viridis",
             zmin=0,
             hovertemplate="layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
-            colorbar={
-                "title": {"text": "load / balanced load", "side": "right", "font": {"size": 12, "color": GREY}},
-                "thickness": 12,
-                "outlinewidth": 0,
-            },
+            colorbar=charts.color_bar("load / balanced load"),
         )
     )
     picture.update_xaxes(title="expert")
@@ -227,20 +209,21 @@ def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: s
             if rows.empty:
                 continue
             values = thin(rows.groupby("step", as_index=False)["value"].mean(), _STEPS)
-            picture.add_scatter(
+            Line(
                 x=values["step"],
                 y=values["value"].to_numpy(dtype=np.float32),
-                mode="lines",
-                line={"color": item.colour, "width": 1.8, "dash": dash},
+                color=item.colour,
+                width=1.8,
+                dash=dash,
                 name=(f"{item.label}, " if len(shown) > 1 else "") + _words(role),
-                hovertemplate=f"{item.label}, {_words(role)}: %{{y:.4g}}<extra></extra>",
-            )
+                hover=f"{item.label}, {_words(role)}: %{{y:.4g}}",
+            ).draw(picture)
     if not picture.data:
         return None
     picture.update_xaxes(title="step")
     picture.update_yaxes(title=title)
     polish(picture, 340)
-    return picture.update_yaxes(type="log", **depth.ticks_of(picture)) if log else picture
+    return charts.log_axis(picture) if log else picture
 
 
 def _all_rows(shown: Sequence[Shown], metric: str) -> Frame:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.reports import charts
+from lamina.reports.charts import Line
 from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
@@ -143,31 +144,22 @@ def _any_number(name: str, title: str) -> Field:
 
 def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, colour: Mapping[str, str]) -> go.Figure:
     """A metric of the blocks against the layer, before the first step and at the last measurement, side by side."""
-    drawn = make_subplots(
-        rows=1,
-        cols=2,
-        shared_yaxes=True,
-        horizontal_spacing=0.035,
-        subplot_titles=["before the first step", "after the burn-in"],
-    )
+    drawn = charts.side_by_side(["before the first step", "after the burn-in"])
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
     for (placement, rate), own in chosen.groupby(["placement", "learning_rate"], sort=False):
         label = label_of(str(placement), float(rate), rows)  # type: ignore[arg-type]
         for column, step in ((1, own["step"].min()), (2, own["step"].max())):
             shown = own[own["step"] == step].sort_values("layer")
             values = shown["value"].to_numpy(dtype=float)
-            drawn.add_scatter(
+            Line(
                 x=shown["layer"] + 1,
                 y=np.where(np.isfinite(values) & (values > 0), values, math.nan),
-                mode="lines",
-                line={"color": colour[label], "width": 2},
+                color=colour[label],
                 name=escape(label),
-                legendgroup=label,
-                showlegend=column == 1,
-                hovertemplate=f"{escape(label)}: %{{y:.3g}}<extra></extra>",
-                row=1,
-                col=column,
-            )
+                group=label,
+                legend=column == 1,
+                hover=f"{escape(label)}: %{{y:.3g}}",
+            ).draw(drawn, 1, column)
     drawn.update_xaxes(title="layer (0: the embedding)")
     if metric != "token_similarity":
         drawn.update_yaxes(type="log", exponentformat="power")
@@ -180,13 +172,7 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, colour: Ma
 def _losses(losses: Mapping[str, list[float]], unigram: float, colour: Mapping[str, str]) -> go.Figure:
     drawn = go.Figure()
     for label, values in losses.items():
-        drawn.add_scatter(
-            x=list(range(1, len(values) + 1)),
-            y=values,
-            mode="lines",
-            line={"color": colour[label], "width": 2},
-            name=escape(label),
-        )
+        Line(x=list(range(1, len(values) + 1)), y=values, color=colour[label], name=escape(label)).draw(drawn)
     drawn.add_hline(y=unigram, line={"color": GREY, "width": 1.2, "dash": "dash"})
     drawn.update_xaxes(title="step")
     drawn.update_yaxes(title="loss (nats a token)")
