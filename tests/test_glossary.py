@@ -16,7 +16,7 @@ BANNED = {
     "initialiser": r"\b[Ii]nitialis(er|ers|ation|e|ed|es|ing)\b",
     "optimiser": r"\b[Oo]ptimis(er|ers|ation|e|ed|es|ing)\b",
     "tokenise": r"\b[Tt]okenis(er|ers|ation|e|ed|es|ing)\b",
-    "colour": r"\b[Cc]olou?r?our(s|ed|ing)?\b",
+    "colour": r"\b[Cc]olour(s|ed|ing)?\b",
     "a row a trial": r"\b(a|one) (row|line|column|file|panel|section) an? (?!single\b|time\b)\w+\b",
     "bits a byte": r"\b(bits|nats|tokens|bytes) an? (byte|token|second|step|parameter)\b",
     "take up": r"\b(take|takes|took|taken|taking) up\b",
