@@ -20,7 +20,7 @@ from lamina.modeling.modeling_lamina import (
     HEADS,
     Block,
     LaminaForCausalLM,
-    LaminaRMSNorm,
+    NormStyle,
     Residual,
     adapter_of,
 )
@@ -181,8 +181,8 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
             raise UserError(f"{name}: {shortened(repr(given), 200)} (allowed: a {kind.__name__})")
     whole_number("hidden_size", hidden_size)
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
-    like = LaminaRMSNorm(1, eps=1e-6)
+    style = NormStyle()
     return Block(
-        Residual(attention, wiring["attention"], hidden_size, like),
-        Residual(feed_forward, wiring["feed_forward"], hidden_size, like),
+        Residual(attention, wiring["attention"], hidden_size, style),
+        Residual(feed_forward, wiring["feed_forward"], hidden_size, style),
     )

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -181,17 +181,40 @@ def check_head(config: PreTrainedConfig, head: str) -> None:
         )
 
 
-def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNorm | None:
-    """The norm that a plan's record asks for; kind "backbone" and epsilon are those of the backbone's norm ``like``."""
+@dataclass(frozen=True, kw_only=True)
+class NormStyle:
+    """The backbone's own norm: what a plan's norms of kind "backbone" are, and the epsilon of all of them.
+
+    ``kind`` is "rms" or "layer"; ``bias``: whether a LayerNorm has one.
+    """
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    bias: bool = True
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormStyle:
+        """The style of one of the backbone's norms."""
+        return cls(
+            kind="layer" if "LayerNorm" in type(norm).__name__ else "rms",
+            eps=float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or cls.eps),
+            bias=norm.bias is not None if isinstance(norm, nn.LayerNorm) else True,
+        )
+
+
+def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
+    """The norm that a plan's record asks for, in the backbone's style where it says so."""
     if spec is None:
         return None
-    kind = spec["kind"]
-    if kind == "backbone":
-        kind = "layer" if "LayerNorm" in type(like).__name__ else "rms"
-    eps = float(getattr(like, "variance_epsilon", None) or getattr(like, "eps", None) or 1e-6)
-    more = {"bias": like.bias is not None} if kind == "layer" and isinstance(like, nn.LayerNorm) else {}
+    kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
+    bias = {"bias": style.bias} if kind == "layer" else {}
     return NORMS[kind](
-        hidden_size, eps=eps, gain=spec["initial_gain"], learnable=spec["learnable_gain"], groups=spec["groups"], **more
+        hidden_size,
+        eps=style.eps,
+        gain=spec["initial_gain"],
+        learnable=spec["learnable_gain"],
+        groups=spec["groups"],
+        **bias,
     )
 
 
@@ -332,16 +355,16 @@ class Residual(nn.Module):
         module: nn.Module,
         sublayer: dict,
         hidden_size: int,
-        like: nn.Module,
+        style: NormStyle,
         dropout: float = 0.0,
         scaled: Collection[str] = (),
     ):
         super().__init__()
         self.sublayer = Record(sublayer)
         self.module = module
-        self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, like)
-        self.out_norm = make_norm(sublayer["out_norm"], hidden_size, like)
-        self.post_norm = make_norm(sublayer["post_norm"], hidden_size, like)
+        self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
+        self.out_norm = make_norm(sublayer["out_norm"], hidden_size, style)
+        self.post_norm = make_norm(sublayer["post_norm"], hidden_size, style)
         self.dropout = nn.Dropout(dropout) if dropout else None
         self.skip: str = sublayer["skip"]
         self.skip_scale = self._scale("skip_scale", hidden_size)
@@ -452,7 +475,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         backbone_config, dtype=torch.get_default_dtype(), **adapter.arguments
     )
     _check_wirable(backbone, adapter)
-    layers, like = getattr(backbone, adapter.layers), getattr(backbone, adapter.norm)
+    layers, style = getattr(backbone, adapter.layers), NormStyle.of(getattr(backbone, adapter.norm))
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     scaled = {
@@ -461,18 +484,18 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     }
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
-        norm_projections(attention, plan, like, adapter.stacked)
+        norm_projections(attention, plan, style, adapter.stacked)
         block = Block(
-            Residual(attention, wiring["attention"], width, like, dropout, scaled["attention"]),
-            Residual(feed_forward, wiring["feed_forward"], width, like, dropout, scaled["feed_forward"]),
+            Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
+            Residual(feed_forward, wiring["feed_forward"], width, style, dropout, scaled["feed_forward"]),
         )
         if hasattr(layer, "attention_type"):  # some models pick the mask by it
             block.attention_type = layer.attention_type
         layers[index] = block
-    setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, like) or nn.Identity())
+    setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, style) or nn.Identity())
     if adapter.embedding_norm:
         backbone.set_submodule(adapter.embedding_norm, nn.Identity())
-    return backbone, make_norm(plan["embedding_norm"], width, like)
+    return backbone, make_norm(plan["embedding_norm"], width, style)
 
 
 def _backbone_class(config: PreTrainedConfig) -> Any:
@@ -516,7 +539,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
         )
 
 
-def norm_projections(attention: nn.Module, plan: dict, like: nn.Module, stacked: str | None = None) -> None:
+def norm_projections(attention: nn.Module, plan: dict, style: NormStyle, stacked: str | None = None) -> None:
     """Put the plan's norms on an attention's queries, keys and values, beside its projections.
 
     ``stacked`` names the one projection to all three, where there is one. Raises ValueError, having changed nothing,
@@ -550,7 +573,7 @@ def norm_projections(attention: nn.Module, plan: dict, like: nn.Module, stacked:
         raise ValueError(f"{'qk_norm' if 'q' in dims else 'v_norm'}: {error}") from None
     spec = plan.get("qkv_norm") or QKV_NORM
     in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
-    norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, like) for p, dim in dims.items()}
+    norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, style) for p, dim in dims.items()}
     module.__class__ = made
     for part, norm in norms.items():
         setattr(module, f"{part}_norm", norm)
@@ -689,6 +712,33 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
     return register
 
 
+class LogitsStyle(NamedTuple):
+    """What some backbones do to their logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None for none."""
+
+    factor: float | None
+    divisor: float | None
+    softcap: float | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LogitsStyle:
+        """What a backbone's configuration says."""
+        fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return cls(*(getattr(config, name, None) or None for name in fields))
+
+    @property
+    def scale(self) -> float:
+        """The factor and the divisor as one number."""
+        return float(self.factor or 1.0) / float(self.divisor or 1.0)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The backbone's logits from those of the head."""
+        if self.factor:
+            logits = logits * self.factor
+        if self.divisor:
+            logits = logits / self.divisor
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
 @head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given.
@@ -734,11 +784,11 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden = outputs.last_hidden_state
+        hidden, style = outputs.last_hidden_state, LogitsStyle.of(self.config.get_text_config())
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and all_logits and self.linear_loss is not None:
-            scale, cap = _logits_scale(self.config.get_text_config())
-            loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=cap, **loss_kwargs)
+            scale, softcap = style.scale, style.softcap
+            loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=softcap, **loss_kwargs)
             if loss is not None:
                 return CausalLMOutputWithPast(
                     loss=loss,
@@ -747,7 +797,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
                     attentions=outputs.attentions,
                 )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = _scaled_logits(self.lm_head(hidden[:, keep]), self.config.get_text_config())
+        logits = style.apply(self.lm_head(hidden[:, keep]))
         loss = None
         if labels is not None:
             vocab_size = self.config.get_text_config().vocab_size
@@ -759,22 +809,6 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def _logits_scale(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """What some backbones do to their logits: Cohere's and Granite's scale, Gemma 2's soft-cap."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return scale, getattr(config, "final_logit_softcapping", None)
-
-
-def _scaled_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if scale := getattr(config, "logits_scaling", None):
-        logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    return logits
 
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
