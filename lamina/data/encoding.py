@@ -6,11 +6,13 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
+
+from lamina.core.json_types import Json
+from lamina.data.split import Segment
 
 
 def byte_alphabet() -> list[str]:
@@ -20,7 +22,7 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
-def ids_are_bytes(tokenizer: dict[str, Any]) -> bool:
+def ids_are_bytes(tokenizer: Json) -> bool:
     """Whether a serialised tokenizer (tokenizer.json) maps every text to its UTF-8 bytes, so that no encoder is needed.
 
     It does when each byte's stand-in has the byte as its id and nothing in the pipeline can change or join them.
@@ -93,3 +95,44 @@ class Encoder:
                 if path.is_file():
                     digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
+
+
+class TokenJoiner:
+    """Segments to one run of tokens, with an end-of-text token wherever the text jumps.
+
+    It jumps where a segment does not begin exactly where the last one ended: at another document, where a piece is
+    missing, and after :meth:`jump`. No token stands before the very first segment.
+
+    Attributes:
+        last: document and character at which the last segment ended; None before the first.
+        chars: characters added since the last :meth:`encode`.
+    """
+
+    ELSEWHERE = (-1, -1)
+
+    def __init__(self, encoder: Encoder, last: tuple[int, int] | None = None):
+        self.encoder, self.last, self.chars = encoder, last, 0
+        self._end = np.array([encoder.tokenizer.eos_token_id], dtype=encoder.dtype)
+        self._texts: list[str] = []
+        self._jumps: list[bool] = []
+
+    def add(self, segment: Segment) -> None:
+        """Append a segment."""
+        self._texts.append(segment.text)
+        self._jumps.append(self.last not in (None, segment.begin))
+        self.last = segment.end
+        self.chars += len(segment.text)
+
+    def jump(self) -> None:
+        """Whatever comes next continues nothing: another file begins."""
+        self.last = None if self.last is None else self.ELSEWHERE
+
+    def encode(self) -> np.ndarray:
+        """The tokens of the segments added since the last call, [tokens] of the encoder's dtype."""
+        if not self._texts:
+            return self._end[:0]
+        rows: list[np.ndarray] = []
+        for jump, ids in zip(self._jumps, self.encoder.encode(self._texts), strict=True):
+            rows += [self._end, ids] if jump else [ids]
+        self._texts, self._jumps, self.chars = [], [], 0
+        return np.concatenate(rows)

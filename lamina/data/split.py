@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lamina.data.corpus import read_corpus
-from lamina.data.sources.documents import Document
+from lamina.core.values import number, whole_number
+from lamina.data.corpus import SingleCorpus
+from lamina.data.sources.file_documents import Document
 
 _PIECES_WANTED = 400
 _SMALLEST_PIECE = 1024
@@ -27,9 +28,15 @@ class Segment:
     start: int
     held_out: bool
 
-    def follows(self, other: Segment) -> bool:
-        """Whether this segment goes on exactly where the other one ends."""
-        return self.document == other.document and self.start == other.start + len(other.text)
+    @property
+    def begin(self) -> tuple[int, int]:
+        """Document and character at which the segment begins."""
+        return self.document, self.start
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Document and character at which a segment that continues this one begins."""
+        return self.document, self.start + len(self.text)
 
 
 def piece_chars(total_chars: int) -> int:
@@ -103,11 +110,17 @@ def _cut(text: str, start: int, room: int, chars: int) -> int:
     return full
 
 
-def split_corpus(corpus: str, text_field: str, chars: int, eval_fraction: float) -> Iterator[Segment]:
+def split_corpus(corpus: SingleCorpus, chars: int, eval_fraction: float) -> Iterator[Segment]:
     """The segments of a corpus, see :func:`split_documents`."""
-    return split_documents(read_corpus(corpus, text_field=text_field), chars, eval_fraction)
+    return split_documents(corpus.documents(), chars, eval_fraction)
 
 
-def count_chars(corpus: str, text_field: str) -> int:
+def count_chars(corpus: SingleCorpus) -> int:
     """The characters of a corpus, by reading it once: pieces are sized before the first one is cut."""
-    return sum(len(document.text) for document in read_corpus(corpus, text_field=text_field))
+    return sum(len(document.text) for document in corpus.documents())
+
+
+def check_split(sequence_length: int, eval_fraction: float) -> None:
+    """Raise UserError for a length of blocks or a held-out share out of range."""
+    whole_number("sequence_length", sequence_length, 2)
+    number("eval_fraction", eval_fraction, 0, 0.5, open_low=True)

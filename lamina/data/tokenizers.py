@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.data.corpus import EMBEDDED, corpus_fingerprint
-from lamina.data.mix import parse_mix
-from lamina.data.packed.cache import cache_root, is_whole, publish
-from lamina.data.sources.network import local_when_unreachable, one_line
+from lamina.data.cache import cache_root, is_whole, publish
+from lamina.data.corpus import Corpus, EmbeddedCorpus
+from lamina.data.sources.hub_access import local_when_unreachable, one_line
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.errors import UserError, nearest
 
@@ -34,26 +33,30 @@ _BPE_FORMAT = "bpe-1"
 
 
 def validate_spec(spec: str) -> None:
-    """Check a ``--tokenizer`` as far as that goes without loading anything.
+    """Check the name of a tokenizer as far as that goes without loading anything.
 
     Raises:
         UserError: when it is empty, a bpe without a proper size, or a path at which there is nothing.
     """
     if not spec.strip():
-        raise UserError(f"--tokenizer is empty (allowed: {_ALLOWED})")
-    if spec == "bpe" or spec.startswith("bpe:"):
+        raise UserError(f"tokenizer: it is empty (allowed: {_ALLOWED})")
+    if is_trained(spec):
         _bpe_size(spec)
         return
     looks_like_path = spec.startswith((".", "/", "~", os.sep)) or spec.endswith(".json")
     if looks_like_path and not Path(spec).expanduser().exists():
-        raise UserError(f"--tokenizer {spec!r}: no such file or folder (allowed: {_ALLOWED})")
+        raise UserError(f"tokenizer: {spec!r}: no such file or folder (allowed: {_ALLOWED})")
+
+
+def is_trained(spec: str) -> bool:
+    """Whether the tokenizer is trained on the corpus."""
+    return spec == "bpe" or spec.startswith("bpe:")
 
 
 def load_tokenizer(
     spec: str = BYTES,
     *,
-    corpus: str = EMBEDDED,
-    text_field: str = "text",
+    corpus: Corpus | None = None,
     cache_dir: Path | str | None = None,
     eval_fraction: float = EVAL_FRACTION,
 ) -> PreTrainedTokenizerFast:
@@ -62,8 +65,7 @@ def load_tokenizer(
     Args:
         spec: ``bytes`` (the ids 0 … 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
             trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
-        corpus: what a BPE is trained on; unused otherwise.
-        text_field: as in :func:`lamina.data.read_corpus`.
+        corpus: what a BPE is trained on, by default the embedded one; unused otherwise.
         cache_dir: where trained tokenizers are kept; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
         eval_fraction: the held-out fraction that a BPE must not see; the same as prepare_blocks'.
 
@@ -73,8 +75,8 @@ def load_tokenizer(
     validate_spec(spec)
     if spec == BYTES:
         return _wrap(_byte_tokenizer())
-    if spec.startswith("bpe:"):
-        return _trained_bpe(_bpe_size(spec), corpus, text_field, cache_root(cache_dir), eval_fraction)
+    if is_trained(spec):
+        return _trained_bpe(_bpe_size(spec), corpus or EmbeddedCorpus(), cache_root(cache_dir), eval_fraction)
     return _pretrained(spec)
 
 
@@ -82,7 +84,7 @@ def _bpe_size(spec: str) -> int:
     size = spec.partition(":")[2]
     if not re.fullmatch(r"[0-9]{1,9}", size) or int(size) < SMALLEST_BPE:
         raise UserError(
-            f"--tokenizer {spec!r}: the size of a bpe must be an integer of at least {SMALLEST_BPE} "
+            f"tokenizer: {spec!r}: the size of a bpe must be an integer of at least {SMALLEST_BPE} "
             f"(256 bytes and {END_OF_TEXT}), as in bpe:4096 (allowed: {_ALLOWED})"
         )
     return int(size)
@@ -113,22 +115,19 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _trained_bpe(size: int, corpus: str, text_field: str, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
+def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
 
-    # In a mix every part teaches the tokenizer by its length, whatever its share.
-    corpora = [part.corpus for part in parse_mix(corpus)] or [corpus]
-    prints = "+".join(corpus_fingerprint(one, text_field) for one in corpora)
-    settings = f"{_BPE_FORMAT}|{prints}|{size}|{eval_fraction!r}"
+    settings = f"{_BPE_FORMAT}|{corpus.fingerprint()}|{size}|{eval_fraction!r}"
     folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     file = folder / "tokenizer.json"
     if not is_whole(folder):
-        trained = _train_bpe(size, corpora, text_field, eval_fraction)
+        trained = _train_bpe(size, corpus, eval_fraction)
         publish(folder, lambda draft: trained.save(str(draft / file.name)))
     return _wrap(Tokenizer.from_file(str(file)))
 
 
-def _train_bpe(size: int, corpora: list[str], text_field: str, eval_fraction: float) -> Tokenizer:
+def _train_bpe(size: int, corpus: Corpus, eval_fraction: float) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -140,16 +139,16 @@ def _train_bpe(size: int, corpora: list[str], text_field: str, eval_fraction: fl
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_train_texts(corpora, text_field, eval_fraction), trainer=trainer)
+    tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
     if tokenizer.get_vocab_size() < size:
         logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
     return tokenizer
 
 
-def _train_texts(corpora: list[str], text_field: str, eval_fraction: float) -> Iterator[str]:
-    for corpus in corpora:
-        chars = piece_chars(count_chars(corpus, text_field))
-        for segment in split_corpus(corpus, text_field, chars, eval_fraction):
+def _train_texts(corpus: Corpus, eval_fraction: float) -> Iterator[str]:
+    for part in corpus.parts:  # each one whole, whatever its share in a mix
+        chars = piece_chars(count_chars(part.corpus))
+        for segment in split_corpus(part.corpus, chars, eval_fraction):
             if not segment.held_out:
                 yield segment.text
 
@@ -174,7 +173,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         else:
             reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"--tokenizer {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
+            f"tokenizer: {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
         ) from error
     return _with_end_and_pad(tokenizer)
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 import zstandard
 
-from lamina.data import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
-from lamina.data.sources.files import read_parts
+from lamina.data import EMBEDDED, Corpus
+from lamina.data.sources.file_text import read_parts
 from lamina.errors import UserError
 
 TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"
@@ -23,19 +23,23 @@ COMPRESS = {
 
 
 def texts(corpus, **options):
-    return [document.text for document in read_corpus(str(corpus), **options)]
+    return [document.text for document in Corpus.parse(str(corpus), **options).documents()]
+
+
+def fingerprint(corpus, *options):
+    return Corpus.parse(str(corpus), *options).fingerprint()
 
 
 def error_of(corpus, **options):
     with pytest.raises(UserError) as caught:
-        list(read_corpus(str(corpus), **options))
+        list(Corpus.parse(str(corpus), **options).documents())
     message = str(caught.value)
     assert "\n" not in message
     return message
 
 
 def test_the_embedded_corpus_is_one_document_from_emma_to_moby_dick():
-    (document,) = read_corpus(EMBEDDED)
+    (document,) = Corpus.parse(EMBEDDED).documents()
     assert document.text.startswith("EMMA\n")
     assert len(document.text.encode()) == 5_208_759
     assert "Ishmael" in document.text[-1_300_000:]
@@ -119,7 +123,7 @@ def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        documents = list(read_corpus(str(folder)))
+        documents = list(Corpus.parse(str(folder)).documents())
     names = ["Makefile", "a/z.c", "a.md", "b/main.py", "rows.jsonl.gz:1"]
     assert [document.name for document in documents] == names
     assert "3 files skipped" in caplog.text
@@ -138,14 +142,14 @@ def test_a_large_file_comes_in_parts_that_end_at_line_ends_and_join_to_the_whole
 def test_a_missing_corpus_is_refused_at_once_with_the_nearest_name_and_what_is_allowed(tmp_path):
     (tmp_path / "austen.txt").write_text("text")
     with pytest.raises(UserError, match=r"austen\.txt") as caught:
-        read_corpus(str(tmp_path / "austin.txt"))
-    assert "--corpus" in str(caught.value)
+        Corpus.parse(str(tmp_path / "austin.txt"))
+    assert "corpus:" in str(caught.value)
     assert "embedded" in str(caught.value)
 
 
 def test_a_misspelt_embedded_is_recognised():
     with pytest.raises(UserError, match="did you mean 'embedded'"):
-        validate_corpus("embeded")
+        Corpus.parse("embeded")
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf"])
@@ -192,15 +196,15 @@ def test_the_fingerprint_is_that_of_names_contents_and_text_field(tmp_path):
     folder.mkdir()
     (folder / "a.txt").write_text("one")
     (folder / "b.txt").write_text("two")
-    seen = [corpus_fingerprint(str(folder))]
+    seen = [fingerprint(folder)]
     os.utime(folder / "a.txt", (1, 1))
-    assert corpus_fingerprint(str(folder)) == seen[0]
-    seen.append(corpus_fingerprint(str(folder), "body"))
+    assert fingerprint(folder) == seen[0]
+    seen.append(fingerprint(folder, "body"))
     (folder / "a.txt").write_text("onet")
     (folder / "b.txt").write_text("wo")
-    seen.append(corpus_fingerprint(str(folder)))
+    seen.append(fingerprint(folder))
     (folder / "b.txt").rename(folder / "c.txt")
-    seen.append(corpus_fingerprint(str(folder)))
+    seen.append(fingerprint(folder))
     assert len(set(seen)) == 4
 
 
