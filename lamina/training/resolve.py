@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs.folder import was_written
+from lamina.jobs.files import was_written
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.building import build, recommended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from lamina.core.values import check_kinds, number, path, seed_number, whole_number
 from lamina.errors import UserError, unknown
@@ -300,7 +300,6 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 # of studies: what may be a Python list, too
 LISTS = ("placements", "learning_rates", "learning_rates_of", "seeds", "verify_rates")
 BALANCES = ("auto", "none", "bias", "loss")
-Status = Literal["finished", "short", "stuck", "diverged", "interrupted", "failed"]
 
 
 def in_steps(span: float, steps: int) -> int:
