@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -81,7 +82,7 @@ class Encoder:
         encoded = self.tokenizer(
             texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
         )
-        return [np.array(ids, dtype=self.dtype) for ids in encoded["input_ids"]]  # pyright: ignore[reportGeneralTypeIssues]
+        return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
         """A hash of everything that decides which ids a text gets, and of the id that ends a document."""

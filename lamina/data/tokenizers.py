@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.data.corpus import Corpus, EmbeddedCorpus
@@ -91,16 +91,23 @@ def _bpe_size(spec: str) -> int:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models
 
     from lamina.data.encoding import byte_alphabet
 
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, END_OF_TEXT: 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    _work_on_bytes(tokenizer, split_words=False)
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     return tokenizer
+
+
+def _work_on_bytes(tokenizer: Tokenizer, *, split_words: bool) -> None:
+    from tokenizers import decoders, pre_tokenizers
+
+    # properties of the Rust class, which its stubs declare read-only
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -128,11 +135,10 @@ def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -
 
 
 def _train_bpe(size: int, corpus: Corpus, eval_fraction: float) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    _work_on_bytes(tokenizer, split_words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END_OF_TEXT],
@@ -187,4 +193,4 @@ def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizer
             tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer  # pyright: ignore[reportReturnType]
+    return cast("PreTrainedTokenizerFast", tokenizer)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lamina.data import Blocks
-from lamina.data.blocks import spread
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model, optimizer_groups
 from lamina.training.monitoring.experts import ExpertBalance
@@ -104,7 +103,7 @@ class BurningIn:
         self.model: Any = build_model(proxy, blocks.stats.vocab_size, blocks.train.sample(settings.batch_size))
         self.model.to(device)
         self.experts = ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate)
-        probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
+        probe = blocks.eval.sample(sequences)
         self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
         self.train = blocks.train.for_run(settings.seed)
         self.train.load_state_dict(None, verbose=False)  # from its beginning, whatever was read before

@@ -88,7 +88,7 @@ class Line:
         if state:
             self.guard.restore(state["guard"])
         monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
-        monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
+        monitor_ids = blocks.eval.sample(monitor_blocks)
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first, logged = crew.first, int(state["logged_step"]) if state else 0

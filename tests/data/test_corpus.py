@@ -4,12 +4,14 @@ import logging
 import lzma
 import os
 import sys
+from fractions import Fraction
 
 import pandas as pd
 import pytest
 import zstandard
 
 from lamina.data import EMBEDDED, Corpus
+from lamina.data.corpus import EmbeddedCorpus, FileCorpus, HubCorpus, Mix
 from lamina.data.sources.file_text import read_parts
 from lamina.errors import UserError
 
@@ -214,3 +216,58 @@ def test_a_name_with_a_colon_is_a_path(tmp_path, monkeypatch):
     pd.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "rows.parquet")
     os.rename("rows.parquet", "lr:3e-3.parquet")
     assert texts("lr:3e-3.parquet") == ["one", "two"]
+
+
+def test_each_kind_of_name_is_a_corpus_of_its_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    path = str(tmp_path / "a.txt")
+    mix = f"{path}:3,embedded:1"
+    for spec, kind in {EMBEDDED: EmbeddedCorpus, path: FileCorpus, str(tmp_path): FileCorpus, "hf:me/text": HubCorpus}.items():
+        corpus = Corpus.parse(spec, "body")
+        assert type(corpus) is kind
+        assert (corpus.spec, corpus.text_field) == (spec, "body")
+        assert [(part.corpus, part.share) for part in corpus.parts] == [(corpus, 1)]
+    mixed = Corpus.parse(mix, "body")
+    assert type(mixed) is Mix
+    assert mixed.spec == mix
+    assert [(part.corpus, part.share) for part in mixed.parts] == [
+        (Corpus.parse(path, "body"), Fraction(3, 4)),
+        (Corpus.parse(EMBEDDED, "body"), Fraction(1, 4)),
+    ]
+
+
+def test_the_fingerprint_of_a_mix_is_made_of_its_parts_and_not_of_their_shares(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    first, second = (str(tmp_path / name) for name in "ab")
+    joined = f"{fingerprint(first)}+{fingerprint(second)}"
+    assert fingerprint(f"{first}:1,{second}:1") == fingerprint(f"{first}:1,{second}:7") == joined
+
+
+def test_the_fingerprint_of_a_text_is_that_of_every_revision(tmp_path):
+    """Caches and checkpoints know a text by it."""
+    (tmp_path / "a.txt").write_text("one")
+    assert fingerprint(tmp_path / "a.txt") == "604a2bc2c83d0f48685548c7bbdcac086842727a2ded931f7b59bdc819886ac8"
+    assert fingerprint(tmp_path, "body") == "147bffec860ef849978a41ce697571c09cfecf4b7557869d25f816bf14362a7a"
+    assert fingerprint(EMBEDDED) == "f5943d12f4b748eb0e0f6d63d122e5093722934aa26e41f28b8dabe31142b495"
+
+
+def test_the_files_changed_since_a_time_are_named_part_by_part(tmp_path):
+    for name, time in {"a": 10, "b": 30, "c": 50}.items():
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (time, time))
+    assert Corpus.parse(str(tmp_path)).changed_since(20) == [tmp_path / "b", tmp_path / "c"]
+    mix = Corpus.parse(f"{tmp_path / 'a'}:1,{tmp_path / 'c'}:1")
+    assert mix.changed_since(20) == [tmp_path / "c"]
+    assert Corpus.parse(EMBEDDED).changed_since(0) == []
+    assert Corpus.parse(f"hf:{tmp_path}").changed_since(40) == [tmp_path / "c"]
+
+
+def test_a_corpus_reports_the_files_it_skips_once_however_often_it_is_read(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.bin").write_bytes(b"\x00\xff")
+    for expected in (1, 2):
+        corpus = Corpus.parse(str(tmp_path))
+        for _ in range(3):
+            list(corpus.documents())
+        assert caplog.text.count("1 files skipped") == expected
