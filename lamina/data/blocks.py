@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ class Block(TypedDict):
     labels: torch.Tensor
 
 
-class PartShare(TypedDict, total=False):
+class PartShare(TypedDict):
     """What one corpus of a mix contributed; ``epochs`` is absent where its text is streamed."""
 
     wanted: float
     share: float
     blocks: int
-    epochs: float
+    epochs: NotRequired[float]
 
 
 class BlockSource(Dataset[Block], ABC):

@@ -33,10 +33,10 @@ _BPE_FORMAT = "bpe-1"
 
 
 def validate_spec(spec: str) -> None:
-    """Check the name of a tokenizer as far as that goes without loading anything.
+    """Check the name of a tokenizer as far as possible without loading anything.
 
     Raises:
-        UserError: when it is empty, a bpe without a proper size, or a path at which there is nothing.
+        UserError: the name is empty, a bpe has no valid size, or a path does not exist.
     """
     if not spec.strip():
         raise UserError(f"tokenizer: it is empty (allowed: {_ALLOWED})")
@@ -60,17 +60,17 @@ def load_tokenizer(
     cache_dir: Path | str | None = None,
     eval_fraction: float = EVAL_FRACTION,
 ) -> PreTrainedTokenizerFast:
-    """Load or make a tokenizer that has an end-of-text and a padding token.
+    """Load a tokenizer, or train one. It has an end-of-text token and a padding token.
 
     Args:
-        spec: ``bytes`` (the ids 0 … 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
+        spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
             trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
-        corpus: what a BPE is trained on, by default the embedded one; unused otherwise.
+        corpus: the text that a BPE is trained on, by default the embedded corpus; otherwise unused.
         cache_dir: where trained tokenizers are kept; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        eval_fraction: the held-out fraction that a BPE must not see; the same as prepare_blocks'.
+        eval_fraction: the held-out share, which a BPE must not see; the same as in ``prepare_blocks``.
 
     Raises:
-        UserError: the spec is malformed, the tokenizer cannot be loaded, or a BPE's corpus cannot be read.
+        UserError: the name is malformed, the tokenizer cannot be loaded, or the corpus of a BPE cannot be read.
     """
     validate_spec(spec)
     if spec == BYTES:
@@ -152,7 +152,7 @@ def _train_bpe(size: int, corpus: Corpus, eval_fraction: float) -> Tokenizer:
 
 
 def _train_texts(corpus: Corpus, eval_fraction: float) -> Iterator[str]:
-    for part in corpus.parts:  # each one whole, whatever its share in a mix
+    for part in corpus.parts:  # each of them whole, whatever its share in a mix
         chars = piece_chars(count_chars(part.corpus))
         for segment in split_corpus(part.corpus, chars, eval_fraction):
             if not segment.held_out:
@@ -172,7 +172,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         else:
             with local_when_unreachable() as reachable:
                 tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
-    # a malformed file, a missing one and an unreachable hub raise a dozen unrelated types between them
+    # a malformed file, a missing file and an unreachable hub raise a dozen unrelated types
     except Exception as error:
         if path.is_dir():
             reason = f"the folder holds no tokenizer that transformers can load; {one_line(error)}"
@@ -185,7 +185,7 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
 
 
 def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """Packing needs a token that ends a document: the tokenizer's own, else its separator (BERT's), else a new one."""
+    """Add a token that ends a document: the tokenizer's own, else its separator (as in BERT), else a new one."""
     if tokenizer.eos_token is None:
         if tokenizer.sep_token is not None:
             tokenizer.eos_token = tokenizer.sep_token

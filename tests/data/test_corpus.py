@@ -222,7 +222,12 @@ def test_each_kind_of_name_is_a_corpus_of_its_kind(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     path = str(tmp_path / "a.txt")
     mix = f"{path}:3,embedded:1"
-    for spec, kind in {EMBEDDED: EmbeddedCorpus, path: FileCorpus, str(tmp_path): FileCorpus, "hf:me/text": HubCorpus}.items():
+    for spec, kind in {
+        EMBEDDED: EmbeddedCorpus,
+        path: FileCorpus,
+        str(tmp_path): FileCorpus,
+        "hf:me/text": HubCorpus,
+    }.items():
         corpus = Corpus.parse(spec, "body")
         assert type(corpus) is kind
         assert (corpus.spec, corpus.text_field) == (spec, "body")

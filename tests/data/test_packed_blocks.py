@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.data import BlockStats, bits_per_byte, perplexity, prepare_blocks
-from lamina.data import cache
+from lamina.data import BlockStats, bits_per_byte, cache, perplexity, prepare_blocks
 from lamina.errors import UserError
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import zstandard
 
-from lamina.data.encoding import Encoder
 from lamina.data.corpus import Corpus
+from lamina.data.encoding import Encoder
 from lamina.data.sources import folder, shards
 from lamina.data.sources.file_documents import Document
 from lamina.data.streamed import streamed_blocks, token_stream

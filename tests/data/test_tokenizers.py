@@ -102,11 +102,12 @@ def test_a_bpe_does_not_learn_from_the_held_out_text(tmp_path):
     path = tmp_path / "corpus.txt"
     lines = [f"the number {number:04d} of some\n" for number in range(3000)]
     path.write_text("".join(lines))
-    chars = piece_chars(count_chars(Corpus.parse(str(path))))
-    held_out = {line for s in split_corpus(Corpus.parse(str(path)), chars, 0.05) if s.held_out for line in s.text.split("\n")}
+    corpus = Corpus.parse(str(path))
+    chars = piece_chars(count_chars(corpus))
+    held_out = {line for s in split_corpus(corpus, chars, 0.05) if s.held_out for line in s.text.split("\n")}
     path.write_text("".join(line.replace("some", "zqxj") if line.strip() in held_out else line for line in lines))
-    assert "zqxj" in next(Corpus.parse(str(path)).documents()).text
-    vocabulary = load_tokenizer("bpe:400", corpus=Corpus.parse(str(path))).get_vocab()
+    assert "zqxj" in next(corpus.documents()).text
+    vocabulary = load_tokenizer("bpe:400", corpus=corpus).get_vocab()
     assert not any("zq" in token or "xj" in token for token in vocabulary)
 
 

@@ -108,8 +108,8 @@ class _Packing:
                 break
             if fraction >= 0.5 or packed.all_tokens < 2 * length:
                 raise UserError(
-                    f"corpus: {corpus.spec!r} has {packed.all_tokens} tokens, too few for a sequence_length of {length}: "
-                    f"one block to train on and one held out need at least {2 * length}"
+                    f"corpus: {corpus.spec!r} has {packed.all_tokens} tokens, too few for a sequence_length of "
+                    f"{length}: one block to train on and one held out need at least {2 * length}"
                 )
             fraction = min(0.5, 2 * fraction)
         if fraction != self.eval_fraction:

@@ -116,7 +116,7 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[_Document, Segment]]:
-        """The segments of a shard from a place on that are not held out, each with the fields of the place behind it."""
+        """The segments of a shard from a place on that are not held out, each with where it ends."""
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
         for document, after in self.shards[number].read(position):
