@@ -303,7 +303,7 @@ def test_a_mix_keeps_its_shares_and_every_part_is_taken_up(tmp_path):
     held_out = torch.stack([blocks.eval[i]["input_ids"] for i in range(len(blocks.eval))])
     assert abs(int((held_out == ord("a")).any(dim=1).sum()) - 0.75 * len(held_out)) <= 1
     state = json.loads(json.dumps(train.state_dict(333)))
-    again = streamed(corpus).train.drawn(0)
+    again = streamed(corpus).train.for_run(0)
     again.load_state_dict(state)
     assert torch.equal(take(again, 333, 20), rows[333:353])
 

@@ -241,7 +241,7 @@ def test_the_order_of_a_run_cannot_be_changed_when_it_goes_on(train, tmp_path):
         (["pretrain", "--streaming", "--trainer.dataloader_num_workers", "2"], "dataloader_num_workers: 2"),
         (["pretrain", "--streaming", "--shuffle-buffer", "0"], "shuffle_buffer: 0"),
         (["pretrain", "--streaming", "--tokenizer", "bpe:300"], "tokenizer: 'bpe:300'"),
-        (["pretrain", "--streaming", "--corpus", "nowhere"], "--corpus 'nowhere': no such file"),
+        (["pretrain", "--streaming", "--corpus", "nowhere"], "corpus: 'nowhere': no such file"),
         (["compare", "--streaming"], "--streaming"),
     ],
 )
