@@ -16,7 +16,8 @@ from lamina.errors import UserError
 from lamina.modeling.width import SCHEMES, WidthScaling
 from lamina.placements import names
 from lamina.training.optimizer import parameter_groups, rate_factors
-from lamina.training.settings import WIDTH_SCALINGS, PretrainSettings
+from lamina.training.setting_groups import WIDTH_SCALINGS
+from lamina.training.settings import PretrainSettings
 
 RATE, DECAY = 1e-2, 0.1
 
