@@ -181,7 +181,7 @@ def settings_of_machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    from lamina.jobs.folder import environment
+    from lamina.jobs.environment import environment
 
     where = environment(0)
     machine = {**where["machine"], "cores": os.cpu_count()}

@@ -188,7 +188,7 @@ def append(name: str, record: dict[str, Any]) -> None:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """A real run: its status, losses and the records that a label is made of."""
-    from lamina.jobs.folder import finite
+    from lamina.jobs.files import finite
     from lamina.training.pretrain import pretrain
     from lamina.training.settings import PretrainSettings
 
@@ -228,7 +228,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from lamina.data import prepare_blocks
-    from lamina.jobs.folder import finite
+    from lamina.jobs.files import finite
     from lamina.preflights.features import Features, features
     from lamina.preflights.running import burn_in_of
     from lamina.preflights.settings import PreflightSettings

@@ -194,7 +194,7 @@ def main() -> None:
         return
     import torch
 
-    from lamina.jobs.folder import environment
+    from lamina.jobs.environment import environment
 
     where = environment(0)
     record = {

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.errors import TrialsFailed
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,12 +110,12 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     rows, layers = table(found), layer_table(found)
     with run_folder.lock(target):
         run_folder.claim(target, resume=False, overwrite=overwrite)
-        run_folder.write_json(target / "environment.json", run_folder.environment(made.seed))
-        run_folder.write_text(target / "preflight.csv", rows.to_csv(index=False))
+        write_json(target / "environment.json", environment(made.seed))
+        write_text(target / "preflight.csv", rows.to_csv(index=False))
         layers.to_parquet((target / "layers.parquet").absolute(), index=False)
         losses = [item.burn_in.losses for item in found]
         records = {"command": made.command(), "rows": rows.to_dict("records"), "losses": losses}
-        run_folder.write_json(target / "preflight.json", records)
+        write_json(target / "preflight.json", records)
         from lamina.reports.preflight import preflight_report
 
         preflight_report(target)

@@ -134,7 +134,7 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
 
 
 def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str, Any]:
-    from lamina.jobs.folder import read_yaml
+    from lamina.jobs.files import read_yaml
 
     data = read_yaml(file)
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is a configuration, too

@@ -15,6 +15,8 @@ from jsonargparse import ActionYesNo
 from lamina.commands.arguments import make_parser
 from lamina.core.values import path
 from lamina.errors import UserError, unknown
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json
 
 EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
@@ -62,7 +64,7 @@ def run(argv: list[str]) -> int:
     if options.dtype not in DTYPES:
         raise unknown("--dtype", options.dtype, DTYPES)
     from lamina.data.sources.network import local_when_unreachable
-    from lamina.jobs.folder import disk_full
+    from lamina.jobs.files import disk_full
 
     try:
         with local_when_unreachable():
@@ -127,8 +129,8 @@ def convert(source: str, output: Path, *, to: str | None, dtype: str, overwrite:
         _copy_tokenizer(source, draft)
         if verify:
             record["largest_difference"] = _verify(model, draft, conversion.ARCHITECTURES[record["model_type"]])
-        run_folder.write_json(draft / "conversion.json", record)
-        run_folder.write_json(draft / "environment.json", run_folder.environment(seed=0))
+        write_json(draft / "conversion.json", record)
+        write_json(draft / "environment.json", environment(seed=0))
         with run_folder.lock(output):
             run_folder.claim(output, resume=False, overwrite=overwrite)
             for path in sorted(draft.iterdir()):

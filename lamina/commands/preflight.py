@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
 
 def as_json(rows: pd.DataFrame) -> str:
     """The table as a list of objects; NaN and infinities are null."""
-    from lamina.jobs.folder import finite
+    from lamina.jobs.files import finite
 
     return json.dumps(finite(rows.to_dict("records")), indent=2, ensure_ascii=False)
 

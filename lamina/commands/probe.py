@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         given.pop("checkpoint", None)
     folder = Path(given.get("output", ProbeSettings.output))
     if others.resume and (folder / "config.yaml").is_file():
-        from lamina.jobs.folder import read_written_yaml
+        from lamina.jobs.files import read_written_yaml
 
         given = {**read_written_yaml(folder / "config.yaml"), **given}
     elif others.resume is True and not given.get("checkpoint"):

@@ -13,14 +13,14 @@ import os
 import shutil
 from pathlib import Path
 
-from lamina.jobs.digests import sync
+from lamina.jobs.manifest import sync
+from lamina.jobs.status import ENDED
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 REPLACED, REPLACING, _GONE = ".replaced", ".replacing", ".gone-replaced"
 APART = (LOCK, REPLACED, REPLACING, _GONE)  # no part of what a folder holds
-ENDED = ("finished", "short", "stuck", "diverged")
 
 
 def set_aside(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from lamina.errors import UserError
-from lamina.jobs.folder import read_yaml, write_yaml
+from lamina.jobs.files import read_yaml, write_yaml
 
 DIGEST = "digest"  # the first key, so that a cut leaves it
 

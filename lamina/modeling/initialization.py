@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lamina.errors import UserError, unknown
-from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
+from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.profiling import profile_admin
 
 ROLES = {
@@ -238,15 +239,13 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
 
 def weights(model: PreTrainedModel) -> Iterator[Weight]:
     """Every parameter of a Lamina model with its role, each once."""
-    base = model if isinstance(model, LaminaModel) else model.model
-    assert isinstance(base, LaminaModel)
+    base = body_of(model)
     prefix = "" if base is model else "model."
     config = base.config.get_text_config()
     common = {"num_layers": len(base.layers), "hidden_size": config.hidden_size}
     wirings = {
-        f"{prefix}backbone.layers.{i}.{s}.": (i, s, getattr(block, s).sublayer)
-        for i, block in enumerate(base.layers)
-        for s in ("attention", "feed_forward")
+        f"{prefix}backbone.layers.{index}.{name}.": (index, name, residual.sublayer)
+        for index, name, residual in sublayers(base)
     }
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():

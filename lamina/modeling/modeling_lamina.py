@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -281,6 +284,34 @@ def current_key(key: str) -> str:
     return key
 
 
+T = TypeVar("T", torch.Tensor, float)
+
+
+def skip_source(skip: str, x: T, block_input: T | None = None) -> T:
+    """The s of a sub-layer: its input x ("stream"), its block's input ("block_input") or the sum of the two ("both").
+
+    Without a block's input, as in attention, x is the block's input and s is x.
+    """
+    if block_input is None or skip == "stream":
+        return x
+    return block_input if skip == "block_input" else x + block_input
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The terms of one sub-layer's equation in one forward pass, each [batch, tokens, hidden_size].
+
+    ``output`` is the module's, ``branch`` is B(output), ``source`` is s, ``skip`` is skip_scale * s and ``sum`` is
+    skip + branch, the input of C.
+    """
+
+    output: torch.Tensor
+    branch: torch.Tensor
+    source: torch.Tensor
+    skip: torch.Tensor
+    sum: torch.Tensor
+
+
 class Residual(nn.Module):
     """One sub-layer as the plan's record says: y = C(skip_scale * s + B(module(pre_scale * A(x)))).
 
@@ -311,6 +342,7 @@ class Residual(nn.Module):
         # Decided once: comparing the floats in forward would make torch.compile guard on each layer's value.
         self._has_skip_scale = "skip_scale" in scaled or self._is_scaled("skip_scale")
         self._has_pre_scale = "pre_scale" in scaled or self._is_scaled("pre_scale")
+        self._terms_hooks: OrderedDict[int, Callable[[Terms], None]] = OrderedDict()
 
     def _is_scaled(self, name: str) -> bool:
         scale = getattr(self, name)
@@ -327,20 +359,38 @@ class Residual(nn.Module):
         hidden = x if self.pre_norm is None else self.pre_norm(x)
         if self._has_pre_scale:
             hidden = hidden * self.pre_scale
-        branch = self.module(hidden, **kwargs)
-        if isinstance(branch, tuple):  # attention returns its weights, too
-            branch = branch[0]
-        if self.out_norm is not None:
-            branch = self.out_norm(branch)
+        output = self.module(hidden, **kwargs)
+        if isinstance(output, tuple):  # attention returns its weights, too
+            output = output[0]
+        branch = output if self.out_norm is None else self.out_norm(output)
         if self.dropout is not None:
             branch = self.dropout(branch)
-        skip = x
-        if block_input is not None and self.skip != "stream":
-            skip = block_input if self.skip == "block_input" else x + block_input
-        if self._has_skip_scale:
-            skip = skip * self.skip_scale
-        y = skip + branch
-        return y if self.post_norm is None else self.post_norm(y)
+        source = skip_source(self.skip, x, block_input)
+        skip = self.scale_skip(source)
+        total = skip + branch
+        if self._terms_hooks:
+            terms = Terms(output=output, branch=branch, source=source, skip=skip, sum=total)
+            for hook in tuple(self._terms_hooks.values()):
+                hook(terms)
+        return total if self.post_norm is None else self.post_norm(total)
+
+    def scale_skip(self, source: torch.Tensor) -> torch.Tensor:
+        """skip_scale * s, in the precision of ``source`` at least."""
+        return source * self.skip_scale if self._has_skip_scale else source
+
+    def register_terms_hook(self, hook: Callable[[Terms], None]) -> RemovableHandle:
+        """Call ``hook`` with the terms of every forward pass until the handle is removed.
+
+        A compiled block calls it only where it is run uncompiled, as for torch's own hooks inside it.
+        """
+        handle = RemovableHandle(self._terms_hooks)
+        self._terms_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def graph_key(self) -> tuple[str, bool, bool]:
+        """What of the equation changes the compiled graph: where the skip comes from and which scales are applied."""
+        return self.skip, self._has_skip_scale, self._has_pre_scale
 
 
 class Block(GradientCheckpointingLayer):

@@ -9,11 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaModel, Residual
-
-
-def _tensor(output: Any) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
+from lamina.modeling.modeling_lamina import LaminaModel, Terms
+from lamina.modeling.parts import body_of, sublayers
 
 
 @torch.no_grad()
@@ -28,8 +25,8 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     tokens drawn evenly from the vocabulary, or 8 images of noise, by a generator of their own. Raises UserError for a
     model whose skips have no learned vector to set.
     """
-    base: Any = model if isinstance(model, LaminaModel) else model.model
-    residuals: list[Residual] = [r for block in base.layers for r in (block.attention, block.feed_forward)]
+    base = body_of(model)
+    residuals = [residual for _, _, residual in sublayers(base)]
     if not all(isinstance(r.skip_scale, nn.Parameter) for r in residuals):
         raise UserError("init: 'admin' sets learned skip scales, which this placement has not (allowed: admin's plan)")
     if input_ids is None:
@@ -37,19 +34,16 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     omegas = [1.0]
     handles = []
 
-    def before(residual: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def before(residual: nn.Module, args: object) -> None:
         assert isinstance(residual.skip_scale, nn.Parameter)
         residual.skip_scale.fill_(omegas[-1])
 
-    def after(residual: nn.Module, args: tuple[torch.Tensor, ...], branch: torch.Tensor) -> None:
-        carried = (omegas[-1] * args[0]).float().var(correction=0)
-        omegas.append(float((carried + branch.float().var(correction=0)).sqrt()))
+    def after(terms: Terms) -> None:
+        variances = [term.float().var(correction=0) for term in (terms.skip, terms.output)]
+        omegas.append(float((variances[0] + variances[1]).sqrt()))
 
     for residual in residuals:
-        branches: list[torch.Tensor] = []
-        keep = residual.module.register_forward_hook(lambda _, __, output, kept=branches: kept.append(_tensor(output)))
-        use = residual.register_forward_hook(lambda module, args, _, kept=branches: after(module, args, kept.pop()))
-        handles += [residual.register_forward_pre_hook(before), keep, use]
+        handles += [residual.register_forward_pre_hook(before), residual.register_terms_hook(after)]
     was_training = model.training
     model.train()
     try:

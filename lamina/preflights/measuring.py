@@ -7,7 +7,7 @@ by hooks while it passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.modeling.modeling_lamina import LaminaModel
+from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
+from lamina.modeling.parts import body_of, sublayers
 from lamina.training.monitoring.layers import STATE_METRICS, GradientNorms, Row, state_statistics
 
 FP16_MAX = 65504.0
@@ -61,7 +62,7 @@ def take_snapshot(
     variance of what the module returns, ``added_variance``, that of what is added to the skip (after an output norm),
     ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
     """
-    base = _base(model)
+    base = body_of(model)
     was_training = model.training
     model.eval()
     model.zero_grad()
@@ -109,12 +110,6 @@ def _standard_error(differences: torch.Tensor) -> float:
     return float(differences.std() / math.sqrt(len(differences))) if len(differences) > 1 else math.inf
 
 
-def _base(model: nn.Module) -> LaminaModel:
-    base = model if isinstance(model, LaminaModel) else model.model
-    assert isinstance(base, LaminaModel)
-    return base
-
-
 @dataclass
 class _Watch:
     """Hooks that reduce what passes to numbers."""
@@ -133,27 +128,17 @@ class _Watch:
     def over(self, base: LaminaModel) -> Iterator[None]:
         handles = [base.layers[0].register_forward_pre_hook(lambda module, args: self._state(-1, args[0]))]
         for index, block in enumerate(base.layers):
-            handles.append(block.register_forward_hook(self._hook(partial(self._state, index))))
-            for name in ("attention", "feed_forward"):
-                residual: Any = getattr(block, name)
-                branch = self._hook(partial(self._variance, (index, name, "branch_variance")))
-                handles.append(residual.module.register_forward_hook(branch))
-                added = self._hook(partial(self._variance, (index, name, "added_variance")))
-                last = residual.module if residual.out_norm is None else residual.out_norm
-                handles.append(last.register_forward_hook(added))
-                handles.append(residual.register_forward_hook(partial(self._skip, index, name)))
+            handles.append(block.register_forward_hook(partial(self._output, index)))
+        for index, name, residual in sublayers(base):
+            handles.append(residual.register_terms_hook(partial(self._terms, index, name, residual)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    @staticmethod
-    def _hook(see: Callable[[torch.Tensor], None]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            see(output[0] if isinstance(output, tuple) else output)
-
-        return hook
+    def _output(self, layer: int, block: nn.Module, args: object, output: torch.Tensor) -> None:
+        self._state(layer, output)
 
     def _state(self, layer: int, state: torch.Tensor) -> None:
         for metric, value in zip(STATE_METRICS, state_statistics(state), strict=True):
@@ -169,16 +154,12 @@ class _Watch:
         # double: the squares of a vanishing gradient would underflow
         self.values[layer, "block", self.metric] = gradient.double().norm() * self.factor
 
-    def _variance(self, key: tuple[int, str, str], output: torch.Tensor) -> None:
-        self.values[key] = output.detach().double().var(correction=0)
-
-    def _skip(self, layer: int, name: str, residual: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        skip = args[0].detach()
-        if len(args) > 1 and residual.skip != "stream":  # the feed-forward's second argument is the block's input
-            skip = args[1].detach() if residual.skip == "block_input" else skip + args[1].detach()
-        scale = residual.skip_scale
-        skip = skip.double() * (scale.detach() if isinstance(scale, torch.Tensor) else scale)
-        self.values[layer, name, "skip_variance"] = skip.var(correction=0)
+    def _terms(self, layer: int, name: str, residual: Residual, terms: Terms) -> None:
+        # double before the scale: a large or small one would cost the variance its digits
+        skip = residual.scale_skip(terms.source.detach().double())
+        tensors = {"branch_variance": terms.output, "added_variance": terms.branch, "skip_variance": skip}
+        for metric, tensor in tensors.items():
+            self.values[layer, name, metric] = tensor.detach().double().var(correction=0)
 
     def rows(self, step: int) -> list[Row]:
         """What was seen, tidy, layer by layer."""

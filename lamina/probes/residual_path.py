@@ -5,6 +5,7 @@ Plain data and arithmetic: which norms a skip goes through and how it is scaled 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.modeling.modeling_lamina import skip_source
 from lamina.probes.structure.discovery import LayerSite, NormSite, Sublayer
 
 
@@ -44,7 +46,7 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[Any]) -> torch.Tens
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
-        carried = {"stream": through, "block_input": torch.ones_like(through), "both": 1.0 + through}[wiring.skip]
+        carried = skip_source(wiring.skip, through, torch.ones_like(through))
         through = carried * torch.as_tensor(wiring.path_scale, dtype=torch.float64)
         if wiring.post_gain is not None:
             through = through / torch.as_tensor(sigma, dtype=torch.float64)[..., None]
@@ -64,8 +66,7 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
         for wiring in layer:
             read = (stream if wiring.pre_gain is None else wiring.pre_gain) * wiring.pre_scale
             branch = read if wiring.out_gain is None else wiring.out_gain
-            both = (stream**2 + block_input**2) ** 0.5
-            skip = {"stream": stream, "block_input": block_input, "both": both}[wiring.skip]
+            skip = math.sqrt(skip_source(wiring.skip, stream**2, block_input**2))  # uncorrelated: variances add
             sigma = ((wiring.skip_scale * skip) ** 2 + branch**2) ** 0.5
             found.append(sigma)
             stream = sigma if wiring.post_gain is None else wiring.post_gain

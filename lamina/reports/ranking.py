@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lamina.jobs.status import severity
 from lamina.probes import spikes
 from lamina.reports.records import Frame, complete
 
-# From best to worst: a placement's status at a learning rate is the worst of its seeds'.
-STATUSES = ("finished", "short", "stuck", "interrupted", "diverged", "failed")
 _MEANS = (
     *("perplexity", "bits_per_byte", "unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second"),
     *spikes.COLUMNS,
@@ -44,11 +43,6 @@ def by_rate(results: Frame) -> Frame:
     """One row for each placement and learning rate, with the columns of ``summarize``."""
     groups = complete(results).groupby(["placement", "learning_rate"], sort=False)
     return pd.DataFrame([_at_rate(trials) for _, trials in groups])
-
-
-def severity(status: str) -> int:
-    """The place of a status from best (0) to worst; an unknown one counts as the worst."""
-    return STATUSES.index(status) if status in STATUSES else len(STATUSES)
 
 
 def _at_rate(trials: Frame) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from textwrap import shorten
 from typing import Any
 
+from lamina.jobs.status import severity
 from lamina.reports.notices import listed
-from lamina.reports.ranking import severity
 from lamina.reports.records import Frame, rows_of
 
 Tables = Mapping[str, Frame]

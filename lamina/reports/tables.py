@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lamina.jobs.status import Status, severity
 from lamina.probes.spikes import FEWEST, SIGMAS, WINDOW
-from lamina.reports.ranking import STATUSES, severity
 from lamina.reports.records import Frame, flatten, rows_of
 
 # title: columns of the results
@@ -92,7 +92,7 @@ def swatch(colour: str) -> str:
 
 def chip(status: str, text: str) -> str:
     """A status as a small label; its class says how bad it is."""
-    kind = status if status in STATUSES else "failed" if status else "unknown"
+    kind = status if status in set(Status) else "failed" if status else "unknown"
     return f'<span class="chip {kind}">{escape(text or "–")}</span>'
 
 

@@ -15,9 +15,11 @@ from tqdm.auto import tqdm
 
 from lamina.errors import UserError
 from lamina.jobs import folder as run_folder
+from lamina.jobs.environment import environment
+from lamina.jobs.files import read_result, write_json, write_text
+from lamina.jobs.status import ENDED
 from lamina.probes import spikes
 from lamina.studies.record import (
-    DONE,
     has_study,
     read_study,
     refuse_another_plan,
@@ -98,7 +100,7 @@ def compare(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        run_folder.write_json(folder / "environment.json", run_folder.environment(0))  # now it is known as ours
+        write_json(folder / "environment.json", environment(0))  # now it is known as ours
         return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
 
 
@@ -125,7 +127,7 @@ def alike(
             training_arguments(first).device,
         )
         found = {"precision": choice.precision, "compile": choice.compile}
-        run_folder.write_json(folder / "speed.json", choice.to_dict())
+        write_json(folder / "speed.json", choice.to_dict())
     return {**settings.to_dict(), **found}, {name: replace(trial, **found) for name, trial in trials.items()}
 
 
@@ -152,11 +154,11 @@ def run_study(
     study = {
         **(header or {}),
         "command": settings.command(),
-        "version": run_folder.environment(0)["versions"].get("lamina"),
+        "version": environment(0)["versions"].get("lamina"),
         "created": created,
     }
     write_study(folder, {**study, "settings": decided})
-    results = {t: r for t, s in trials.items() if (r := run_folder.read_result(Path(s.output))) and r["status"] in DONE}
+    results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
     todo = {t: s for t, s in trials.items() if t not in results}
     progress = _Progress(todo, done=len(results), show=bar)
 
@@ -186,7 +188,7 @@ def write_results(
         if t in results
     ]
     table = pd.DataFrame(rows, columns=[*COLUMNS, *(key for key in keys if key not in COLUMNS)])
-    run_folder.write_text(folder / "results.csv", table.to_csv(index=False))
+    write_text(folder / "results.csv", table.to_csv(index=False))
     return table
 
 

@@ -23,6 +23,8 @@ from tqdm.auto import tqdm
 
 from lamina.jobs import digests
 from lamina.jobs import folder as run_folder
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json, write_text
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, refuse_changes, write_study
 from lamina.studies.width_settings import CoordCheckSettings
@@ -71,7 +73,7 @@ def coord_check(
         torch.set_num_threads(settings.threads)
     with run_folder.lock(folder):
         used = run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        run_folder.write_json(folder / "environment.json", run_folder.environment(0))
+        write_json(folder / "environment.json", environment(0))
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = {"kind": "coord-check", "command": settings.command(), "created": created}
         write_study(folder, {**header, "settings": given})
@@ -87,8 +89,8 @@ def coord_check(
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
                 _write(folder, table)
         found = slopes(table, settings.tolerance)
-        run_folder.write_text(folder / SLOPES, found.to_csv(index=False))
-        run_folder.write_json(folder / RESULT, verdict(found, settings))
+        write_text(folder / SLOPES, found.to_csv(index=False))
+        write_json(folder / RESULT, verdict(found, settings))
     return found
 
 

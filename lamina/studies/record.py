@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import UserError
-from lamina.jobs.folder import read_result, read_yaml
+from lamina.jobs.files import read_result, read_yaml
 from lamina.jobs.sealed import DIGEST, read_sealed, write_sealed
+from lamina.jobs.status import ENDED
 from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
 
 STUDY, COPY = "study.yaml", ".study.yaml"
-DONE = ("finished", "short", "stuck", "diverged")  # what a trial is not run again after
 HEADER = {"kind", "command", "version", "created", "settings"}
 _DECIDED = ("precision", "compile")  # from auto, when the study began
 # What a trial may have been told that a study's others were not, without being another experiment.
@@ -93,7 +93,7 @@ def refuse_another_trial(trial: PretrainSettings) -> None:
     """Raise UserError where a trial that has ended was trained with other settings than the study gives it now."""
     folder = Path(trial.output)
     result = read_result(folder)
-    if result is None or result["status"] not in DONE:
+    if result is None or result["status"] not in ENDED:
         return
     path = folder / "config.yaml"
     stored = read_yaml(path)

@@ -11,6 +11,9 @@ import pandas as pd
 import torch
 
 from lamina.jobs import folder as run_folder
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json
+from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import FREE as COMPARE_FREE
@@ -81,14 +84,14 @@ def transfer(
     )
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        run_folder.write_json(folder / "environment.json", run_folder.environment(0))
+        write_json(folder / "environment.json", environment(0))
         try:
             decided, trials = alike(settings, trials, len(tokenizer))
             results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
                 summary = summarize(pd.read_csv((folder / "results.csv").absolute()), settings, rates)
-                run_folder.write_json(folder / SUMMARY, summary)
+                write_json(folder / SUMMARY, summary)
     return results
 
 
@@ -155,7 +158,7 @@ def judged(results: Frame, margin: float) -> list[Rate]:
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         statuses = list(trials["status"])
-        worst = max(statuses, key=_severity)
+        worst = max(statuses, key=severity)
         loss = float(trials["eval_loss"].mean()) if worst == "finished" else math.nan
         rates.append(Rate(learning_rate=float(rate), status=worst, eval_loss=loss))
     lowest = min((r.eval_loss for r in rates if r.status == "finished"), default=math.nan)
@@ -208,8 +211,3 @@ def _status(rates: list[Rate], learning_rate: float) -> str | None:
 
 def _fails(rate: Rate) -> bool:
     return rate.status in ("diverged", "stuck")
-
-
-def _severity(status: str) -> int:
-    order = ("finished", "short", "stuck", "diverged", "interrupted", "failed")
-    return order.index(status) if status in order else len(order)

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lamina.errors import UserError
-from lamina.jobs import folder as run_folder
 from lamina.jobs import orphans
+from lamina.jobs.environment import environment
+from lamina.jobs.files import disk_full, write_json
 from lamina.training.settings import PretrainSettings
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h
@@ -90,19 +91,19 @@ def run(request: dict[str, Any]) -> int:
         from lamina.training.pretrain import pretrain
 
         # marks the folder as ours before the log is in it
-        run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
+        write_json(folder / "environment.json", environment(settings.seed))
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             sys.stdout.flush()
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
             pretrain(settings, resume="auto", bar=False)
     except KeyboardInterrupt:
-        run_folder.write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
+        write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
     except Exception as error:
-        if run_folder.disk_full(error):
+        if disk_full(error):
             return DISK_FULL
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        run_folder.write_json(folder / "result.json", {"status": "failed", "reason": reason})
+        write_json(folder / "result.json", {"status": "failed", "reason": reason})
         traceback.print_exc()
         return 1
     return 0

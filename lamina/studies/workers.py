@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lamina.jobs import folder as run_folder
+from lamina.jobs.files import read_result, write_json
 from lamina.studies import processes
 from lamina.studies.processes import Process
 from lamina.studies.worker import DISK_FULL
@@ -99,13 +99,13 @@ def _reap(
             continue
         del running[trial]
         folder = Path(trials[trial].output)
-        result = run_folder.read_result(folder)
+        result = read_result(folder)
         if code == DISK_FULL:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         if result is None:
             result = {"status": missing, "reason": f"the worker process ended with exit code {code}"}
             folder.mkdir(parents=True, exist_ok=True)
-            run_folder.write_json(folder / "result.json", result)
+            write_json(folder / "result.json", result)
         ended(trial, result)
 
 

@@ -11,11 +11,12 @@ from transformers import Trainer
 
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
 from lamina.training.monitoring.recorder import RunRecorder, safe_exp
 from lamina.training.monitoring.series import spike_columns
-from lamina.training.settings import PretrainSettings, Status
+from lamina.training.settings import PretrainSettings
 
 
 def outcome(

@@ -20,7 +20,10 @@ from lamina.data import Blocks, prepare_blocks, stream_blocks
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs import folder as run_folder
-from lamina.jobs.replaced import ENDED
+from lamina.jobs.environment import environment
+from lamina.jobs.files import disk_full, write_json, write_yaml
+from lamina.jobs.manifest import MANIFEST, entry_of, seal
+from lamina.jobs.status import ENDED, Status
 from lamina.training import source
 from lamina.training.arguments import device_of
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
@@ -98,10 +101,10 @@ def _claim(
     held.enter_context(run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0))
     used = run_folder.claim(target, resume=resume, overwrite=overwrite)
     digests.remove(target / "result.json")
-    run_folder.write_json(target / "environment.json", run_folder.environment(settings.seed))
-    run_folder.write_yaml(target / "config.yaml", settings.to_dict())
-    run_folder.write_json(target / "plan.json", plan.to_dict())
-    run_folder.write_json(target / DATA, {"corpus": settings.corpus, "fingerprint": blocks.stats.fingerprint})
+    write_json(target / "environment.json", environment(settings.seed))
+    write_yaml(target / "config.yaml", settings.to_dict())
+    write_json(target / "plan.json", plan.to_dict())
+    write_json(target / DATA, {"corpus": settings.corpus, "fingerprint": blocks.stats.fingerprint})
     return used
 
 
@@ -121,7 +124,7 @@ def _recorded(
     def write(result: dict[str, Any]) -> dict[str, Any]:
         result["seconds"] = round(seconds + time.monotonic() - began, 2)
         if crew.first:
-            run_folder.write_json(target / "result.json", result)
+            write_json(target / "result.json", result)
         return result
 
     try:
@@ -131,7 +134,7 @@ def _recorded(
     except UserError:
         raise
     except Exception as error:
-        if run_folder.disk_full(error):
+        if disk_full(error):
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
             full.told = not crew.first  # type: ignore[attr-defined]  # one line for all processes
             raise full from error
@@ -171,7 +174,7 @@ def _run(
         if not isinstance(ended, Diverged):
             break
         if len(rollbacks.done) >= settings.rollback:
-            ended = ("diverged", ended.reason)
+            ended = (Status.DIVERGED, ended.reason)
             break
         crew.by_first(partial(_go_back, settings, rollbacks, ended))
         rollbacks = Rollbacks.read(target)
@@ -179,7 +182,7 @@ def _run(
         del line
         gc.collect()
     status, reason = ended
-    if status in ENDED and status != "diverged":
+    if status.ended and status != Status.DIVERGED:
         _save(line.model, tokenizer, target / "model", crew)
     result = outcome(settings, status, reason, line.trainer, line.recorder, blocks, line.model, line.plan)
     return {**result, "rollbacks": rollbacks.to_list()}
@@ -221,8 +224,8 @@ def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
             model.save_pretrained(draft, state_dict=state)
         tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
         tokenizer.save_pretrained(draft)
-        digests.seal(draft)
-        digests.note(folder / digests.MANIFEST, digests.entry_of(draft / digests.MANIFEST))
+        seal(draft)
+        digests.note(folder / MANIFEST, entry_of(draft / MANIFEST))
         gone = folder.with_name(".gone-model")
         shutil.rmtree(gone, ignore_errors=True)
         if folder.exists():

@@ -17,7 +17,7 @@ from lamina.data.corpus import changed_since
 from lamina.data.mix import parse_mix
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs.folder import was_written
+from lamina.jobs.files import was_written
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.modeling.building import build, recommended

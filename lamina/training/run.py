@@ -20,7 +20,8 @@ from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.data.mixed_blocks import MixedBlocks
 from lamina.jobs import digests
-from lamina.jobs import folder as run_folder
+from lamina.jobs.files import write_json, write_yaml
+from lamina.jobs.status import Status
 from lamina.modeling.building import build
 from lamina.training import source
 from lamina.training.arguments import device_of, training_arguments
@@ -40,7 +41,7 @@ from lamina.training.optimizer import rate_factors, width_scaling_of
 from lamina.training.order import TrainOrder
 from lamina.training.resolve import backbone_config
 from lamina.training.schedule import schedule_of
-from lamina.training.settings import PretrainSettings, Status
+from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)
@@ -198,22 +199,22 @@ class Line:
     def _verdict(self, complete: bool) -> tuple[Status, str] | Diverged:
         settings, recorder, step = self.settings, self.recorder, self.trainer.state.global_step
         if recorder.interrupted and not complete:
-            return "interrupted", f"{recorder.interrupted} at step {step}"
+            return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
         if not math.isfinite(recorder.last_eval):
             return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
         entropy = self.blocks.stats.unigram_entropy
         if recorder.best_eval > entropy - settings.stuck_margin:
             falling = still_falling(self._seen(), settings.steps, entropy + settings.stuck_margin)
             if falling is not None:
-                return "short", (
+                return Status.SHORT, (
                     f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
                     f"is not {settings.stuck_margin:g} nats below the corpus' unigram entropy of {entropy:.3f} yet"
                 )
-            return "stuck", (
+            return Status.STUCK, (
                 f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
                 f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
             )
-        return "finished", ""
+        return Status.FINISHED, ""
 
 
 def is_good(state: Mapping[str, Any]) -> bool:
@@ -230,8 +231,8 @@ def _settle(
     def decide() -> PretrainSettings:
         choice = speed.choose(settings, lambda: model, device)
         decided = replace(settings, precision=choice.precision, compile=choice.compile)
-        run_folder.write_json(target / "speed.json", choice.to_dict())
-        run_folder.write_yaml(target / "config.yaml", decided.to_dict())
+        write_json(target / "speed.json", choice.to_dict())
+        write_yaml(target / "config.yaml", decided.to_dict())
         logger.info("%s", choice)
         if bar:
             tqdm.write(str(choice), file=sys.stderr)

@@ -28,7 +28,6 @@ from lamina.training.setting_groups import (
 
 Parallel = Literal["auto", "ddp", "fsdp2"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-Status = Literal["finished", "short", "stuck", "diverged", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
-from lamina.jobs.folder import disk_full
+from lamina.jobs.files import disk_full
 from lamina.training.monitoring.writers import MetricsWriter
 
 

@@ -164,3 +164,36 @@ def test_a_skip_scale_that_is_learned_starts_as_the_constant_one():
             nn.init.constant_(residual.skip_scale, 6.0)
     with torch.no_grad():
         assert torch.equal(learned(input_ids=token_ids()).logits, constant(input_ids=token_ids()).logits)
+
+
+def normed(norm, x):
+    return x if norm is None else norm(x)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_terms_are_those_of_the_formula(record):
+    layer, x, seen = RECORDS[record], torch.randn(2, 5, WIDTH), []
+    attention, feed_forward = plain_modules()
+    block = lamina.wire(attention, feed_forward, layer, WIDTH)
+    plain = block(x)
+    handles = [r.register_terms_hook(seen.append) for r in (block.attention, block.feed_forward)]
+    assert torch.equal(block(x), plain)  # listening changes nothing
+    residuals, streams = (block.attention, block.feed_forward), (x, block.attention(x))
+    del seen[2:]
+    for terms, sublayer, stream, residual in zip(
+        seen, (layer.attention, layer.feed_forward), streams, residuals, strict=True
+    ):
+        source = {"stream": stream, "block_input": x, "both": stream + x}[sublayer.skip]
+        torch.testing.assert_close(terms.source, source)
+        torch.testing.assert_close(terms.skip, sublayer.skip_scale * source)
+        torch.testing.assert_close(
+            terms.output, residual.module(sublayer.pre_scale * normed(residual.pre_norm, stream))
+        )
+        torch.testing.assert_close(terms.branch, normed(residual.out_norm, terms.output))
+        torch.testing.assert_close(terms.sum, terms.skip + terms.branch)
+    torch.testing.assert_close(plain, normed(block.feed_forward.post_norm, seen[1].sum))
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    block(x)
+    assert not seen

@@ -82,7 +82,7 @@ def _text(output: bytes | None) -> str:
 
 def write_record(path: Path, name: str, seed: int, cases: list[Case], seconds: float) -> dict[str, Any]:
     """Write the record of a suite as JSON: counts by group and outcome, every fault, and where it was made."""
-    from lamina.jobs.folder import environment
+    from lamina.jobs.environment import environment
 
     where = environment(seed)
     groups: dict[str, Counter[str]] = {}

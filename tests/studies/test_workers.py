@@ -12,7 +12,7 @@ from training.tiny_runs import SMALL, wait_for
 import lamina
 from lamina.cli import main
 from lamina.errors import TrialsFailed, UserError
-from lamina.jobs import folder as run_folder
+from lamina.jobs.files import read_result
 from lamina.studies import processes
 from lamina.training.settings import PretrainSettings
 
@@ -98,7 +98,7 @@ def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_pa
     assert trial.exit_code() is None
     trial.terminate()
     assert wait_for(lambda: trial.exit_code() is not None)
-    assert run_folder.read_result(tmp_path / "run")["status"] == "interrupted"
+    assert read_result(tmp_path / "run")["status"] == "interrupted"
 
 
 def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, tmp_path):

@@ -114,7 +114,7 @@ def test_the_old_ones_go_only_when_the_new_one_is_whole(trained, tmp_path, monke
     assert seen == [[], ["checkpoint-2"], ["checkpoint-4"]]
 
 
-@pytest.mark.parametrize("where", [(sharding, "save_file"), (torch, "save"), (checkpoints, "settled")])
+@pytest.mark.parametrize("where", [(sharding, "save_file"), (torch, "save"), (checkpoints, "sync_and_hash")])
 def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(trained, whole, tmp_path, monkeypatch, where):
     module, name = where
     original = getattr(module, name)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.jobs.folder import disk_full
+from lamina.jobs.files import disk_full
 from lamina.training import pretrain as pretraining
 from lamina.training.execution.processes import _sendable, launched, lost_another, parallel_of
 from lamina.training.resolve import SHARDED_OPTIMIZERS, check_sharded

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from training.tiny_runs import result
 
-from lamina.jobs import digests
+from lamina.jobs.manifest import MANIFEST, seal
 
 NEW = re.compile(r"\.([qkv])_norm\.")
 
@@ -28,8 +28,8 @@ def rename(path):
     for group in rest["groups"]:
         group["params"] = sorted(former(key) for key in group["params"])
     torch.save(rest, path / "optimizer.pt")
-    (path / digests.MANIFEST).unlink()
-    digests.seal(path)
+    (path / MANIFEST).unlink()
+    seal(path)
 
 
 def test_a_run_of_former_names_is_resumed_bit_for_bit(trained, tmp_path):

@@ -10,7 +10,8 @@ from training.tiny_runs import layers, records, result
 
 from lamina.cli import main
 from lamina.jobs import digests
-from lamina.jobs.folder import write_json, write_text
+from lamina.jobs.files import write_json, write_text
+from lamina.jobs.ledger import ALTERED, LEDGER
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_an_undamaged_folder_differs_in_nothing(run, ended):  # noqa: F811
 
 def test_a_folder_without_a_ledger_is_not_checked(ended, caplog):
     """One of an older Lamina."""
-    (ended / digests.LEDGER).unlink()
+    (ended / LEDGER).unlink()
     environment = json.loads((ended / "environment.json").read_text())
     del environment["digests"]
     (ended / "environment.json").write_text(json.dumps(environment))
@@ -112,7 +113,7 @@ def test_records_that_were_doubled_are_mended(run, runs):  # noqa: F811
 
 @pytest.mark.parametrize("harm", [cut, flip, gone, empty])
 def test_a_damaged_ledger_stops_nothing(run, runs, harm, caplog):  # noqa: F811
-    harm(run / digests.LEDGER)
+    harm(run / LEDGER)
     assert go_on(run) == 0
     assert records(run) == records(runs / "whole")
     assert layers(run).equals(layers(runs / "whole"))
@@ -135,16 +136,16 @@ def test_a_kill_between_the_ledger_and_the_file_is_no_damage(tmp_path):
     assert digests.differences(tmp_path) == []
     digests.begin(tmp_path)  # the next command finds the old content, and that is what counts now
     path.write_text("2")
-    assert digests.differences(tmp_path) == [f"a.json {digests.ALTERED}"]
+    assert digests.differences(tmp_path) == [f"a.json {ALTERED}"]
 
 
 def test_every_line_of_a_ledger_vouches_for_those_before(tmp_path):
     digests.begin(tmp_path)
     for name in "abc":
         write_text(tmp_path / f"{name}.json", name)
-    lines = (tmp_path / digests.LEDGER).read_text().splitlines(keepends=True)
+    lines = (tmp_path / LEDGER).read_text().splitlines(keepends=True)
     for kept in (lines[:2] + lines[3:], [lines[1], lines[0], *lines[2:]]):
-        Path(tmp_path / digests.LEDGER).write_text("".join(kept))
+        Path(tmp_path / LEDGER).write_text("".join(kept))
         (said,) = digests.differences(tmp_path)
         assert "digests.jsonl is" in said
 

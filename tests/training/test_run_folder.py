@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.jobs import folder as run_folder
+from lamina.jobs.files import write_json
 from lamina.training.settings import PretrainSettings
 
 
@@ -185,11 +186,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        run_folder.write_json(path, {"status": "finished"})
+        write_json(path, {"status": "finished"})
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path):
-    run_folder.write_json(tmp_path / "x.json", {"a": math.nan, "b": [math.inf, 1.0]})
+    write_json(tmp_path / "x.json", {"a": math.nan, "b": [math.inf, 1.0]})
     assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail) == {"a": None, "b": [None, 1.0]}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lamina.core.values import home
 from lamina.errors import UserError
-from lamina.jobs import digests
+from lamina.jobs.manifest import MANIFEST, seal, strays, sync, what_is_broken
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ def is_whole(folder: Path) -> bool:
         state = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.iterdir())]
         if _whole.get(folder) == state:
             return True
-        broken = digests.what_is_broken(folder)
-        if broken is None and (others := digests.strays(folder)):
+        broken = what_is_broken(folder)
+        if broken is None and (others := strays(folder)):
             broken = f"{others[0]} is not one of its files"
     except OSError as error:
         state, broken = [], str(error.strerror)
     if broken is None:
         _whole[folder] = state
-    elif (folder / digests.MANIFEST).exists():  # without one it is an older Lamina's, or half deleted
+    elif (folder / MANIFEST).exists():  # without one it is an older Lamina's, or half deleted
         logger.warning("%s: %s; it is made again", folder, broken)
     return broken is None
 
@@ -75,12 +75,12 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
         ) from None
     try:
         write(draft)
-        digests.seal(draft)
+        seal(draft)
         if folder.exists() and not is_whole(folder):
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         try:
             os.replace(draft, folder)
-            digests.sync(folder.parent)
+            sync(folder.parent)
         except OSError:
             # a folder cannot replace one that holds files: another process was first, with the same content
             if not is_whole(folder):

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from lamina.data.sources.network import local_when_unreachable
 from lamina.errors import UserError
-from lamina.jobs.digests import MANIFEST, refuse_damaged
+from lamina.jobs.digests import refuse_damaged
+from lamina.jobs.manifest import MANIFEST
 from lamina.modeling import modeling_lamina
 from lamina.modeling.backbones import loading
 

@@ -9,6 +9,8 @@ from typing import Any
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs import folder as run_folder
+from lamina.jobs.environment import environment
+from lamina.jobs.files import read_result, read_written_yaml, write_json, write_yaml
 from lamina.placements.custom import split_specs
 from lamina.probes.engine import registry
 from lamina.probes.job.settings import ProbeSettings
@@ -44,8 +46,8 @@ def probe_folder(
     measuring = Measuring(settings, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with run_folder.lock(folder):
         run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        run_folder.write_json(folder / "environment.json", run_folder.environment(settings.seed))
-        run_folder.write_yaml(folder / "config.yaml", settings.to_dict())
+        write_json(folder / "environment.json", environment(settings.seed))
+        write_yaml(folder / "config.yaml", settings.to_dict())
         return measuring.run(folder)
 
 
@@ -60,14 +62,14 @@ def spec_by_name(probes: str) -> dict[str, str]:
 
 def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What a folder to resume holds of finished probes. Raises UserError where its settings were others."""
-    stored = run_folder.read_written_yaml(folder / "config.yaml")
+    stored = read_written_yaml(folder / "config.yaml")
     for name, value in settings.to_dict().items():
         if name not in FREE and stored.get(name) != value:
             raise UserError(
                 f"{name}: {value!r} differs from the folder's {stored.get(name)!r} (allowed with --resume: the same, "
                 f"or another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
             )
-    told = (run_folder.read_result(folder) or {}).get("probes") or {}
+    told = (read_result(folder) or {}).get("probes") or {}
     return {
         name: one
         for name, one in told.items()

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs import folder as run_folder
+from lamina.jobs.files import disk_full, write_json, write_text
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.registry import Probe
 from lamina.probes.engine.running import run
@@ -76,7 +76,7 @@ class Measuring:
             self._write("interrupted", "stopped by Ctrl-C; what was finished is kept (--resume goes on)")
             raise
         except Exception as error:
-            if run_folder.disk_full(error):
+            if disk_full(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
             said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             self._write("failed", " ".join(said.split()))
@@ -91,7 +91,7 @@ class Measuring:
 
     def _broken(self, probe: Probe, error: Exception) -> None:
         """Note a probe that failed by a fault of its own; the others are measured all the same."""
-        if run_folder.disk_full(error):
+        if disk_full(error):
             raise error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.debug("%s failed", probe.name, exc_info=error)
@@ -122,7 +122,7 @@ class Measuring:
         for number, (figure, caption) in enumerate(probe.figures(frame), start=1):
             small, left_out = compact(figure)
             name = f"figures/{probe.name}-{number}.json"
-            run_folder.write_text(self.folder / name, str(small.to_json()))
+            write_text(self.folder / name, str(small.to_json()))
             title = figure.layout.title.text or ""
             drawn.append({"file": name, "title": title, "caption": f"{caption} {left_out}".strip()})
         return drawn
@@ -160,7 +160,7 @@ class Measuring:
             | {name: told for name, told in self.told.items() if name not in self.specs},
             "seconds": round(time.monotonic() - self.began, 2),
         }
-        run_folder.write_json(self.folder / "result.json", result)
+        write_json(self.folder / "result.json", result)
         return result
 
     def _inputs(self) -> dict[str, Any]:

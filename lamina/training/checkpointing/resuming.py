@@ -11,8 +11,9 @@ from typing import Any
 
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs.folder import read_result, read_yaml
-from lamina.jobs.replaced import ENDED
+from lamina.jobs.files import read_result, read_yaml
+from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.status import ENDED
 from lamina.placements import Plan
 from lamina.training.checkpointing.rollback import FILE, Rollbacks
 from lamina.training.checkpointing.store import checkpoints, listed_state, newest_checkpoint, run_state, what_is_broken
@@ -96,7 +97,7 @@ def result_to_keep(folder: Path) -> dict[str, Any] | None:
         except UserError as error:
             logger.warning("%s; it is written again from the last checkpoint", str(error).partition(" (allowed")[0])
             return {**result, "status": "interrupted"}
-    elif result is not None and ended and digests.differs(folder / "model" / digests.MANIFEST):
+    elif result is not None and ended and digests.differs(folder / "model" / MANIFEST):
         logger.warning("%s: the model is missing; it is written again from the last checkpoint", folder)
         return {**result, "status": "interrupted"}
     return result

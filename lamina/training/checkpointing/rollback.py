@@ -10,7 +10,7 @@ from typing import Any
 
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs.folder import was_written, write_json
+from lamina.jobs.files import was_written, write_json
 from lamina.training.checkpointing.store import checkpoints, listed_state
 from lamina.training.order import Jump, ahead
 

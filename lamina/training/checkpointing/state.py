@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from lamina.jobs.digests import listed
+from lamina.jobs.manifest import listed
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.store import RUN_STATE
 

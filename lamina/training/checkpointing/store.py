@@ -12,8 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lamina.jobs import digests, replaced
-from lamina.jobs.digests import NOT_A_MANIFEST, Entry, listed, settled, sha256, sync
+from lamina.jobs import manifest, replaced
+from lamina.jobs.manifest import (
+    NOT_A_MANIFEST,
+    Entry,
+    files_in,
+    listed,
+    seal,
+    sha256,
+    strays,
+    sync,
+    sync_and_hash,
+)
 from lamina.training.execution.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -31,7 +41,7 @@ def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] =
         if broken is not None:
             logger.warning("%s: %s; going on from the one before", path, broken)
         elif admitted(run_state(path)):
-            if others := digests.strays(path):
+            if others := strays(path):
                 logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(others[:3]))
             return path
     return None
@@ -67,7 +77,7 @@ def what_is_broken(path: Path) -> str | None:
 
     One whose folder has another step's name is not whole.
     """
-    broken = digests.what_is_broken(path)
+    broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
         return f"it was taken at step {step}, so it is not what its name says"
     return broken
@@ -91,8 +101,8 @@ def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
     processes.together(lambda: _seen(path))
     try:
         yield path
-        files = digests.files_in(path)
-        mine = processes.together(lambda: {f: settled(path / f) for f in files[processes.rank :: processes.size]})
+        files = files_in(path)
+        mine = processes.together(lambda: {f: sync_and_hash(path / f) for f in files[processes.rank :: processes.size]})
         entries = {name: entry for part in processes.everyones(mine) for name, entry in part.items()}
         processes.by_first(lambda: _publish(path, final, entries))
     except BaseException:
@@ -144,7 +154,7 @@ def _seen(path: Path) -> None:
 
 
 def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
-    digests.seal(path, entries)
+    seal(path, entries)
     if final.exists():  # broken, or of a line that was given up: a whole one would have been gone on from
         discard(final)
     os.replace(path, final)

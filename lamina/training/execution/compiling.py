@@ -56,7 +56,7 @@ def structure(block: Block) -> tuple:
     for name, module in block.named_modules():
         described = (name, type(module), tuple((n, p.shape) for n, p in module.named_parameters(recurse=False)))
         if isinstance(module, Residual):
-            described += (module.skip, module._has_skip_scale, module._has_pre_scale)
+            described += module.graph_key
         else:
             window = getattr(module, "sliding_window", None)
             described += (module.extra_repr(), window, getattr(module, "is_sliding", None))

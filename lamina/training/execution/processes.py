@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from lamina.errors import UserError
-from lamina.jobs.folder import disk_full
+from lamina.jobs.files import disk_full
 from lamina.training.settings import PretrainSettings
 
 T = TypeVar("T")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lamina.errors import UserError
 from lamina.modeling.initialization import weights
-from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm, Residual
+from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
+from lamina.modeling.parts import body_of, sublayers
 from lamina.training.execution.compiling import uncompiled
 
 Row = tuple[int, int, str, str, int, str, float]
@@ -27,7 +26,7 @@ class GradientNorms:
     """
 
     def __init__(self, model: nn.Module):
-        _base(model)
+        body_of(model, "layer monitor")
         keys: dict[tuple[int, str, str], int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
@@ -110,7 +109,7 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
     sequence's tokens and channels) of x^0 and of the streams behind every sub-layer together, in row ``index`` 0 the
     largest. One element that stays large through several sub-layers counts in each of them.
     """
-    base = _base(model)
+    base = body_of(model, "layer monitor")
     if isinstance(inputs, torch.Tensor):
         inputs = {base.main_input_name: inputs}
     found: dict[tuple[int, str], torch.Tensor] = {}
@@ -124,10 +123,8 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
         return lambda module, args, output: see(key, output)
 
     handles = []
-    for index, block in enumerate(base.layers):
-        for name in ("attention", "feed_forward"):
-            residual: Residual = getattr(block, name)
-            handles.append(residual.register_forward_hook(behind((index, name))))
+    for index, name, residual in sublayers(base):
+        handles.append(residual.register_forward_hook(behind((index, name))))
     handles.append(base.layers[0].register_forward_pre_hook(lambda m, args: see((-1, "block"), args[0])))
     was_training = model.training
     model.eval()
@@ -160,7 +157,7 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass alone leaves the root's parameters gathered
     keys, sums, magnitudes, mesh = [], [], [], None
-    for layer, sublayer, role, parameter in _gains(_base(model)):
+    for layer, sublayer, role, parameter in _gains(body_of(model, "layer monitor")):
         keys.append((layer, sublayer, role))
         value, whole = parameter.detach(), parameter.numel()
         if isinstance(value, DTensor):
@@ -184,27 +181,14 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
 
 
 def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, torch.Tensor]]:
-    for index, block in enumerate(base.layers):
-        for name in ("attention", "feed_forward"):
-            residual: Residual = getattr(block, name)
-            for role in ("pre_norm", "out_norm", "post_norm"):
-                norm: Any = getattr(residual, role)
-                if isinstance(norm, LaminaNorm) and norm.weight is not None:
-                    yield index, name, role, norm.weight
-            for role in ("skip_scale", "pre_scale"):
-                if isinstance(scale := getattr(residual, role), nn.Parameter):
-                    yield index, name, role, scale
+    for index, name, residual in sublayers(base):
+        for role in ("pre_norm", "out_norm", "post_norm"):
+            norm = getattr(residual, role)
+            if isinstance(norm, LaminaNorm) and norm.weight is not None:
+                yield index, name, role, norm.weight
+        for role in ("skip_scale", "pre_scale"):
+            if isinstance(scale := getattr(residual, role), nn.Parameter):
+                yield index, name, role, scale
     for role, norm in (("embedding_norm", base.embedding_norm), ("final_norm", base.norm)):
         if isinstance(norm, LaminaNorm) and norm.weight is not None:
             yield -1, "block", role, norm.weight
-
-
-def _base(model: nn.Module) -> LaminaModel:
-    """The backbone of a Lamina model. Raises UserError for another model."""
-    base = model if isinstance(model, LaminaModel) else getattr(model, "model", None)
-    if not isinstance(base, LaminaModel):
-        raise UserError(
-            f"layer monitor: {type(model).__name__} is no Lamina model (allowed: one that lamina.build "
-            "makes or lamina convert writes; lamina.probe measures any transformers model)"
-        )
-    return base

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from lamina.jobs import digests
-from lamina.jobs import folder as run_folder
+from lamina.jobs.files import disk_full, write_json, write_text
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import structure_of
 from lamina.probes.engine.registry import Probe, make_all
@@ -117,7 +117,7 @@ class ScheduledProbes(TrainerCallback):
         try:
             run(context, probes, strict=False, done=done)
         except Exception as error:
-            if run_folder.disk_full(error):
+            if disk_full(error):
                 raise
             found.clear()
             context.notes.clear()
@@ -125,7 +125,7 @@ class ScheduledProbes(TrainerCallback):
                 try:
                     run(context, [probe], strict=False, done=done)
                 except Exception as error:
-                    if run_folder.disk_full(error):
+                    if disk_full(error):
                         raise
                     context.notes.append(f"{probe.name} left out: {type(error).__name__}: {error}")
         for probe in probes:
@@ -139,7 +139,7 @@ class ScheduledProbes(TrainerCallback):
         path = self.folder / probe.name / "about.json"
         if not path.is_file():
             words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
-            run_folder.write_json(path, {**words, "over_steps": list(probe.over_steps)})
+            write_json(path, {**words, "over_steps": list(probe.over_steps)})
 
     def _note(self, name: str, step: int, note: str) -> None:
         if (name, note) in self._noted:
@@ -150,7 +150,7 @@ class ScheduledProbes(TrainerCallback):
         (self.folder / name).mkdir(parents=True, exist_ok=True)
         path = self.folder / name / "notes.jsonl"
         before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        run_folder.write_text(path, before + json.dumps({"step": step, "note": note}) + "\n")
+        write_text(path, before + json.dumps({"step": step, "note": note}) + "\n")
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
@@ -177,7 +177,7 @@ def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) 
     for path in folder.glob("*/notes.jsonl"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for line in lines if _step(line) <= after]
-        run_folder.write_text(path, "".join(f"{line}\n" for line in kept))
+        write_text(path, "".join(f"{line}\n" for line in kept))
 
 
 def _step(line: str) -> float:

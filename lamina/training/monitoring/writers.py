@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.jobs import digests
-from lamina.jobs.folder import finite, write_text
+from lamina.jobs.files import finite, write_text
+from lamina.jobs.manifest import entry_of, sync
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Bring what was written to the disk."""
         if self.path.exists():
-            digests.sync(self.path)
+            sync(self.path)
             digests.rewrite(self.path.parent)
         self._unsettled = 0
 
@@ -166,7 +167,7 @@ def checked_parts(folder: Path, pattern: str, files: Mapping[str, Any] | None) -
             logger.warning("%s is missing: what it held is left out", folder / name)
     for part in found:
         name = part.relative_to(folder).as_posix()
-        if name in expected and (not part.is_file() or digests.entry_of(part) != expected[name]):
+        if name in expected and (not part.is_file() or entry_of(part) != expected[name]):
             set_aside(part)
     return [part for part in found if part.exists()]
 

@@ -1,0 +1,58 @@
+"""What a job ran on, and of which kind it is: environment.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lamina.jobs.ledger import LEDGER
+
+ENVIRONMENT = "environment.json"
+
+
+def environment(seed: int, kind: str = "") -> dict[str, Any]:
+    """What environment.json holds: kind, versions, machine, seed, and git revision of the source tree."""
+    versions = {}
+    for package in ("lamina", "torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        **({"kind": str(kind)} if kind else {}),
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "seed": seed,
+        "git_revision": git_revision(),
+        "digests": LEDGER,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of the source tree that this package was imported from; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,117 @@
+"""The files of a job's folder: written whole or not at all, on the disk before they get their name, and read back."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError
+from lamina.jobs import digests
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A temporary path beside ``path``; what was written there is synced to disk and gets its name, whole.
+
+    The one way in which a job writes a file. The ledger of its folder, if there is one, says what it holds. Where the
+    body fails, the temporary file is deleted and ``path`` stays as it was. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        digests.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all. Raises OSError."""
+    with writing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON; NaN and infinities become null, so that any reader takes it."""
+    write_text(path, _json(data))
+
+
+def was_written(path: Path, data: Any) -> bool:
+    """Whether ``write_json`` wrote these data to a file, by its ledger: the file itself may be damaged."""
+    text = _json(data).encode()
+    return digests.entries(path.parent).get(path.name) == (len(text), hashlib.sha256(text).hexdigest())
+
+
+def _json(data: Any) -> str:
+    return json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n"
+
+
+def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML in the order of its keys."""
+    write_text(path, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
+    return read_mapping(path)
+
+
+def read_written_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping that Lamina wrote. Raises UserError where it is not as it was written, too."""
+    if words := digests.differs(path):
+        raise UserError(f"{str(path)!r} {words} (allowed: the file as it was; --overwrite to begin again)")
+    return read_yaml(path)
+
+
+def finite(data: Any) -> Any:
+    """The same data with None for every float that JSON has no number for."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, Mapping):
+        return {k: finite(v) for k, v in data.items()}
+    return [finite(v) for v in data] if isinstance(data, list | tuple) else data
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """A run's result.json, or None where the run has not ended (or the file is not what was written, which is said)."""
+    path = folder / "result.json"
+    if words := digests.differs(path):
+        logger.warning("%s %s: it is not believed", path, words)
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and "status" in data else None
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind an exception; libraries wrap it in errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "os error 28" in str(error) or "No space left on device" in str(error):
+            return True
+        # torch.save's own stream keeps no errno: a write that fell short is all that it says
+        if re.search(r"inline_container.*unexpected pos|PytorchStreamWriter failed|iostream error", str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def full_disk(path: Path) -> OSError:
+    """The error for a full disk that names the folder."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

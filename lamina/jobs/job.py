@@ -1,0 +1,117 @@
+"""A job and its folder: ``with open_job(...) as job`` locks it, claims it, and says of which kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from lamina.jobs.environment import ENVIRONMENT, environment
+from lamina.jobs.files import write_json, write_text, write_yaml
+from lamina.jobs.folder import Resume, claim, in_use, lock, nothing_to_resume, refuse
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
+
+
+class JobSettings(Protocol):
+    """What a job's settings are to its folder: a frozen record that comes from a mapping and goes back into one."""
+
+    output: Any
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], /) -> Self: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+S = TypeVar("S", bound=JobSettings)
+Stored = Callable[[Path], Mapping[str, Any] | None]
+"""Reads the settings that a folder holds; None where it holds none."""
+
+
+class Job(Generic[S]):
+    """A job's settings and its folder. As a context it holds the folder: made by ``open_job``.
+
+    Attributes:
+        settings: complete; of a resumed job those that its folder holds, with what may change.
+        given: what the user gave, by name.
+        resumes: whether the folder holds something to resume.
+    """
+
+    def __init__(self, kind: Kind, settings: S, given: Mapping[str, Any], resume: Resume, overwrite: bool, wait: float):
+        self.kind, self.settings, self.given = kind, settings, given
+        self.folder = Path(settings.output)
+        self.resumes = bool(resume) and in_use(self.folder)
+        self._modes, self._wait = {"resume": resume, "overwrite": overwrite}, wait
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._held.enter_context(lock(self.folder, wait=self._wait))
+        with ExitStack() as undo:
+            undo.callback(self._held.close)
+            self.resumes = claim(self.folder, **self._modes)
+            seed = getattr(self.settings, "seed", 0)
+            write_json(self.folder / ENVIRONMENT, environment(seed, self.kind))  # now it is known as ours
+            undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._held.__exit__(kind, error, traceback)
+
+    def write_json(self, name: str, data: object) -> None:
+        """Write a file of the folder whole or not at all."""
+        write_json(self.folder / name, data)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file of the folder whole or not at all."""
+        write_text(self.folder / name, text)
+
+    def write_yaml(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write a file of the folder whole or not at all."""
+        write_yaml(self.folder / name, data)
+
+
+def open_job(
+    kind: Kind,
+    settings: type[S],
+    given: S | Mapping[str, Any],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    policy: ResumePolicy | None = None,
+    stored: Stored | None = None,
+    wait: float = 0.0,
+) -> Job[S]:
+    """A job whose folder is checked now and touched only in ``with``: what is slow or may fail comes in between.
+
+    Args:
+        kind: of the folder.
+        settings: the record of the job's settings.
+        given: such a record, or only what the user gave, by name.
+        resume: whether to resume what the folder holds; "auto": where it holds something.
+        overwrite: whether to replace it.
+        policy: what a resumed job may change.
+        stored: reads the settings of the job to resume.
+        wait: seconds to wait for another process that holds the folder.
+
+    Raises:
+        UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.
+    """
+    by_name = given if isinstance(given, Mapping) else given.to_dict()
+    defaults = {entry.name: entry.default for entry in fields(settings) if entry.default is not MISSING}  # type: ignore[arg-type]
+    folder = Path(by_name.get("output", defaults["output"]))
+    refuse(folder, resume=resume, overwrite=overwrite)
+    if policy is not None and stored is not None and resume and in_use(folder):
+        known = stored(folder)
+        if known is None and resume is True:
+            raise nothing_to_resume(folder)
+        if known is not None:
+            record = settings.from_dict(policy.merge(known, by_name, defaults))
+            return Job(kind, record, by_name, resume, overwrite, wait)
+    record = settings.from_dict(given) if isinstance(given, Mapping) else given
+    return Job(kind, record, by_name, resume, overwrite, wait)

@@ -1,0 +1,56 @@
+"""The kinds of folders that jobs leave, and which kind a folder is.
+
+A folder says its kind in environment.json. Folders from before there were kinds are known by a file only theirs hold.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+
+from lamina.jobs.environment import ENVIRONMENT
+
+
+class Kind(StrEnum):
+    """What a folder is of."""
+
+    RUN = "run"
+    STUDY = "study"
+    TRANSFER = "transfer"
+    COORD_CHECK = "coord-check"
+    PREFLIGHT = "preflight"
+    PROBING = "probing"
+    MODEL = "model"
+
+
+# Of folders without a kind, in this order: a file that only this kind of folder holds.
+_MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    (Kind.COORD_CHECK, ("coordinates.parquet",)),
+    (Kind.TRANSFER, ("transfer.json",)),
+    (Kind.PREFLIGHT, ("preflight.json",)),
+    (Kind.STUDY, ("study.yaml", ".study.yaml")),
+)
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """The kind of a job's folder; None where no job of Lamina's has written into it."""
+    said = _mapping(folder / ENVIRONMENT).get("kind")
+    if said in set(Kind):
+        return Kind(said)
+    for kind, names in _MARKS:
+        if any((folder / name).is_file() for name in names):
+            return kind
+    if isinstance(_mapping(folder / "result.json").get("probes"), dict):
+        return Kind.PROBING
+    if (folder / "result.json").is_file() or (folder / "config.yaml").is_file():
+        return Kind.RUN
+    return None
+
+
+def _mapping(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,107 @@
+"""The manifest of a folder that is written once: a checkpoint, a saved model, an entry of the data cache.
+
+manifest.json lists each file's size and SHA-256, so what is missing, cut short, or altered is known by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading an altered one raises
+
+Entry = tuple[int, str]
+"""Size in bytes and SHA-256."""
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def entry_of(path: Path) -> Entry:
+    """Size and SHA-256 of a file."""
+    return path.stat().st_size, sha256(path)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of files, to the disk."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_and_hash(path: Path) -> Entry:
+    """Bring a file to the disk; gives its size and SHA-256."""
+    sync(path)
+    return entry_of(path)
+
+
+def checksum(listed: Mapping[str, Entry]) -> str:
+    """The SHA-256 of a list of files: what a manifest knows itself by."""
+    return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
+
+
+def files_in(folder: Path) -> list[str]:
+    """Every file below a folder, by its path from there."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
+    """Write a folder's manifest and bring all to the disk; ``listed`` where the files are there and hashed already."""
+    listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
+    manifest = {"checksum": checksum(listed), "files": listed}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    sync(folder / MANIFEST)
+    for place in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+        sync(place)
+
+
+def listed(folder: Path) -> dict[str, Entry]:
+    """The files that a manifest lists. Raises OSError, or one of NOT_A_MANIFEST where it is altered."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    found = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    if manifest["checksum"] != checksum(found):
+        raise ValueError(f"{MANIFEST} is altered")
+    return found
+
+
+def what_is_broken(folder: Path) -> str | None:
+    """What of a sealed folder is not as it was, naming the file: missing, cut short or altered. None where it is whole.
+
+    Files that the manifest does not list are ``strays``.
+    """
+    try:
+        known = listed(folder)
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        return f"{MANIFEST}: {error.strerror}"
+    except NOT_A_MANIFEST:
+        return f"{MANIFEST} is cut short or altered"
+    for name, (size, digest) in known.items():
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, not {size}"
+            if sha256(folder / name) != digest:
+                return f"{name} is altered"
+        except OSError as error:
+            return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}"
+    return None
+
+
+def strays(folder: Path) -> list[str]:
+    """The files of a sealed folder that its manifest does not list."""
+    known = {*listed(folder), MANIFEST}
+    return [name for name in files_in(folder) if name not in known]

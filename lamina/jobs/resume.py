@@ -1,0 +1,50 @@
+"""The one policy for what a resumed job may change: what it computes stays, how it is run may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from lamina.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePolicy:
+    """What one kind of job may change when it is resumed.
+
+    Attributes:
+        what: the noun in the messages: "run", "study".
+        free: the settings that may change.
+        before: what settings were in folders that are older than them.
+        decided: settings that the job decides when it begins; "auto" stands for what it decided then.
+    """
+
+    what: str
+    free: Collection[str]
+    before: Mapping[str, object] = field(default_factory=dict)
+    decided: Collection[str] = ()
+
+    def merge(
+        self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
+    ) -> dict[str, object]:
+        """The settings to resume with: those given over those stored.
+
+        Args:
+            stored: what the folder holds.
+            given: what the user gave now.
+            defaults: of the settings that neither has.
+
+        Raises:
+            UserError: for a given setting that may not change and differs; it names the first one.
+        """
+        given = {name: value for name, value in given.items() if not (value == "auto" and name in self.decided)}
+        known = {**self.before, **stored}
+        for name, value in given.items():
+            old = known.get(name, defaults.get(name))
+            if name not in self.free and value != old:
+                others = ", ".join(sorted(set(self.free) - {"output"}))
+                raise UserError(
+                    f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "
+                    f"another of {others}; else another --output)"
+                )
+        return {**known, **given}

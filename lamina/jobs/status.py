@@ -1,0 +1,43 @@
+"""How a job, a run or a trial ended: one list of statuses, their order of severity, and which of them are an end."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """What result.json says of a run, from the best to the worst.
+
+    Attributes:
+        FINISHED: trained to the last step and learned.
+        SHORT: trained to the last step; its loss was still falling toward the margin that ``STUCK`` speaks of.
+        STUCK: trained to the last step; the eval loss never got below the corpus's unigram entropy by the margin.
+        INTERRUPTED: Ctrl-C, a signal, or the end of the study ended it; it can be resumed.
+        DIVERGED: the divergence guard ended it.
+        FAILED: an error ended it.
+    """
+
+    FINISHED = "finished"
+    SHORT = "short"
+    STUCK = "stuck"
+    INTERRUPTED = "interrupted"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+
+    @property
+    def severity(self) -> int:
+        """0 for the best."""
+        return list(Status).index(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over: a resumed job leaves it as it is."""
+        return self not in (Status.INTERRUPTED, Status.FAILED)
+
+
+ENDED = tuple(status.value for status in Status if status.ended)
+
+
+def severity(status: str) -> int:
+    """The severity of a status as a file has it; a word that is no status is worse than all."""
+    return Status(status).severity if status in set(Status) else len(Status)
