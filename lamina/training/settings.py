@@ -9,7 +9,7 @@ from lamina.core.values import comma_separated, numbers, place
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
-from lamina.placements.custom import split_specs
+from lamina.placements.resolution import split_specs
 from lamina.training.setting_groups import (
     BlockSettings,
     ExpertSettings,

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs import folder as run_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_result, read_written_yaml, write_json, write_yaml
-from lamina.placements.custom import split_specs
 from lamina.probes.engine import registry
 from lamina.probes.job.settings import ProbeSettings
 
@@ -54,7 +54,7 @@ def probe_folder(
 def spec_by_name(probes: str) -> dict[str, str]:
     """What was asked for by each probe's name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
-    for spec in split_specs(probes):
+    for spec in split(probes, "probe"):
         names = registry.names() if spec == "all" else [registry.make(spec).name]
         specs |= {name: name if spec == "all" else spec for name in names}
     return specs
