@@ -67,8 +67,7 @@ def coord_check(
     blocks, tokenizer = prepare_blocks(
         settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
     )
-    count = min(settings.batch_size, len(blocks.train))
-    ids = torch.stack([blocks.train[i * len(blocks.train) // count]["input_ids"] for i in range(count)])
+    ids = blocks.train.sample(settings.batch_size)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with run_folder.lock(folder):
