@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,7 +58,7 @@ def coord_check(
 
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
-    given = asdict(settings)
+    given = settings.to_dict()
     if resume and has_study(folder):
         refuse_changes(folder, given, FREE, "check")
     runs = settings.runs()
