@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from lamina.data.sources.network import local_when_unreachable
+from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
