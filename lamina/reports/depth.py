@@ -17,12 +17,12 @@ Table = Callable[[Trial], Frame]
 
 
 def gradients(trial: Trial) -> Frame:
-    """The gradient norm of each block: a row a block, a column a step."""
+    """The gradient norm of each block: one row per block, one column per step."""
     return trial.gradients
 
 
 def variances(trial: Trial) -> Frame:
-    """The variance of each block's output: a row a block (0: the embedding), a column a step."""
+    """The variance of each block's output: one row per block (0: the embedding), one column per step."""
     return trial.variances
 
 
@@ -82,7 +82,7 @@ def _mean_with_range(item: Shown, seeds: Sequence[Frame], *, legend: bool) -> Li
         band_x=band.index if several else None,
         low=band.min(axis=1) if several else None,
         high=band.max(axis=1) if several else None,
-        color=item.colour,
+        color=item.color,
         name=item.label,
         group=item.label,
         legend=legend,

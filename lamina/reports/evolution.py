@@ -1,4 +1,4 @@
-"""What scheduled probes saw while a model trained: a section a probe, for a run or for all of a study's placements."""
+"""What scheduled probes saw while a model trained: one section per probe, for one run or all placements of a study."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Quantity:
         return name + (f" ({', '.join(rest)})" if rest else "")
 
     def table(self, trial: Trial) -> Frame:
-        """A row a layer (or distance), a column a step; several values of one place are averaged."""
+        """One row per layer (or distance), one column per step; several values of one place are averaged."""
         rows = trial.probes.get(self.probe, pd.DataFrame())
         for column, value in self.fixed:
             if column not in rows:
@@ -104,7 +104,7 @@ class Drawable(Protocol):
 
 
 def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
-    """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel a placement."""
+    """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel per placement."""
     drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in shown]
     drawn = [(item, table) for item, table in drawn if not table.empty]
     if not drawn:
@@ -155,7 +155,7 @@ def _at_step(table: Frame, step: float, shade: str, by: str, *, legend: bool) ->
 
 
 def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
-    """What a probe says of the whole model (layer -1, or no layer at all), over the steps: a panel a metric."""
+    """What a probe says of the whole model (layer -1, or no layer at all), over the steps: one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in shown:
         rows = frames.get(item.placement, pd.DataFrame())
@@ -179,7 +179,7 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
             Line(
                 x=rows["step"],
                 y=rows["value"].to_numpy(dtype=np.float32),
-                color=item.colour,
+                color=item.color,
                 name=item.label,
                 group=item.label,
                 legend=len(shown) > 1 and item.placement not in named,

@@ -34,7 +34,7 @@ class Monitored:
     by: str = "layer"
 
     def table(self, trial: Trial) -> Frame:
-        """A row a layer, a column a step; empty where nothing was recorded."""
+        """One row per layer, one column per step; empty where nothing was recorded."""
         rows = trial.layers
         rows = rows[rows["metric"].eq(self.metric) & rows["layer"].ge(0)]
         for column in ("sublayer", "role"):
@@ -69,7 +69,7 @@ def largest(shown: Sequence[Shown]) -> go.Figure | None:
             low=low,
             high=high,
             opacity=0.22,
-            color=item.colour,
+            color=item.color,
             name=item.label,
             group=item.label,
             legend=True,
@@ -181,7 +181,7 @@ def _every_step(shown: Sequence[Shown]) -> Section:
                 Line(
                     x=series.index.to_numpy(),
                     y=series.to_numpy(dtype=np.float32),
-                    color=item.colour,
+                    color=item.color,
                     width=1.2,
                     name=item.label,
                     legend=len(shown) > 1,
@@ -253,7 +253,7 @@ def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: s
             Line(
                 x=values["step"],
                 y=values["value"].to_numpy(dtype=np.float32),
-                color=item.colour,
+                color=item.color,
                 width=1.8,
                 dash=dash,
                 name=(f"{item.label}, " if len(shown) > 1 else "") + _words(role),

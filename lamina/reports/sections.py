@@ -19,13 +19,13 @@ from lamina.reports.page import Section, callouts, details, figure, prose
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, rows_of
 from lamina.reports.sentences import sentences
-from lamina.reports.style import Shown, colours, to_html
+from lamina.reports.style import Shown, colors, to_html
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """The ranking, what the figures show of it (each placement's trials at its best rate) and each one's colour."""
+    """The ranking, what the figures show of it (each placement's trials at its best rate) and each one's color."""
     summary = summarize(study.results)
-    colour = colours(study.results["placement"])
+    color = colors(study.results["placement"])
     rates = study.results["learning_rate"]
     shown = []
     for row in rows_of(summary):
@@ -35,22 +35,22 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
         shown.append(
             Shown(
                 placement=row["placement"],
-                colour=colour[row["placement"]],
+                color=color[row["placement"]],
                 trials=tuple(study.trials[i] for i in chosen),
                 status_text=row["status_text"],
             )
         )
-    return summary, shown, colour
+    return summary, shown, color
 
 
-def what_happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str, str]) -> Section:
+def what_happened(study: Study, summary: Frame, shown: list[Shown], color: dict[str, str]) -> Section:
     said = sentences(
         summary,
         gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in shown},
         variances={item.placement: depth.over_seeds(item, depth.variances) for item in shown},
     )
     own = {item.placement: t.plan.initialization for item in shown for t in item.trials if t.plan is not None}
-    html = prose(said, colour) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
+    html = prose(said, color) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
     return Section(name="What happened", title="What happened", html=html)
 
 
@@ -87,7 +87,7 @@ def diagrams(study: Study, shown: list[Shown]) -> Section:
         spec = "" if item.placement == title else f'<span class="spec">{escape(item.placement)}</span>'
         source = f'<p class="source">{escape(scheme.source)}</p>' if scheme else ""
         cards.append(
-            f'<div class="plan" style="border-top-color:{item.colour};width:{width}px"><h3>{escape(title)}{spec}</h3>'
+            f'<div class="plan" style="border-top-color:{item.color};width:{width}px"><h3>{escape(title)}{spec}</h3>'
             f'<div class="drawing">{drawing}</div><pre>{escape(lines)}</pre>{source}</div>'
         )
     html = f"<p>{escape(_DIAGRAMS)}</p><div class=plans>{''.join(cards)}</div>" if cards else ""

@@ -50,7 +50,7 @@ def recorded() -> pd.DataFrame:
 def test_every_recorded_metric_is_in_the_table_and_drawn():
     layers = recorded()
     assert set(layers["metric"]) == set(METRICS)
-    shown = [Shown(placement="pre_ln", colour="#000000", trials=(Trial(layers),))]
+    shown = [Shown(placement="pre_ln", color="#000000", trials=(Trial(layers),))]
     html = "".join(section.html for section in [*by_depth(shown), *monitored.sections(shown)])
     for name, metric in METRICS.items():
         assert f"<figcaption>{escape(metric.caption)}</figcaption>" in html, name

@@ -75,7 +75,7 @@ def _verdict(result: Row) -> str:
 
 
 def _figure(table: Frame) -> go.Figure:
-    """Mean |x| against the width: before the first step and after the last, a line a module."""
+    """Mean |x| against the width: before the first step and after the last, one line per module."""
     sizes: Frame = table[table["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
