@@ -14,7 +14,7 @@ from lamina.probes.directions import Directions, check_tokens, note_streams, onc
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.ratio import Ratio
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 
 WHOSE = {
     "last": "each sequence's last token (Gromov et al. 2024)",

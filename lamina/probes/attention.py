@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.errors import UserError
+from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.outputs import Args, Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.discovery import LayerSite
+from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
 _FARTHEST = 9000.0  # old models mask by adding -10,000
@@ -230,11 +232,11 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
     calls = dict.fromkeys(sites, 0)
     inside: list[int] = []
 
-    def enter(module: nn.Module, args: tuple) -> None:
+    def enter(module: nn.Module, args: Args) -> None:
         inside.append(sites[module][calls[module] % len(sites[module])])
         calls[module] += 1
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+    def leave(module: nn.Module, args: Args, output: Output) -> None:
         inside.pop()
 
     class Watch(TorchDispatchMode):
@@ -244,14 +246,12 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
                 see(inside[-1], args[0], output)
             return output
 
-    handles = [module.register_forward_pre_hook(enter) for module in sites]
-    handles += [module.register_forward_hook(leave) for module in sites]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention in one kernel has no softmax to see
     try:
-        with Watch():
+        with temporary_hooks() as hooks, Watch():
+            hooks += [module.register_forward_pre_hook(enter) for module in sites]
+            hooks += [module.register_forward_hook(leave) for module in sites]
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()

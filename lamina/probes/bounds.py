@@ -12,8 +12,8 @@ import torch
 from lamina.errors import UserError
 from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.last_layer import LastLayer, last_layer_sides
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Bounds(Probe):
         except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
             context.notes.append(f"bounds: Proposition 3.1 is left out: {error}")
         with context.eager_attention(), frozen(context.model):
-            self._blocks(context, record_blocks(context, inputs))
+            self._blocks(context, record_layer_calls(context, inputs))
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
     def _last_layer(self, context: Context, inputs: dict[str, torch.Tensor]) -> None:
@@ -112,7 +112,7 @@ class Bounds(Probe):
         for metric, value in zip(("left", "right", "ratio"), worst, strict=True):
             self._rows.append((layer, "feed_forward", f"{role}_token", 0, metric, value, math.nan))
 
-    def _blocks(self, context: Context, blocks: Sequence[Block]) -> None:
+    def _blocks(self, context: Context, blocks: Sequence[LayerCall]) -> None:
         options = {"tolerance": self.tolerance}
         variances: dict[str, list[Sides]] = {}
         plain: list[tuple[int, torch.Tensor, torch.Tensor]] = []

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.probes.engine.replay import Block
+from lamina.probes.engine.layer_calls import LayerCall
 from lamina.probes.residual_path import Wiring, largest_gain, norm_scale, wirings_of
 from lamina.probes.spectral_norm import largest_singular_value, spectral_norm
-from lamina.probes.structure.discovery import FeedForward, NormSite, Point
+from lamina.probes.structure.sites import FeedForward, NormSite, Point
 from lamina.probes.weight_spectra import stacked_side
 
 
@@ -27,7 +27,7 @@ class Sides:
     right: torch.Tensor
 
 
-def variance_sides(block: Block, num_layers: int, constant: float) -> list[Sides]:
+def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
     """Eq 13 and 21, Var(F) against constant / L, for each branch; Eq 20, Var(Z) against Var(skip) + Var(F), at norms.
 
     L is the number of blocks. Variances are over a token's channels, their mean over the tokens of a sequence.
@@ -53,13 +53,13 @@ def variance_sides(block: Block, num_layers: int, constant: float) -> list[Sides
     return sides
 
 
-def identity_distance(block: Block, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def identity_distance(block: LayerCall, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9's sides but for a constant."""
     distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, **options).value
     return distance, _variance(block.stream).sqrt()
 
 
-def jacobian_sides(block: Block, options: Mapping[str, Any]) -> list[Sides]:
+def jacobian_sides(block: LayerCall, options: Mapping[str, Any]) -> list[Sides]:
     """Eq 19: the block's Jacobian against the bound, as the paper approximates it and by the chain rule alone.
 
     For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
@@ -106,25 +106,25 @@ def jacobian_sides(block: Block, options: Mapping[str, Any]) -> list[Sides]:
     return sides
 
 
-def fused(block: Block) -> bool:
+def fused(block: LayerCall) -> bool:
     """Whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
     wirings: list[Wiring] = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
-def unnormed(block: Block) -> bool:
+def unnormed(block: LayerCall) -> bool:
     """Whether no norm stands on a block's sums, so that its residual path is the identity; they must be known."""
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
 
 
-def post_norm(block: Block, index: int) -> NormSite | None:
+def post_norm(block: LayerCall, index: int) -> NormSite | None:
     """The norm on the sum behind a sub-layer."""
     return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
 
 
-def product_norm(block: Block, feed_forward: FeedForward) -> float:
+def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
     """||W_2 W_1||_2 of a feed-forward's weights, without the product; W_1 is the up-projection, not the gate's."""
     down = _matrix(feed_forward.down[1])
     module = _up_projection(block, feed_forward)
@@ -136,7 +136,7 @@ def product_norm(block: Block, feed_forward: FeedForward) -> float:
     return float(found.value)
 
 
-def _up_projection(block: Block, feed_forward: FeedForward) -> nn.Module:
+def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     """Of two projections the one whose output is not what goes into the nonlinearity."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.structure.discovery import Sublayer
+from lamina.probes.structure.sites import SublayerSite
 
 TOKENS = ("last", "first", "all")
 # Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.
@@ -152,7 +153,7 @@ def note_streams(context: Context) -> None:
         once(context.notes, text)
 
 
-def _ends_normed(sublayer: Sublayer) -> bool:
+def _ends_normed(sublayer: SublayerSite) -> bool:
     return any(norm.role == "post_norm" for norm in sublayer.norms)
 
 
@@ -160,17 +161,6 @@ def once(notes: list[str], text: str) -> None:
     """Append a note that is not there yet."""
     if text not in notes:
         notes.append(text)
-
-
-def ranges(indices: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def check_tokens(tokens: str | None, tokens_per_batch: int | None) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.discovery import LayerSite
+from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 

@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 import torch
 
-from lamina.probes.directions import ranges
+from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.parameters import places, shared_layers
 from lamina.probes.engine.registry import Probe, check_sequences, probe
-from lamina.probes.engine.watching import watch
 from lamina.probes.spikes import spike_scores
 
 _CHUNK = 2**20

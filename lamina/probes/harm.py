@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from lamina.probes.directions import ranges
+from lamina.core.text import ranges
 from lamina.probes.engine.removal import BRANCH, REMOVE
 
 _MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its norms kept"}

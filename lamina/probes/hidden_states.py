@@ -17,7 +17,7 @@ from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.magnitudes import Seen, as_tokens, moments
 from lamina.probes.stream_sentences import FP16_MAX, growth, headroom, massive
 from lamina.probes.stream_totals import BAND, StateTotals, Totals
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 
 _MASSIVE_ROWS = 20
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.block_norms import block_norms, log10_total_norm
-from lamina.probes.directions import ranges
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
 from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectral_norm, typical_stretch
 
@@ -98,7 +98,7 @@ class JacobianProbe(Probe):
         self._rows, self._unfinished = [], 0
         inputs = short_inputs(context, self.sequences, self.tokens)
         with context.eager_attention(), frozen(context.model):
-            blocks = record_blocks(context, inputs)
+            blocks = record_layer_calls(context, inputs)
             wirings = [wirings_of(block.site) for block in blocks]
             start = blocks[0].stream.float().square().mean().sqrt().item()
             expected = expected_sigmas(wirings, start)
@@ -135,7 +135,7 @@ class JacobianProbe(Probe):
             )
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
-    def _block(self, block: Block, *, path: bool) -> dict[str, torch.Tensor]:
+    def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
         """The norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
@@ -151,7 +151,7 @@ class JacobianProbe(Probe):
             norms["residual_path"] = 10 ** found.value.log10().flatten(1).mean(1)
         return norms
 
-    def _measured_sigmas(self, block: Block, wirings: Sequence[Wiring]) -> torch.Tensor:
+    def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
         """The residual path's factor, [sequences], from the sigmas at its norms' inputs."""
         norms = {
             index: norm

@@ -11,16 +11,16 @@ import pandas as pd
 import torch
 from torch import nn
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
-from lamina.probes.directions import ranges
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.hooks import watch
+from lamina.probes.engine.outputs import first_tensor
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
-from lamina.probes.engine.running import forward
-from lamina.probes.engine.watching import watch
-from lamina.probes.structure.tracing import first_tensor
 from lamina.probes.suffixes import Suffixes
 
 METRICS = ("loss", "perplexity")

@@ -10,11 +10,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lamina.probes.directions import Directions, check_tokens, note_streams, ranges
+from lamina.core.text import ranges
+from lamina.probes.directions import Directions, check_tokens, note_streams
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.ratio import Ratio
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 
 
 @probe

@@ -10,10 +10,10 @@ import torch
 
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.watching import watch
 from lamina.probes.ranks import Covariance, spectral_utilisation
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 from lamina.probes.weight_spectra import Row, condition_rows, embedding_rows, inner_width
 
 if TYPE_CHECKING:

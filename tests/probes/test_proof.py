@@ -14,7 +14,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.measure import make_context
 from lamina.probes.job.settings import ProbeSettings
-from lamina.probes.structure.tracing import effective_gain
+from lamina.probes.structure.norms import effective_gain
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 GATED = {f"linear_{what}": 4 for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}

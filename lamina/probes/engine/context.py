@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
-from lamina.probes.structure.discovery import Structure
+from lamina.probes.engine.forward import eager_attention, forward
+from lamina.probes.engine.losses import token_losses
+from lamina.probes.engine.outputs import Output
+from lamina.probes.structure.sites import Structure
 
 
 @dataclass(kw_only=True)
@@ -39,12 +42,12 @@ class Context:
     base: nn.Module
     structure: Structure
     batches: Sequence[Mapping[str, torch.Tensor]]
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     notes: list[str] = field(default_factory=list)
     forwards: int = 0
     progress: Callable[[int, int, str], None] = lambda done, all, what: None
     strict: bool = True
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, object] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     new_weights: Sequence[str] = ()
 
@@ -78,10 +81,8 @@ class Context:
             total += first.numel() if first.ndim == 2 else 256.0 * len(first)
         return total
 
-    def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Any:
+    def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
         """Run the model (without its head where ``head`` is False) on one batch; no cache."""
-        from lamina.probes.engine.running import forward
-
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -94,8 +95,6 @@ class Context:
 
     def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The same of each predicted token, [batch, predicted]."""
-        from lamina.probes.engine.running import token_losses
-
         self.check_head()
         return token_losses(self.model, inputs, self.tokenizer)
 
@@ -110,7 +109,5 @@ class Context:
     @contextmanager
     def eager_attention(self) -> Iterator[None]:
         """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
-        from lamina.probes.engine.running import eager_attention
-
         with eager_attention(self.model):
             yield

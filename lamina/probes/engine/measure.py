@@ -14,15 +14,16 @@ from torch import nn
 from lamina.core.values import text
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.forward import base_of, forward
 from lamina.probes.engine.inputs import NOISE, batches_of, reads_images
 from lamina.probes.engine.loading import load
 from lamina.probes.engine.new_weights import new_head
 from lamina.probes.engine.registry import Probe, make_all
-from lamina.probes.engine.running import base_of, forward, run
+from lamina.probes.engine.running import run
 from lamina.probes.job.settings import ProbeSettings
-from lamina.probes.structure.discovery import Structure
+from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.proof import prove
-from lamina.probes.structure.wiring import find_structure
+from lamina.probes.structure.sites import Structure
 
 logger = logging.getLogger(__name__)
 

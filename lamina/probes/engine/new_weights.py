@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.structure.discovery import Structure
+from lamina.probes.structure.sites import Structure
 
 _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialise them
 

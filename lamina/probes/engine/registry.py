@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from lamina.probes.engine.context import Context
-    from lamina.probes.structure.discovery import Point
+    from lamina.probes.structure.sites import Point
 
 
 class Probe:

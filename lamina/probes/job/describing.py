@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lamina.probes.structure.discovery import LayerSite, Structure
+from lamina.probes.structure.sites import LayerSite, Structure
 
 # What the norms around a sub-layer are called, by the roles that were found there.
 _FAMILIES = {

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.probes.directions import ranges
-from lamina.probes.engine.replay import intercept
-from lamina.probes.engine.running import forward
-from lamina.probes.engine.watching import watch
-from lamina.probes.structure.discovery import LayerSite, Point, Structure
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.hooks import intercept, watch
+from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
@@ -204,7 +203,7 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Te
         return found[key].clone()
 
     mixing = set()
-    with torch.enable_grad(), intercept(points, change, root=root):
+    with torch.enable_grad(), intercept(points, change, roots=[root]):
         forward(root, inputs)
     for kind, layer, number in list(found):
         start, end = found.get(("up", layer, number)), found.get(("post", layer, number))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 from lamina.probes.structure.tracing import Call, Op, Trace
 
 
@@ -33,7 +33,7 @@ class Addition:
 
 
 @dataclass(eq=False)
-class Layer:
+class TracedLayer:
     call: Call
     additions: list[Addition]
     argument: int | str  # where the call's stream is among its arguments
@@ -41,7 +41,7 @@ class Layer:
 
 
 @dataclass(eq=False)
-class Followed:
+class StreamRecord:
     """What following the stream through a call has found; norms are known by the id of their call."""
 
     call: Call
