@@ -10,8 +10,11 @@ import numpy as np
 import pandas as pd
 import torch
 
+from lamina.core.aliases import Frame
 from lamina.probes.directions import Directions, check_tokens, note_streams, once
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, heat_map
+from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.ratio import Ratio
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.structure.sites import Point
@@ -67,13 +70,13 @@ class AngularDistance(Probe):
         self._pairs = np.triu_indices(len(self._states), k=1)
         note_streams(context)
 
-    def points(self) -> Mapping[Any, Point]:
+    def points(self) -> Mapping[int, Point]:
         return self._states
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
+    def see(self, key: int, value: torch.Tensor) -> None:
         self._directions.see(key, value)
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         totals, counts = self._directions.angles()
         first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
         self._angles.add(totals[:, first, second], counts)
@@ -98,9 +101,7 @@ class AngularDistance(Probe):
         ).sort_values(["size", "start"], ignore_index=True)
         return pd.concat([frame, best_blocks(frame)], ignore_index=True)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import heat_map
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         distances = frame[frame["metric"] == "angular_distance"]
         captions = (
             "Angular distance d(l, l + n) of the streams before and behind the block of n layers that starts at layer "
@@ -124,7 +125,7 @@ class AngularDistance(Probe):
             found.append((figure, f"{caption} Angles of {whose}." if whose else caption))
         return found
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         distances = frame[frame["metric"] == "angular_distance"]
         num_layers = int(distances["size"].max())
         by_block = distances.set_index(["size", "start"])["value"]
@@ -141,7 +142,7 @@ class AngularDistance(Probe):
         return [*said, *_early_or_deep(by_block[1].to_numpy())]
 
 
-def best_blocks(frame: Any) -> pd.DataFrame:
+def best_blocks(frame: Frame) -> pd.DataFrame:
     """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are no minimum."""
     rows = []
     for size, group in frame.groupby("size"):
@@ -151,10 +152,10 @@ def best_blocks(frame: Any) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(frame.columns))
 
 
-def scaled_rows(distances: Any) -> pd.DataFrame:
+def scaled_rows(distances: Frame) -> pd.DataFrame:
     """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 where they are all the same."""
 
-    def scale(values: Any) -> Any:
+    def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)
         return (values.clip(low, high) - low) / (high - low) if high > low else values * 0.0
 

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lamina.core.aliases import Frame
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.outputs import Args, Output
+from lamina.probes.engine.figures import Figure, heat_map, lines
+from lamina.probes.engine.outputs import Args, Kwargs, Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.statistics import Running
 from lamina.probes.structure.sites import LayerSite
@@ -110,9 +112,7 @@ class Attention(Probe):
         for head in range(heads):
             yield layer, "attention", "head", head, "max_logit", float(largest[head]), math.nan
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import heat_map, lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         every = frame[frame["role"] == "all"]
         shares = every[every["metric"].isin(["entropy_share", "first_token_share"])]
         made = [
@@ -120,7 +120,7 @@ class Attention(Probe):
                 lines(
                     shares,
                     *("layer", "value"),
-                    colour="metric",
+                    color="metric",
                     title="How spread attention is, and what the first token gets",
                     y_title="share",
                     band="standard_error",
@@ -150,7 +150,7 @@ class Attention(Probe):
         made.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all alike."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]
         spread, first, logit = (every[name] for name in ("entropy_share", "first_token_share", "max_logit"))
         heads = frame[(frame["role"] == "head") & (frame["metric"] == "max_logit")]
@@ -240,7 +240,9 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
         inside.pop()
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Callable[..., Output], types: object, args: Args = (), kwargs: Kwargs | None = None
+        ) -> Output:
             output = func(*args, **(kwargs or {}))
             if func in _SOFTMAX and inside and args[1] in (-1, args[0].ndim - 1):
                 see(inside[-1], args[0], output)

@@ -32,7 +32,7 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
 
     L is the number of blocks. Variances are over a token's channels, their mean over the tokens of a sequence.
     """
-    points: dict[Any, Point] = {}
+    points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
         points["branch", index] = sublayer.contribution
         if (norm := post_norm(block, index)) is not None:
@@ -53,13 +53,13 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
     return sides
 
 
-def identity_distance(block: LayerCall, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def identity_distance(block: LayerCall, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
     """||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9's sides but for a constant."""
-    distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, **options).value
+    distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, tolerance=tolerance).value
     return distance, _variance(block.stream).sqrt()
 
 
-def jacobian_sides(block: LayerCall, options: Mapping[str, Any]) -> list[Sides]:
+def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Eq 19: the block's Jacobian against the bound, as the paper approximates it and by the chain rule alone.
 
     For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
@@ -70,8 +70,8 @@ def jacobian_sides(block: LayerCall, options: Mapping[str, Any]) -> list[Sides]:
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
-    wirings, options = wirings_of(block.site), dict(options)
-    whole = spectral_norm(block, block.stream, batch_dims=1, **options).value
+    wirings = wirings_of(block.site)
+    whole = spectral_norm(block, block.stream, batch_dims=1, tolerance=tolerance).value
     points = {"after": norms[0].output, 0: norms[0].input, 1: norms[1].input}
     with torch.no_grad():
         _, found = block.watch(points, block.stream)
@@ -85,8 +85,8 @@ def jacobian_sides(block: LayerCall, options: Mapping[str, Any]) -> list[Sides]:
         end = feed_forward.contribution
         return block.between(norms[0].output, end, y) * _factor(end)
 
-    mixing = spectral_norm(branch, block.stream, batch_dims=1, **options).value
-    measured = spectral_norm(inner, found["after"], batch_dims=1, **options).value
+    mixing = spectral_norm(branch, block.stream, batch_dims=1, tolerance=tolerance).value
+    measured = spectral_norm(inner, found["after"], batch_dims=1, tolerance=tolerance).value
     scales = [abs(wiring.skip_scale) for wiring in wirings]
 
     def bound(inverse: Sequence[torch.Tensor], jacobian: Any) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
-    points: dict[Any, Point] = {"pre": feed_forward.pre}
+    points: dict[str, Point] = {"pre": feed_forward.pre}
     for number, (path, module) in enumerate(feed_forward.up):
         points[number] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():

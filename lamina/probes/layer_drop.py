@@ -11,11 +11,13 @@ import pandas as pd
 import torch
 from torch import nn
 
+from lamina.core.aliases import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure
 from lamina.probes.engine.forward import forward
 from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.outputs import first_tensor
@@ -161,7 +163,7 @@ class LayerDrop(Probe):
             rows.append((-1, 0, "", metric, *level(whole)))
             for (start, meaning), losses in dropped.items():
                 rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
-        frame: Any = angles.finish(context)
+        frame: Frame = angles.finish(context)
         frame = frame[(frame["metric"] == "angular_distance") & (frame["size"] == self.block)]
         wanted = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
         return rows + list(wanted.itertuples(index=False, name=None))
@@ -171,7 +173,7 @@ class LayerDrop(Probe):
         """Mean loss of each sequence [batch]."""
         return context.token_losses(inputs).double().mean(1)
 
-    def _precise(self, whole: list[float], dropped: Mapping[Any, list[float]]) -> bool:
+    def _precise(self, whole: list[float], dropped: Mapping[Hashable, list[float]]) -> bool:
         pairs = [paired.increase(whole, losses) for losses in dropped.values()]
         return all(error <= self.tolerance * max(abs(value), 0.1) for value, error in pairs)
 
@@ -201,10 +203,10 @@ class LayerDrop(Probe):
         assert self.score is not None
         return float(self.score(context.model)), math.nan
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         return harm.figures(frame)
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         return harm.sentences(frame)
 
 
@@ -227,7 +229,7 @@ def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
     return same
 
 
-def _first_output(output: Any) -> torch.Tensor:
+def _first_output(output: Output) -> torch.Tensor:
     found = first_tensor(output)
     assert found is not None
     return found

@@ -11,10 +11,12 @@ import pandas as pd
 import torch
 from torch import nn
 
+from lamina.core.aliases import Frame
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.forward import forward
 from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.losses import logits_of, masked_positions
@@ -80,7 +82,7 @@ class LogitLens(Probe):
         context.check_head()
         ids = context.batches[0]["input_ids"][:1].to(context.device)
         self._causal = is_causal(model, ids)
-        self._mask: Any = getattr(context.tokenizer, "mask_token_id", None)
+        self._mask: int | None = getattr(context.tokenizer, "mask_token_id", None)
         if not self._causal and self._mask is None:
             raise UserError(
                 "logit_lens: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)"
@@ -149,9 +151,7 @@ class LogitLens(Probe):
                         sums[state] += compare(logits, final, targets[part]).cpu()
         return sums, len(chosen)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         made = []
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
@@ -160,7 +160,7 @@ class LogitLens(Probe):
             figure = lines(
                 frame[frame["metric"].isin(metrics)],
                 *("layer", "value"),
-                colour="metric",
+                color="metric",
                 title=title,
                 x_title="state",
                 y_title=unit,
@@ -169,7 +169,7 @@ class LogitLens(Probe):
             made.append((figure, f"{caption}, read off each state through the model's own final norm and head."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         table = frame[frame["layer"] >= 0].pivot(index="layer", columns="metric", values="value")
         loss, agreement = table["cross_entropy"], table["top1_agreement"]
         last = table.index[-1]

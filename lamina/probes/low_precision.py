@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 import torch
 
+from lamina.core.aliases import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.hooks import intercept
+from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.removal import roots_of
 from lamina.probes.engine.statistics import Running
@@ -122,10 +125,10 @@ class LowPrecision(Probe):
         self._counts = {key: torch.zeros(2, dtype=torch.int64) for key in self._errors}  # overflowed, rounded to 0
         self._elements = dict.fromkeys(self._places, 0)
 
-    def points(self) -> Mapping[Any, Point]:
+    def points(self) -> Mapping[tuple, Point]:
         return self._places
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
+    def see(self, key: tuple, value: torch.Tensor) -> None:
         if self._enough():
             return
         tokens = as_tokens(value, self._context.batches[self._batch])
@@ -146,7 +149,7 @@ class LowPrecision(Probe):
             relative = torch.where(size == 0, 0.0, _norms(error, tokens.valid) / size)  # 0 comes back as 0
             self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         self._seen += len(next(iter(inputs.values())))
         self._batch += 1
 
@@ -177,9 +180,7 @@ class LowPrecision(Probe):
         columns = ["layer", "sublayer", "role", "index", "format", "metric", "value", "standard_error"]
         return pd.DataFrame(rows, columns=columns)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         made = []
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
             shown = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
@@ -188,7 +189,7 @@ class LowPrecision(Probe):
                 figure = lines(
                     shown,
                     *("layer", "value"),
-                    colour="format",
+                    color="format",
                     title=f"Relative error of the {title} in low precision",
                     x_title="state" if role == "state" else "layer",
                     y_title="||q(x) - x|| / ||x||",
@@ -197,7 +198,7 @@ class LowPrecision(Probe):
                 made.append((figure, f"Round trips of the {title} by format; a gap is an overflow to inf."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         errors = states[states["metric"] == "token_error"]
         said = [

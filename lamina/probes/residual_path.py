@@ -34,7 +34,7 @@ class Wiring:
     path_scale: torch.Tensor | float = 1.0
 
 
-def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[Any]) -> torch.Tensor:
+def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """The residual path's Jacobian norm through one block, from the standard deviations at its post-norms' inputs.
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a

@@ -10,9 +10,12 @@ import numpy as np
 import pandas as pd
 import torch
 
+from lamina.core.aliases import Frame
 from lamina.core.text import ranges
 from lamina.probes.directions import Directions, check_tokens, note_streams
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, heat_map, lines
+from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.ratio import Ratio
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.structure.sites import Point
@@ -57,13 +60,13 @@ class Similarity(Probe):
         self._pairs = np.triu_indices(len(self._states), k=1)
         note_streams(context)
 
-    def points(self) -> Mapping[Any, Point]:
+    def points(self) -> Mapping[int, Point]:
         return self._states
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
+    def see(self, key: int, value: torch.Tensor) -> None:
         self._directions.see(key, value)
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         totals, counts = self._directions.cosines()
         first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
         pairs = totals[:, first, second].double()
@@ -85,13 +88,11 @@ class Similarity(Probe):
         found = [cosines.sort_values(["size", "start"], ignore_index=True)]
         if len(self._states) > 2:
             found.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
-        neighbours: Any = cosines[cosines["size"] == 1]
+        neighbours: Frame = cosines[cosines["size"] == 1]
         found.append(neighbours.assign(metric="block_influence", value=1.0 - neighbours["value"]))
         return pd.concat(found, ignore_index=True)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import heat_map, lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])
         by_distance = frame[frame["metric"] == "cosine_by_distance"]
@@ -127,7 +128,7 @@ class Similarity(Probe):
         ]
         return found if len(by_distance) else found[1:]
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
         influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
         farthest = int(curve.index.max()) if len(curve) else 0
@@ -157,6 +158,6 @@ def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     return sums / counts
 
 
-def _rows(start: Any, size: Any, metric: str, ratio: Ratio) -> Any:
+def _rows(start: Frame, size: Frame, metric: str, ratio: Ratio) -> Frame:
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

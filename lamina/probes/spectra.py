@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
+from lamina.core.aliases import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.ranks import Covariance, spectral_utilisation
@@ -214,11 +216,9 @@ class Spectra(Probe):
                 raise UserError(f"spectra: activations of layer {key[0]} are not finite ({key[1]})")
             self._ranks[key] = spectral_utilisation(values)
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
-        from lamina.probes.engine.figures import lines
-
-        found, table = [], cast("Any", frame)
+        found, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"]
         if len(spectrum):
             axes = {"x_title": "rank", "y_title": "eigenvalue / median", "log_y": True}
@@ -229,19 +229,19 @@ class Spectra(Probe):
         conditions = table[table.metric == "condition_number"]
         if len(conditions):
             axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
-            figure = lines(conditions, "layer", "value", colour="role", title="Condition numbers", **axes)
+            figure = lines(conditions, "layer", "value", color="role", title="Condition numbers", **axes)
             found.append((figure, "Condition number of each projection of the feed-forward."))
         ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
         for metric in RANKS if len(ranks) else ():
             figure = lines(
-                ranks[ranks.metric == metric], "layer", "value", colour="role", title=_TITLES[metric], y_title=metric
+                ranks[ranks.metric == metric], "layer", "value", color="role", title=_TITLES[metric], y_title=metric
             )
             found.append((figure, _CAPTIONS[metric]))
         return found
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         """The spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
-        said, table = [], cast("Any", frame)
+        said, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             said.append(

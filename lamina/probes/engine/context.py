@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -15,6 +17,13 @@ from lamina.probes.engine.forward import eager_attention, forward
 from lamina.probes.engine.losses import token_losses
 from lamina.probes.engine.outputs import Output
 from lamina.probes.structure.sites import Structure
+
+
+class RunState(TypedDict, total=False):
+    """Of a model at a state of a run: the step, and the run's folder."""
+
+    step: int
+    run: Path
 
 
 @dataclass(kw_only=True)
@@ -47,7 +56,7 @@ class Context:
     forwards: int = 0
     progress: Callable[[int, int, str], None] = lambda done, all, what: None
     strict: bool = True
-    state: dict[str, object] = field(default_factory=dict)
+    state: RunState = field(default_factory=RunState)
     warnings: list[str] = field(default_factory=list)
     new_weights: Sequence[str] = ()
 

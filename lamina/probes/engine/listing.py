@@ -51,7 +51,7 @@ def _name(decorator: ast.expr) -> str:
     return decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
 
 
-def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+def _texts(node: ast.ClassDef) -> Iterator[tuple[str, object]]:
     """The class attributes that are plain values (adjacent string literals are one)."""
     for statement in node.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:

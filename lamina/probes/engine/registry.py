@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from lamina.probes.engine.context import Context
+    from lamina.probes.engine.figures import Figure
+    from lamina.probes.engine.outputs import Output
     from lamina.probes.structure.sites import Point
 
 
@@ -61,7 +63,7 @@ class Probe:
     def see(self, key: Any, value: torch.Tensor) -> None:
         """A watched tensor [batch, tokens, channels] at the moment that it appears; not to be kept or changed."""
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         """After a forward pass: its inputs (input_ids [batch, tokens] or pixel_values) and the model's output."""
 
     def standard_error(self) -> float | None:
@@ -75,7 +77,7 @@ class Probe:
         """The tidy result. Layers count from 0; state l is the stream before layer l, state N that behind the last."""
         raise NotImplementedError
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Figure, str]]:
         """Plotly figures of a result, each with its caption (plain text)."""
         return []
 
@@ -84,7 +86,7 @@ class Probe:
         return []
 
 
-def check_sequences(name: str, sequences: Any) -> int:
+def check_sequences(name: str, sequences: object) -> int:
     """The option ``sequences`` of a probe: how many it measures, 0 for all. Raises UserError for what is no count."""
     if isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 0:
         raise UserError(f"{name}: option 'sequences' is {sequences!r} (allowed: a whole number, 0 for all)")
@@ -111,7 +113,7 @@ def probe(cls: type[Probe]) -> type[Probe]:
     return cls
 
 
-def options_of(made: type[Probe]) -> dict[str, Any]:
+def options_of(made: type[Probe]) -> dict[str, object]:
     """The options of a probe with their defaults."""
     if made.__init__ is object.__init__:
         return {}

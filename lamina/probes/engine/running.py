@@ -117,7 +117,7 @@ def _streams(probe: Probe) -> bool:
 def _forward_passes(
     context: Context, probes: Sequence[Probe], tolerance: float, seconds: MutableMapping[Probe, float]
 ) -> None:
-    points: dict[tuple[int, Any], Point] = {}
+    points: dict[tuple[int, Hashable], Point] = {}
     streaming = []
     for number, probe in enumerate(probes):
         watched = probe.points()
@@ -129,7 +129,7 @@ def _forward_passes(
     head = any("logits" in probe.needs for probe in streaming)
     root = context.model if head else context.base
 
-    def see(key: tuple[int, Any], value: torch.Tensor) -> None:
+    def see(key: tuple[int, Hashable], value: torch.Tensor) -> None:
         began = time.monotonic()
         probes[key[0]].see(key[1], value)
         seconds[probes[key[0]]] += time.monotonic() - began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from lamina.errors import UserError
 from lamina.probes.engine.forward import takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 from lamina.probes.structure.stream import read_layer
-from lamina.probes.structure.traced import Branch
 from lamina.probes.structure.traced import Branch, TracedLayer
 from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
@@ -143,7 +141,7 @@ def _suggest(model: nn.Module, allowed: bool = False) -> str:
 
 
 def _num_layers(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     if config is None:
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

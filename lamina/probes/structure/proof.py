@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,9 +64,9 @@ def _few(inputs: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.Tens
     return {"input_ids": torch.cat([ids.roll(shift, 1) for shift in range(SEQUENCES)])}
 
 
-def _parts(structure: Structure) -> dict[Any, Any]:
+def _parts(structure: Structure) -> dict[Hashable, Point]:
     """What the sum of each layer is checked with: contributions, and both sides of the norms on the stream."""
-    points: dict[Any, Any] = {}
+    points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
         for number, sublayer in enumerate(site.sublayers):
@@ -84,14 +83,14 @@ def _parts(structure: Structure) -> dict[Any, Any]:
     return points
 
 
-def _watched(root: nn.Module, points: Mapping[Any, Any], inputs: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    found: dict[Any, torch.Tensor] = {}
+def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Mapping[str, torch.Tensor]) -> dict[Hashable, torch.Tensor]:
+    found: dict[Hashable, torch.Tensor] = {}
     with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
     return found
 
 
-def _check_axes(structure: Structure, found: Mapping[Any, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+def _check_axes(structure: Structure, found: Mapping[Hashable, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
     given = next(iter(inputs.values()))
     for state in structure.states():
         if state not in found:
@@ -108,7 +107,7 @@ def _check_axes(structure: Structure, found: Mapping[Any, torch.Tensor], inputs:
             )
 
 
-def _check_agreement(structure: Structure, first: Mapping[Any, torch.Tensor], second: Mapping[Any, Any]) -> None:
+def _check_agreement(structure: Structure, first: Mapping[Hashable, torch.Tensor], second: Mapping[Hashable, torch.Tensor]) -> None:
     for state in structure.states():
         if first[state].shape != second[state].shape or _apart(first[state], second[state]) > _tolerance(first[state]):
             raise UserError(
@@ -117,7 +116,7 @@ def _check_agreement(structure: Structure, first: Mapping[Any, torch.Tensor], se
             )
 
 
-def _check_batch(structure: Structure, found: Mapping[Any, torch.Tensor], alone: Mapping[Any, torch.Tensor]) -> None:
+def _check_batch(structure: Structure, found: Mapping[Hashable, torch.Tensor], alone: Mapping[Hashable, torch.Tensor]) -> None:
     for state in structure.states():
         one = found[state][:1]
         if alone[state].shape != one.shape or _apart(one, alone[state]) > _tolerance(one):
@@ -128,7 +127,7 @@ def _check_batch(structure: Structure, found: Mapping[Any, torch.Tensor], alone:
 
 
 def _check_tokens(
-    structure: Structure, found: Mapping[Any, torch.Tensor], root: nn.Module, inputs: Mapping[str, torch.Tensor]
+    structure: Structure, found: Mapping[Hashable, torch.Tensor], root: nn.Module, inputs: Mapping[str, torch.Tensor]
 ) -> None:
     ids = inputs["input_ids"].clone()
     other = ids[0] != ids[0, 0]
@@ -155,7 +154,7 @@ def _tolerance(x: torch.Tensor) -> float:
     return max(_SAME, _ROUNDINGS * torch.finfo(x.dtype).eps)
 
 
-def _adds_up(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> bool:
+def _adds_up(site: LayerSite, found: Mapping[Hashable, torch.Tensor]) -> bool:
     """Whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
 
     The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
@@ -185,7 +184,7 @@ def _adds_up(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> bool:
 
 def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> set[tuple[int, int]]:
     """(layer, sub-layer) of what looks like a feed-forward but carries something from token to token (RWKV's WKV)."""
-    points: dict[Any, Point] = {}
+    points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
             if sublayer.feed_forward is not None:
@@ -193,9 +192,9 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Te
                 post = sublayer.feed_forward.post
                 points["up", site.index, number] = Point(module, path, "input", post.call)
                 points["post", site.index, number] = post
-    found: dict[Any, torch.Tensor] = {}
+    found: dict[tuple, torch.Tensor] = {}
 
-    def change(key: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    def change(key: tuple, tensor: torch.Tensor) -> torch.Tensor | None:
         if key[0] == "post":
             found[key] = tensor
             return None
@@ -229,7 +228,7 @@ def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
     return replace(site, sublayers=sublayers)
 
 
-def _without_gated(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> LayerSite:
+def _without_gated(site: LayerSite, found: Mapping[Hashable, torch.Tensor]) -> LayerSite:
     """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):

@@ -11,13 +11,13 @@ import torch
 
 from lamina.probes.structure.branches import describe_branches
 from lamina.probes.structure.traced import Addition, Branch, StreamRecord, TracedLayer, inside
-from lamina.probes.structure.tracing import Call, Op, Trace
+from lamina.probes.structure.tracing import Call, Factor, Op, Trace
 
 
 @dataclass(frozen=True)
 class _Part:
     source: Call
-    factor: Any = None
+    factor: Factor = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Reader:
         self.sums: dict[int, _Sum] = {}  # by their values
 
     def read(self, argument: int | str, describe: bool) -> TracedLayer:
-        events: list[tuple[int, Any]] = [(c.ended, c) for c in self.found.calls] + [(o.time, o) for o in self.found.ops]
+        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.found.calls] + [(o.time, o) for o in self.found.ops]
         for _, event in sorted(events, key=lambda e: e[0]):
             if isinstance(event, Call):
                 self._leave(event)

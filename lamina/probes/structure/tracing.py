@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.modeling.hooks import temporary_hooks
@@ -62,6 +63,10 @@ class Call:
         return other.began <= self.began and self.ended <= other.ended
 
 
+Factor: TypeAlias = torch.Tensor | float | None  # what a branch is multiplied by; None: by nothing
+Factors: TypeAlias = tuple[object, object] | None  # what each operand of a scaling is multiplied by
+
+
 @dataclass(eq=False)
 class Op:
     """An operation that matters: kind add | scale | same | parts | activation | attention | choice."""
@@ -71,7 +76,7 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     call: Call | None
-    factor: Any = None
+    factor: Factors = None
 
 
 @dataclass(eq=False)
@@ -101,7 +106,9 @@ class _Follower(TorchDispatchMode):
             self.alive.append(tensor)
         return self.values[id(tensor)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Output:
         kind = _kind(func, args)
         inputs = tuple(self.value(a) for a in args if isinstance(a, torch.Tensor)) if kind else ()
         result = func(*args, **(kwargs or {}))
@@ -136,7 +143,7 @@ class _Follower(TorchDispatchMode):
             call.output = self.value(tensor)
 
 
-def _kind(func: Any, args: tuple) -> str | None:
+def _kind(func: OpOverload, args: Args) -> str | None:
     if func in _ADD:
         return "add" if isinstance(args[1], torch.Tensor) else None
     if func in _SCALE:
