@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,11 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
-    from lamina.reports import study_report
     from lamina.studies.compare import compare as run
     from lamina.studies.settings import CompareSettings
 
     made = CompareSettings.from_dict(settings)
-    with _page(study_report, Path(made.output), "results.csv"):
+    with _page(Path(made.output), "results.csv"):
         results = run(made, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
@@ -52,12 +51,11 @@ def probe_folder(
     """
     from lamina.probes.job.folder import probe_folder as run
     from lamina.probes.job.settings import ProbeSettings
-    from lamina.reports import probing_report
     from lamina.reports.pictures import draw
 
     made = ProbeSettings.from_dict(settings)
     folder = Path(made.output)
-    with _page(probing_report, folder, "result.json"):
+    with _page(folder, "result.json"):
         result = run(made, resume=resume, overwrite=overwrite, bar=bar)
     if png:
         draw(folder)
@@ -72,7 +70,6 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
-    from lamina.reports import run_report
     from lamina.training.pretrain import pretrain as run
     from lamina.training.settings import PretrainSettings
 
@@ -83,7 +80,7 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
         made = settled(made, settings)
     result = run(made, resume=resume, overwrite=overwrite, bar=bar)
     if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
-        run_report(Path(made.output))
+        _write_page(Path(made.output))
     return result
 
 
@@ -116,9 +113,8 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
         losses = [item.burn_in.losses for item in found]
         records = {"command": made.command(), "rows": rows.to_dict("records"), "losses": losses}
         write_json(target / "preflight.json", records)
-        from lamina.reports.preflight import preflight_report
 
-        preflight_report(target)
+        _write_page(target)
     return rows
 
 
@@ -130,13 +126,12 @@ def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
-    from lamina.reports.coordinates import coordinates_report
     from lamina.studies.coordinates import coord_check as run
     from lamina.studies.width_settings import CoordCheckSettings
 
     made = CoordCheckSettings.from_dict(settings)
     found = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    coordinates_report(Path(made.output))
+    _write_page(Path(made.output))
     return found
 
 
@@ -150,12 +145,11 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
-    from lamina.reports.transfer import transfer_report
     from lamina.studies.transfer import transfer as run
     from lamina.studies.width_settings import TransferSettings
 
     made = TransferSettings.from_dict(settings)
-    with _page(transfer_report, Path(made.output), "transfer.json"):
+    with _page(Path(made.output), "transfer.json"):
         results = run(made, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
@@ -168,12 +162,18 @@ def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
 
 
 @contextmanager
-def _page(report: Callable[[Path], Any], folder: Path, result: str) -> Iterator[None]:
+def _page(folder: Path, result: str) -> Iterator[None]:
     """Write the page once the work is done; an interrupted one gets that of what is there, if its ``result`` is."""
     try:
         yield
     except KeyboardInterrupt:
         if (folder / result).is_file():
-            report(folder)
+            _write_page(folder)
         raise
+    _write_page(folder)
+
+
+def _write_page(folder: Path) -> None:
+    from lamina.reports import report
+
     report(folder)

@@ -65,3 +65,12 @@ def out_of_memory(error: BaseException | None) -> str | None:
             return "out of memory"
         error = error.__cause__ or error.__context__
     return None
+
+
+def one_line(error: object) -> str:
+    """An error as one line that is safe to print: control characters escaped, cut at 300 characters."""
+    text = " ".join(str(error).split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    name = type(error).__name__ if isinstance(error, BaseException) else ""
+    text = text if len(text) <= 300 else text[:299] + "…"
+    return (f"{name}: {text}" if text else name) if name else text

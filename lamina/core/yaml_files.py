@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lamina.core.aliases import Json
+from lamina.core.json_types import Json
 from lamina.errors import UserError, shortened
 
 LARGEST = 4 * 2**20  # bytes: a full plan of 512 layers has less than one

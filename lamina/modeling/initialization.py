@@ -1,7 +1,6 @@
 """What a model's weights start from: an initialiser gives each weight, by its role, a standard deviation.
 
-Roles are read off the modules' own attribute names (exact, a table), never guessed from substrings; a name that means
-another thing in each sub-layer stands there with the sub-layer's before it.
+Roles are read off the modules' own attribute names by a table (core/architectures.py), never guessed from substrings.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lamina.core import specs
+from lamina.core.architectures import ROLES
 from lamina.core.registry import Registry
 from lamina.core.values import is_finite
 from lamina.errors import UserError
@@ -23,28 +23,6 @@ from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.profiling import profile_admin
 
-ROLES = {
-    "q_proj": "query",
-    "q_a_proj": "query_down",
-    "q_b_proj": "query",
-    "k_proj": "key",
-    "kv_a_proj_with_mqa": "key_value_down",
-    "kv_b_proj": "key_value",
-    "v_proj": "value",
-    "o_proj": "attention_out",
-    "gate_proj": "gate",
-    "up_proj": "feed_forward_in",
-    "gate_up_proj": "gate_and_in",
-    "qkv_proj": "query_key_value",
-    "fc1": "feed_forward_in",
-    "down_proj": "feed_forward_out",
-    "fc2": "feed_forward_out",
-    "gate": "router",
-    "Wqkv": "query_key_value",
-    "attention.Wo": "attention_out",
-    "Wi": "gate_and_in",
-    "feed_forward.Wo": "feed_forward_out",
-}
 BRANCH_OUT = ("attention_out", "feed_forward_out")
 _WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")

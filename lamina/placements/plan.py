@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from lamina.core.aliases import Json
+from lamina.core.json_types import Json
 from lamina.core.values import is_finite
 from lamina.errors import UserError, nearest
 

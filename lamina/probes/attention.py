@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
 from lamina.probes.engine.context import Context

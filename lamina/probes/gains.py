@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, probe

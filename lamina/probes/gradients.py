@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines

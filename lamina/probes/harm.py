@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.removal import BRANCH, REMOVE

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
@@ -144,7 +144,9 @@ class HiddenStates(Probe):
         rows.append(place | _row("growth_exponential_r2", r_squared(logarithms)))
         return _frame(rows)
 
-    def _state_rows(self, totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[dict[str, object]]:
+    def _state_rows(
+        self, totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Iterator[dict[str, object]]:
         for name in ("variance", "token_variance", "mean", "abs_mean", "rms"):
             yield _row(name, *_average(totals, name))
         largest = float(totals.abs_max)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes import harm, paired
@@ -20,7 +19,7 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure
 from lamina.probes.engine.forward import forward
 from lamina.probes.engine.hooks import watch
-from lamina.probes.engine.outputs import first_tensor
+from lamina.probes.engine.outputs import stream_of
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
 from lamina.probes.suffixes import Suffixes
@@ -220,16 +219,10 @@ def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
     """The starts at which the two meanings are one: the layers hand on what they get once nothing is added to it."""
     inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
     same = set()
-    with Suffixes(context, lambda: _first_output(forward(context.base, inputs))) as passes:
+    with Suffixes(context, lambda: stream_of(forward(context.base, inputs))) as passes:
         passes.full()
         for start in starts:
             passes.without(start, size)
             if passes.without_branches(start, size) is None:
                 same.add(start)
     return same
-
-
-def _first_output(output: Output) -> torch.Tensor:
-    found = first_tensor(output)
-    assert found is not None
-    return found

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.causality import is_causal

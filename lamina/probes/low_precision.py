@@ -10,7 +10,7 @@ from typing import Literal
 import pandas as pd
 import torch
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context

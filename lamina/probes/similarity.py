@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.probes.directions import Directions, check_tokens, note_streams
 from lamina.probes.engine.context import Context

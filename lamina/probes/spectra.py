@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from lamina.core.aliases import Frame
+from lamina.core.frames import Frame
 
 FP16_MAX = 65504.0
 FITS = 0.7  # R^2 from which a curve's shape is named

@@ -14,11 +14,11 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from lamina.errors import UserError
+from lamina.jobs import columns
 from lamina.jobs import folder as run_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_result, write_json, write_text
 from lamina.jobs.status import ENDED
-from lamina.probes import spikes
 from lamina.studies.record import (
     has_study,
     read_study,
@@ -31,11 +31,7 @@ from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
 from lamina.training.settings import PretrainSettings
 
-COLUMNS = (
-    *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
-    *spikes.COLUMNS,
-    *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
-)
+COLUMNS = columns.names()
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 

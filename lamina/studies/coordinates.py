@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,7 +58,7 @@ def coord_check(
 
     folder = Path(settings.output)
     run_folder.refuse(folder, resume=resume, overwrite=overwrite)
-    given = asdict(settings)
+    given = settings.to_dict()
     if resume and has_study(folder):
         refuse_changes(folder, given, FREE, "check")
     runs = settings.runs()
@@ -68,8 +67,7 @@ def coord_check(
     blocks, tokenizer = prepare_blocks(
         settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
     )
-    count = min(settings.batch_size, len(blocks.train))
-    ids = torch.stack([blocks.train[i * len(blocks.train) // count]["input_ids"] for i in range(count)])
+    ids = blocks.train.sample(settings.batch_size)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with run_folder.lock(folder):

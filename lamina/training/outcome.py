@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.jobs import columns
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
@@ -29,7 +30,7 @@ def outcome(
     model: torch.nn.Module,
     plan: Plan,
 ) -> dict[str, Any]:
-    """The numbers of a run that ended with ``status``."""
+    """The numbers of a run that ended with ``status``: a value for each measured column of ``lamina.jobs.columns``."""
     steps = trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
     timed = recorder.training_steps * recorder.tokens_per_step
@@ -39,7 +40,7 @@ def outcome(
     init = init if settings.from_model is None else "checkpoint"
     mix = recorder.mix(steps)
     spikes = recorder.processes.by_first(lambda: spike_columns(Path(settings.output)))
-    return {
+    result: dict[str, object] = {
         "status": status,
         "eval_loss": loss,
         "perplexity": safe_exp(loss),
@@ -56,6 +57,7 @@ def outcome(
         **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
+    return columns.checked(result)
 
 
 def training_flops(model: torch.nn.Module, plan: Plan, sequence_length: int) -> float:

@@ -13,8 +13,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
-from lamina.data.corpus import changed_since
-from lamina.data.mix import parse_mix
+from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import was_written
@@ -194,8 +193,7 @@ def _changed(corpus: str, noted: Path) -> str:
     """The corpus' files that are newer than the run's last start, as a part of a sentence."""
     if not noted.is_file():
         return ""
-    parts = [part.corpus for part in parse_mix(corpus)] or [corpus]
-    found = [str(path) for part in parts for path in changed_since(part, noted.stat().st_mtime)]
+    found = [str(path) for path in Corpus.parse(corpus).changed_since(noted.stat().st_mtime)]
     return f"; changed since: {', '.join(found[:3])}{', ...' * (len(found) > 3)}" if found else ""
 
 

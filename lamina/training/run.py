@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
-from lamina.data.mixed_blocks import MixedBlocks
+from lamina.data.blocks import spread
 from lamina.jobs import digests
 from lamina.jobs.files import write_json, write_yaml
 from lamina.jobs.status import Status
@@ -67,7 +67,7 @@ class Line:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.plan = source.plan_of(settings, config.num_hidden_layers)
         torch.manual_seed(settings.seed)
-        profile = profile_ids(blocks, settings)
+        profile = blocks.train.sample(settings.batch_size)
         scaling = width_scaling_of(settings)
         if settings.from_model is None:
             self.model = build(
@@ -88,12 +88,12 @@ class Line:
         if state:
             self.guard.restore(state["guard"])
         monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
-        monitor_ids = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), monitor_blocks)])
+        monitor_ids = blocks.eval.sample(monitor_blocks)
         tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
         returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
         first, logged = crew.first, int(state["logged_step"]) if state else 0
         files, records = (state.get("files"), state.get("records")) if state else (None, None)
-        train: Any = blocks.train.drawn(settings.seed) if isinstance(blocks.train, MixedBlocks) else blocks.train
+        train = blocks.train.for_run(settings.seed)
         order = TrainOrder(
             len(train),
             steps=settings.steps,
@@ -104,15 +104,13 @@ class Line:
             done=state["step"] if state else 0,
             rank=crew.rank,
             size=crew.size,
-            shuffled=not (settings.streaming or isinstance(train, MixedBlocks)),
+            shuffled=not train.in_order,
         )
-        if settings.streaming:
-            train.load_state_dict(state["stream"] if state else None, tell=first)
-        realised = _realised(train, order)
-        if realised and first and not state:
-            for name, part in realised(settings.steps).items():
-                if part.get("epochs", 0) > 1:
-                    logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
+        train.load_state_dict(state.get("stream") if state else None, verbose=first)
+        if first and not state:
+            for name, part in train.realized(order.spans(settings.steps)).items():
+                if (epochs := part.get("epochs", 0.0)) > 1:
+                    logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
         self.recorder = RunRecorder(
             metrics=MetricsWriter(target, resumed_step, returns, logged, records) if first else NoWriter(),
             layers=LayersWriter(target, resumed_step, files) if first else NoWriter(),
@@ -123,7 +121,7 @@ class Line:
             track_layers=bool(settings.reports()),
             bar=bar,
             processes=crew,
-            realised=realised,
+            realized=lambda step: train.realized(order.spans(step)),
         )
         if state and "evaluations" in state:
             self.recorder.take_up(state["evaluations"])
@@ -134,7 +132,7 @@ class Line:
 
         def on_checkpoint() -> dict[str, Any]:
             self.recorder.before_checkpoint()
-            upto = order.start(self.trainer.state.global_step + 1)
+            stream = train.state_dict(order.start(self.trainer.state.global_step + 1))
             return {
                 "rollbacks": len(rollbacks.done),
                 "evaluations": self.recorder.evaluations(),
@@ -142,7 +140,7 @@ class Line:
                 "returns": rollbacks.to_list(),
                 "records": self.recorder.metrics.known(),
                 "files": digests.entries(target),
-                **({"stream": train.state_dict(upto)} if settings.streaming else {}),
+                **({} if stream is None else {"stream": stream}),
                 **identity(settings, self.plan, blocks.stats.fingerprint),
             }
 
@@ -244,22 +242,6 @@ def _settle(
     return settings
 
 
-def profile_ids(blocks: Blocks, settings: PretrainSettings) -> torch.Tensor:
-    """Some blocks of the text to train on, [at most batch_size, sequence_length]."""
-    train: Any = blocks.train
-    if settings.streaming:
-        rows = train.sample[spread(len(train.sample), settings.batch_size)]
-        return torch.from_numpy(rows.astype("int64"))
-    return torch.stack([train[i]["input_ids"] for i in spread(len(train), settings.batch_size)])
-
-
-def _realised(train: Any, order: TrainOrder) -> Callable[[int], dict[str, dict[str, float]]] | None:
-    """By the step, what each corpus of a mix has given; None where the corpus is one."""
-    if not isinstance(train, MixedBlocks):
-        return None
-    return lambda step: train.realised(order.spans(step))
-
-
 def _tensorboard(settings: PretrainSettings) -> list[Any]:
     if "tensorboard" not in settings.reports():
         return []
@@ -267,9 +249,3 @@ def _tensorboard(settings: PretrainSettings) -> list[Any]:
     from transformers.integrations.integration_utils import TensorBoardCallback
 
     return [TensorBoardCallback(SummaryWriter(str(Path(settings.output) / "tensorboard")))]
-
-
-def spread(available: int, wanted: int) -> list[int]:
-    """``wanted`` indices (or all) spread evenly over ``available``: the same ones in every run."""
-    wanted = min(wanted, available)
-    return [i * available // wanted for i in range(wanted)]

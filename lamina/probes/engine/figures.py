@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pandas as pd
+
+from lamina.core.frames import Frame
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

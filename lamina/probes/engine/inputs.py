@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from lamina.data.corpus import EMBEDDED
+from lamina.data.blocks import Blocks, spread
+from lamina.data.corpus import EMBEDDED, single_corpus
 from lamina.data.encoding import Encoder
 from lamina.errors import UserError
 
+Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a data set of input_ids
 NOISE = "noise"
 _EVAL_FRACTION = 0.05
 _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
@@ -26,9 +29,9 @@ def reads_images(model: nn.Module) -> bool:
 
 
 def batches_of(
-    given: Any,
+    given: Inputs,
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     corpus: str = EMBEDDED,
     text_field: str = "text",
@@ -68,7 +71,7 @@ def batches_of(
 
 
 def _length(wanted: int | None, model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
@@ -92,9 +95,10 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     """Held-out pieces of a corpus, spread over it; all of it where that is short."""
     from lamina.data.split import count_chars, piece_chars, split_corpus
 
-    total = count_chars(corpus, text_field)
+    text = single_corpus(corpus, text_field)
+    total = count_chars(text)
     fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
-    segments = split_corpus(corpus, text_field, piece_chars(total), fraction)
+    segments = split_corpus(text, piece_chars(total), fraction)
     held, rest, found = [], [], 0
     for segment in segments:
         (held if segment.held_out else rest).append(segment.text)
@@ -104,7 +108,7 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     return held if found >= chars or not rest else held + rest
 
 
-def _pack(texts: Sequence[str], tokenizer: Any, length: int, what: str) -> torch.Tensor:
+def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, what: str) -> torch.Tensor:
     """Blocks [blocks, length] of the texts' tokens, with the special tokens that the tokenizer puts around a text."""
     if tokenizer is None:
         raise UserError(f"tokenizer: the checkpoint has none, so {what} can't be read (allowed: --tokenizer)")
@@ -128,7 +132,7 @@ def _pack(texts: Sequence[str], tokenizer: Any, length: int, what: str) -> torch
     return torch.cat([around[0], cut, around[1]], dim=1)
 
 
-def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
     for start in range(len(whole) - len(plain) + 1):
@@ -137,8 +141,8 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _blocks(given: Any, sequences: int) -> torch.Tensor:
-    if hasattr(given, "eval") and hasattr(given, "stats"):  # lamina.data's Blocks
+def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
+    if isinstance(given, Blocks):
         given = given.eval
     try:
         if isinstance(given, torch.Tensor | np.ndarray):
@@ -148,7 +152,7 @@ def _blocks(given: Any, sequences: int) -> torch.Tensor:
         elif isinstance(given, Mapping):
             made = torch.as_tensor(given["input_ids"])
         else:
-            rows = [given[i] for i in _spread(len(given), sequences)]
+            rows = [given[i] for i in spread(len(given), sequences)]
             rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]
             made = torch.stack([torch.as_tensor(row) for row in rows])
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -163,13 +167,8 @@ def _blocks(given: Any, sequences: int) -> torch.Tensor:
     return made.long()
 
 
-def _spread(available: int, wanted: int) -> list[int]:
-    wanted = min(available, wanted)
-    return [i * available // wanted for i in range(wanted)]
-
-
-def _images(given: Any, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    config: Any = getattr(model, "config", None)
+def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
+    config = getattr(model, "config", None)
     size = getattr(config.get_text_config(), "image_size", None) or getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     channels = getattr(config.get_text_config(), "num_channels", None) or getattr(config, "num_channels", 3)
@@ -180,7 +179,7 @@ def _images(given: Any, corpus: str, model: nn.Module, count: int, seed: int) ->
     made = _read_images(Path(corpus), shape, count) if given is None else torch.as_tensor(given)
     if not made.is_floating_point() or made.ndim != 4 or tuple(made.shape[1:]) != shape:
         raise UserError(f"images: {made.dtype} of shape {list(made.shape)} (allowed: floats, {['images', *shape]})")
-    return made[_spread(len(made), count)].float()
+    return made[spread(len(made), count)].float()
 
 
 def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.Tensor:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lamina.data.sources.network import local_when_unreachable
+from lamina.core.json_types import Json
+from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
-from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.model_folder import model_folder
 from lamina.modeling import modeling_lamina
-from lamina.modeling.backbones import loading
+from lamina.modeling.backbones.configurations import read_config
+from lamina.modeling.backbones.loading import load_weights
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
@@ -27,7 +28,7 @@ class Loaded:
     """A model in evaluation mode, its tokenizer where it has one, the run's folder it is from, and what to know."""
 
     model: nn.Module
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     run: Path | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -44,7 +45,7 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     place = Path(path).expanduser()
     if (place / "result.json").is_file() or (place / "config.yaml").is_file():
         place, run = _of_run(place), place
-    more: dict[str, Any] = {}
+    more: Json = {}
     if place.suffix == ".gguf" and place.is_file():
         place, more["gguf_file"] = place.parent, place.name
     elif place.is_dir() and not any(place.glob("*.safetensors*")) and not any(place.glob("*.bin*")):
@@ -57,15 +58,15 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     if place.is_dir():
         refuse_damaged(place)
     with local_when_unreachable():
-        config = loading.read_config(source, "checkpoint", **more)
+        config = read_config(source, "checkpoint", **more)
         model, notes = _model(source, name, config, dtype, more)
         tokenizer = _tokenizer(source, more)
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
 
 
 def _of_run(folder: Path) -> Path:
-    if (folder / "model" / "config.json").is_file() or (folder / "model" / MANIFEST).is_file():
-        return folder / "model"
+    if (model := model_folder(folder)) != folder:
+        return model
     saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
     saved = [p for p in saved if (p / "config.json").is_file()]
     if not saved:
@@ -73,25 +74,28 @@ def _of_run(folder: Path) -> Path:
     return max(saved, key=lambda p: int(p.name[11:]))
 
 
-def _model(
-    source: str, name: str, config: PreTrainedConfig, dtype: str, more: dict[str, Any]
-) -> tuple[nn.Module, list[str]]:
+def _model(source: str, name: str, config: PreTrainedConfig, dtype: str, more: Json) -> tuple[nn.Module, list[str]]:
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
-    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     # Old checkpoints have .bin files alone; torch reads them as tensors only.
-    model, info = loading.load_weights(source, config, _class(config), "checkpoint", dtype=wanted, pickles=True, **more)
-    missing = sorted(info["missing_keys"])
+    model, missing = load_weights(
+        source,
+        config,
+        _class(config),
+        "checkpoint",
+        dtype=wanted,
+        pickles=True,
+        optional=lambda model, key: not _is_of_the_body(model, key),
+        **more,
+    )
     notes = []
     if missing:
-        inner = [key for key in missing if _is_of_the_body(model, key)]
-        if inner:
-            raise UserError(f"checkpoint {name!r}: {len(missing)} tensors are missing, {inner[0]!r} the first")
         notes.append(f"not in the checkpoint, so random: {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}")
     return model, notes
 
 
-def _is_of_the_body(model: Any, key: str) -> bool:
+def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
     """Whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
     parts = key.split(".")
     if "pooler" in parts:
@@ -100,7 +104,7 @@ def _is_of_the_body(model: Any, key: str) -> bool:
     return parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
 
 
-def _class(config: PreTrainedConfig) -> Any:
+def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that saved the checkpoint, or the one with a head that its configuration has."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
@@ -113,7 +117,7 @@ def _class(config: PreTrainedConfig) -> Any:
     raise UserError(f"checkpoint: no model is known for model_type {config.model_type!r}")
 
 
-def _tokenizer(source: str, more: dict[str, Any]) -> Any:
+def _tokenizer(source: str, more: Json) -> PreTrainedTokenizerBase | None:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
     except Exception:  # a vision model has none; a text model without one is refused where text is to be read

@@ -10,12 +10,13 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from lamina.core.values import text
 from lamina.errors import UserError
-from lamina.probes.engine.context import Context
+from lamina.probes.engine.context import Context, RunState
 from lamina.probes.engine.forward import base_of, forward
-from lamina.probes.engine.inputs import NOISE, batches_of, reads_images
+from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
 from lamina.probes.engine.loading import load
 from lamina.probes.engine.new_weights import new_head
 from lamina.probes.engine.registry import Probe, make_all
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 def probe(
     model_or_path: nn.Module | str | Path,
     probes: str | Iterable[str | Probe] = "all",
-    texts_or_blocks: Any = None,
-    tokenizer: Any = None,
+    texts_or_blocks: Inputs = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> dict[str, pd.DataFrame]:
     """Measure what each layer of a model does: one tidy frame for each probe, by its name.
@@ -66,11 +67,11 @@ def probe(
 def make_context(
     model_or_path: nn.Module | str | Path,
     settings: ProbeSettings,
-    texts_or_blocks: Any = None,
-    tokenizer: Any = None,
+    texts_or_blocks: Inputs = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Context:
     """The model loaded, its layers found, its inputs read. Raises UserError."""
-    state: dict[str, Any] = {}
+    state: RunState = {}
     notes: list[str] = []
     if isinstance(model_or_path, nn.Module):
         model = model_or_path
@@ -84,9 +85,12 @@ def make_context(
         if loaded.run is not None:
             state["run"] = loaded.run
     if settings.tokenizer is not None:
-        from lamina.data.tokenizers import load_tokenizer
+        from lamina.data.corpus import Corpus
+        from lamina.data.tokenizers import is_trained, load_tokenizer
 
-        tokenizer = load_tokenizer(settings.tokenizer, corpus=settings.corpus, text_field=settings.text_field)
+        trained = is_trained(settings.tokenizer)
+        corpus = Corpus.parse(settings.corpus, settings.text_field) if trained else None
+        tokenizer = load_tokenizer(settings.tokenizer, corpus=corpus)
     batches = batches_of(
         texts_or_blocks,
         model,

@@ -9,6 +9,8 @@ from typing import Any, cast
 import numpy as np
 import plotly.graph_objects as go
 
+from lamina.core.json_types import Json
+
 MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # drawn of a figure's lines, of a line, of a heat map's side
 _HARMLESS = r"/?(?:br|b|i|em|sup|sub|extra)\s*/?>"  # tags without attributes; plotly would follow an <a href=...>
 _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs import digests

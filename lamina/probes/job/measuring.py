@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, write_json, write_text

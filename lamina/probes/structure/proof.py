@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,13 +15,15 @@ from lamina.probes.engine.forward import forward
 from lamina.probes.engine.hooks import intercept, watch
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
+Batch: TypeAlias = Mapping[str, torch.Tensor]
+Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the key of their point
 SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
 _ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
 
-def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Module) -> Structure:
+def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     """The structure, with the sub-layers of those layers alone whose contributions add up to what the layer hands on.
 
     ``root``: the module that is run, the model or its base. Four passes over a few tokens show that the states are
@@ -52,7 +55,7 @@ def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Mod
     return replace(structure, layers=layers, notes=[*structure.notes, note])
 
 
-def _few(inputs: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
     """Three different inputs made of the first: rolled tokens, mirrored and rolled images."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
@@ -83,14 +86,14 @@ def _parts(structure: Structure) -> dict[Hashable, Point]:
     return points
 
 
-def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Mapping[str, torch.Tensor]) -> dict[Hashable, torch.Tensor]:
+def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Batch) -> dict[Hashable, torch.Tensor]:
     found: dict[Hashable, torch.Tensor] = {}
     with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
     return found
 
 
-def _check_axes(structure: Structure, found: Mapping[Hashable, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+def _check_axes(structure: Structure, found: Tensors, inputs: Batch) -> None:
     given = next(iter(inputs.values()))
     for state in structure.states():
         if state not in found:
@@ -107,7 +110,7 @@ def _check_axes(structure: Structure, found: Mapping[Hashable, torch.Tensor], in
             )
 
 
-def _check_agreement(structure: Structure, first: Mapping[Hashable, torch.Tensor], second: Mapping[Hashable, torch.Tensor]) -> None:
+def _check_agreement(structure: Structure, first: Tensors, second: Tensors) -> None:
     for state in structure.states():
         if first[state].shape != second[state].shape or _apart(first[state], second[state]) > _tolerance(first[state]):
             raise UserError(
@@ -116,7 +119,7 @@ def _check_agreement(structure: Structure, first: Mapping[Hashable, torch.Tensor
             )
 
 
-def _check_batch(structure: Structure, found: Mapping[Hashable, torch.Tensor], alone: Mapping[Hashable, torch.Tensor]) -> None:
+def _check_batch(structure: Structure, found: Tensors, alone: Tensors) -> None:
     for state in structure.states():
         one = found[state][:1]
         if alone[state].shape != one.shape or _apart(one, alone[state]) > _tolerance(one):
@@ -126,9 +129,7 @@ def _check_batch(structure: Structure, found: Mapping[Hashable, torch.Tensor], a
             )
 
 
-def _check_tokens(
-    structure: Structure, found: Mapping[Hashable, torch.Tensor], root: nn.Module, inputs: Mapping[str, torch.Tensor]
-) -> None:
+def _check_tokens(structure: Structure, found: Tensors, root: nn.Module, inputs: Batch) -> None:
     ids = inputs["input_ids"].clone()
     other = ids[0] != ids[0, 0]
     if not bool(other.any()):
@@ -154,7 +155,7 @@ def _tolerance(x: torch.Tensor) -> float:
     return max(_SAME, _ROUNDINGS * torch.finfo(x.dtype).eps)
 
 
-def _adds_up(site: LayerSite, found: Mapping[Hashable, torch.Tensor]) -> bool:
+def _adds_up(site: LayerSite, found: Tensors) -> bool:
     """Whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
 
     The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
@@ -182,7 +183,7 @@ def _adds_up(site: LayerSite, found: Mapping[Hashable, torch.Tensor]) -> bool:
     return _is_sum(output.reshape_as(x), added, candidates, precision)
 
 
-def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> set[tuple[int, int]]:
+def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
     """(layer, sub-layer) of what looks like a feed-forward but carries something from token to token (RWKV's WKV)."""
     points: dict[tuple, Point] = {}
     for site in structure.layers:
@@ -228,7 +229,7 @@ def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
     return replace(site, sublayers=sublayers)
 
 
-def _without_gated(site: LayerSite, found: Mapping[Hashable, torch.Tensor]) -> LayerSite:
+def _without_gated(site: LayerSite, found: Tensors) -> LayerSite:
     """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):

@@ -56,7 +56,8 @@ class _Reader:
         self.sums: dict[int, _Sum] = {}  # by their values
 
     def read(self, argument: int | str, describe: bool) -> TracedLayer:
-        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.found.calls] + [(o.time, o) for o in self.found.ops]
+        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.found.calls]
+        events += [(o.time, o) for o in self.found.ops]
         for _, event in sorted(events, key=lambda e: e[0]):
             if isinstance(event, Call):
                 self._leave(event)
