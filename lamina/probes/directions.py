@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.structure.sites import SublayerSite
+from lamina.probes.engine.outputs import Output
+from lamina.probes.engine.registry import Probe
+from lamina.probes.structure.sites import Point, SublayerSite
 
 TOKENS = ("last", "first", "all")
 # Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.
@@ -169,3 +172,40 @@ def check_tokens(tokens: str | None, tokens_per_batch: int | None) -> None:
         raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
     if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
         raise UserError(f"tokens_per_batch: {tokens_per_batch!r} (allowed: a whole number above 0)")
+
+
+class DirectionsProbe(Probe):
+    """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens."""
+
+    def __init__(self, tokens: str | None, tokens_per_batch: int | None):
+        check_tokens(tokens, tokens_per_batch)
+        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+
+    def begin(self, context: Context) -> None:
+        self._directions = Directions(context, self._tokens(context), self.tokens_per_batch)
+        self._states = context.structure.states()
+        self._pairs = np.triu_indices(len(self._states), k=1)  # the earlier and the later state of each pair
+
+    def points(self) -> Mapping[int, Point]:
+        return self._states
+
+    def see(self, key: int, value: torch.Tensor) -> None:
+        self._directions.see(key, value)
+
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
+        totals, counts = self._compare()
+        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
+        self._add(totals[:, first, second], counts, first, second)
+        self._directions.end()
+
+    def _tokens(self, context: Context) -> str | None:
+        """Which tokens are compared; None: those that ``Directions`` takes by default."""
+        return self.tokens
+
+    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch's sums over tokens [sequences, states, states], and the tokens that each is of [sequences]."""
+        raise NotImplementedError
+
+    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Take in the sums of the pairs, [sequences, pairs]; ``first`` and ``second`` are the pairs' states."""
+        raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,17 +11,15 @@ import torch
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
-from lamina.probes.directions import Directions, check_tokens, note_streams
+from lamina.probes.directions import DirectionsProbe, note_streams
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, heat_map, lines
-from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.ratio import Ratio
-from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.sites import Point
+from lamina.probes.engine.registry import probe
 
 
 @probe
-class Similarity(Probe):
+class Similarity(DirectionsProbe):
     """The cosine between every two states of the stream, its mean by distance, and each layer's block influence.
 
     - ``cosine``: E cos(x^i, x^j) over all tokens, ``start`` = i, ``size`` = j - i > 0.
@@ -49,31 +47,22 @@ class Similarity(Probe):
     over_steps = ("cosine_by_distance", "block_influence")
 
     def __init__(self, tokens: str = "all", tokens_per_batch: int | None = None):
-        check_tokens(tokens, tokens_per_batch)
-        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+        super().__init__(tokens, tokens_per_batch)
         self._cosines, self._by_distance = Ratio(), Ratio()
 
     def begin(self, context: Context) -> None:
-        self._directions = Directions(context, self.tokens, self.tokens_per_batch)
-        self._states = context.structure.states()
-        self._pairs = np.triu_indices(len(self._states), k=1)
+        super().begin(context)
         note_streams(context)
 
-    def points(self) -> Mapping[int, Point]:
-        return self._states
+    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._directions.cosines()
 
-    def see(self, key: int, value: torch.Tensor) -> None:
-        self._directions.see(key, value)
-
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        totals, counts = self._directions.cosines()
-        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
-        pairs = totals[:, first, second].double()
+    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        pairs = sums.double()
         self._cosines.add(pairs, counts)
         if len(self._states) > 2:
             outputs = first > 0
             self._by_distance.add(_mean_by((second - first)[outputs], pairs[:, outputs]), counts)
-        self._directions.end()
 
     def standard_error(self) -> float | None:
         if self._cosines.samples < 2:

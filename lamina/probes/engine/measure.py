@@ -17,7 +17,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context, RunState
 from lamina.probes.engine.forward import base_of, forward
 from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
-from lamina.probes.engine.loading import load
+from lamina.probes.engine.loading import Loaded, load
 from lamina.probes.engine.new_weights import new_head
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.engine.running import run
@@ -71,19 +71,10 @@ def make_context(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Context:
     """The model loaded, its layers found, its inputs read. Raises UserError."""
-    state: RunState = {}
-    notes: list[str] = []
-    if isinstance(model_or_path, nn.Module):
-        model = model_or_path
-        for name, parameter in model.named_parameters():
-            if parameter.is_meta:
-                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
-    else:
-        loaded = load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
-        model, notes = loaded.model, list(loaded.notes)
-        tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-        if loaded.run is not None:
-            state["run"] = loaded.run
+    loaded = _loaded(model_or_path, settings)
+    model, notes = loaded.model, list(loaded.notes)
+    state: RunState = {} if loaded.run is None else {"run": loaded.run}
+    tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
     if settings.tokenizer is not None:
         from lamina.data.corpus import Corpus
         from lamina.data.tokenizers import is_trained, load_tokenizer
@@ -127,6 +118,16 @@ def make_context(
         warnings=[_without_head(new)] if new else [],
         new_weights=new,
     )
+
+
+def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
+    """The model as it was handed over, or its checkpoint."""
+    if not isinstance(model_or_path, nn.Module):
+        return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
+    for name, parameter in model_or_path.named_parameters():
+        if parameter.is_meta:
+            raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+    return Loaded(model=model_or_path)
 
 
 def _without_head(new: Sequence[str]) -> str:
