@@ -141,7 +141,7 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
-    points: dict[str, Point] = {"pre": feed_forward.pre}
+    points: dict[int | str, Point] = {"pre": feed_forward.pre}
     for number, (path, module) in enumerate(feed_forward.up):
         points[number] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():

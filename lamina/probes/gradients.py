@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,7 +233,7 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
 
 
 @contextmanager
-def _fresh_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Every parameter without a gradient and asking for one; afterwards as it was in a training step."""
     parameters = list(parameters)
     before = [(p.grad, p.requires_grad) for p in parameters]

@@ -165,9 +165,10 @@ class JacobianProbe(Probe):
             _, inputs = block.watch({index: norm.input for index, norm in norms.items()}, block.stream)
         sigmas: list[torch.Tensor | float] = [1.0] * len(wirings)
         for index, norm in norms.items():
-            sigmas[index] = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
+            scale = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
+            sigmas[index] = scale
             kind = block.site.sublayers[index].kind
-            self._add(block.site.index, kind, "post_norm", "sigma", sigmas[index].flatten(1).mean(1))
+            self._add(block.site.index, kind, "post_norm", "sigma", scale.flatten(1).mean(1))
         factor = block_factor(wirings, sigmas).expand(block.stream.shape[:-1])
         return 10 ** factor.log10().flatten(1).mean(1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import pandas as pd
@@ -172,7 +172,7 @@ class LayerDrop(Probe):
         """Mean loss of each sequence [batch]."""
         return context.token_losses(inputs).double().mean(1)
 
-    def _precise(self, whole: list[float], dropped: Mapping[Hashable, list[float]]) -> bool:
+    def _precise(self, whole: list[float], dropped: Mapping[tuple[int, str], list[float]]) -> bool:
         pairs = [paired.increase(whole, losses) for losses in dropped.values()]
         return all(error <= self.tolerance * max(abs(value), 0.1) for value, error in pairs)
 

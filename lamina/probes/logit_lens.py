@@ -129,6 +129,7 @@ class LogitLens(Probe):
             chosen = text[masked_positions(len(text)).to(ids.device)] if len(text) else text
             targets = ids[0, chosen]
             ids = ids.clone()
+            assert self._mask is not None  # checked at the beginning
             ids[0, chosen] = self._mask
         states: dict[int, torch.Tensor] = {}
 

@@ -71,7 +71,7 @@ def batches_of(
 
 
 def _length(wanted: int | None, model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
@@ -168,7 +168,7 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
 
 
 def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     size = getattr(config.get_text_config(), "image_size", None) or getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     channels = getattr(config.get_text_config(), "num_channels", None) or getattr(config, "num_channels", 3)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 PROBES = Path(__file__).parents[1]  # one file each
 
@@ -50,7 +51,7 @@ def _name(decorator: ast.expr) -> str:
     return decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
 
 
-def _texts(node: ast.ClassDef) -> Iterator[tuple[str, object]]:
+def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
     """The class attributes that are plain values (adjacent string literals are one)."""
     for statement in node.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:

@@ -38,7 +38,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     return small, f"Drawn: {', '.join(left)}, evenly taken; the table holds all." if left else ""
 
 
-def defuse(value: object) -> object:
+def defuse(value: object) -> Any:
     """Every string in a figure with ``<`` escaped where it is not one of plotly's plain tags."""
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
@@ -51,7 +51,7 @@ def defuse(value: object) -> object:
     return value
 
 
-def unpack(value: object) -> object:
+def unpack(value: object) -> Any:
     """The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, as arrays."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:

@@ -12,7 +12,7 @@ from torch import nn
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.forward import forward
-from lamina.probes.engine.hooks import intercept, watch
+from lamina.probes.engine.hooks import Key, intercept, watch
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
@@ -34,7 +34,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
         UserError: where one of these does not hold: what would be measured is not the stream.
     """
     few = _few(inputs, structure.hidden_size)
-    states = structure.states()
+    states: dict[Hashable, Point] = {**structure.states()}
     found = _watched(root, {**states, **_parts(structure)}, few)
     _check_axes(structure, found, few)
     _check_agreement(structure, found, _watched(root, states, few))
@@ -86,8 +86,8 @@ def _parts(structure: Structure) -> dict[Hashable, Point]:
     return points
 
 
-def _watched(root: nn.Module, points: Mapping[Hashable, Point], inputs: Batch) -> dict[Hashable, torch.Tensor]:
-    found: dict[Hashable, torch.Tensor] = {}
+def _watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict[Key, torch.Tensor]:
+    found: dict[Key, torch.Tensor] = {}
     with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
     return found

@@ -140,6 +140,7 @@ class _Reader:
             return
         tag = tags[index]
         assert tag is not None
+        assert op.factor is not None  # of a scaling
         factor: Any = op.factor[index]
         if isinstance(factor, torch.Tensor):
             if factor.numel() not in (1, self.found.shape[-1]):
