@@ -51,7 +51,7 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
-    normalises ``groups`` equal parts of each token's channels on their own, so it is causal.
+    normalizes ``groups`` equal parts of each token's channels on their own, so it is causal.
     """
 
     kind: NormKind = "backbone"
@@ -86,7 +86,7 @@ def _as_norm(where: str, value: object) -> Norm | None:
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
-    ``weight_gain`` is a factor that an initialiser with gains (DeepNorm's beta) applies to the sub-layer's value and
+    ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
     """
 
@@ -142,8 +142,8 @@ class Plan:
 
     ``placement`` is its name; a scheme leaves it out, ``resolve`` sets it.
     ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
-    ``initialization`` is the recommended initialiser's name ("" leaves it to the placement's registration).
-    ``qk_norm`` and ``v_norm`` normalise queries and keys, or values: per head, or over the full projected width.
+    ``initialization`` is the recommended initializer's name ("" leaves it to the placement's registration).
+    ``qk_norm`` and ``v_norm`` normalize queries and keys, or values: per head, or over the full projected width.
     ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm where it is per head, which is a group.
     """
 

@@ -37,8 +37,8 @@ _STATEMENTS = {
 
 @probe
 class Bounds(Probe):
-    """Left and right side of the papers' statements on this model, a row a side, and their ratio: metric left, right,
-    ratio; role = the statement. Means over ``sequences`` texts of ``tokens`` tokens, with their standard error.
+    """The papers' statements on this model: one row per side and one of their ratio (metric left, right, ratio; role =
+    the statement). Means over ``sequences`` texts of ``tokens`` tokens, with their standard error.
 
     Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
     and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see

@@ -150,7 +150,7 @@ def note_streams(context: Context) -> None:
     if inner:
         which = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
         text = (
-            f"The stream is normalised inside {which} but not behind them (HybridNorm): the states compared are the "
+            f"The stream is normalized inside {which} but not behind them (HybridNorm): the states compared are the "
             "layers' outputs, before that norm."
         )
         once(context.notes, text)

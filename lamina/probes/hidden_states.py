@@ -37,7 +37,7 @@ class HiddenStates(Probe):
     - abs_max: the largest |x|, with ``channel``, ``position`` (of the token in its sequence) and ``token`` (its text).
       top_magnitude: the index-th largest |x| of a sequence (1 is the largest) and median: the exact median |x| of a
       sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: their
-      ratio in each sequence, averaged: a normalised stream bounds |x|, so only the ratio tells there.
+      ratio in each sequence, averaged: a normalized stream bounds |x|, so only the ratio tells there.
     - massive_count: elements of a sequence with |x| > 100 and |x| >= 1000 x its median (Sun et al. 2024), averaged.
       massive_activation: one row a channel and position where there are any (the 20 largest of a state): the value,
       signed, that is largest; massive_sequences: in how many sequences it is massive.

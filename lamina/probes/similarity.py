@@ -31,7 +31,7 @@ class Similarity(DirectionsProbe):
     tokens' cosines, each state's length divided out by token, so a few huge channels or tokens do not decide it; a
     padded text's padding is left out. Standard errors are over sequences.
 
-    Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centred (not a correlation),
+    Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centered (not a correlation),
     so a mean direction common to all tokens counts as similarity.
 
     Args:
@@ -76,8 +76,8 @@ class Similarity(DirectionsProbe):
         found = [cosines.sort_values(["size", "start"], ignore_index=True)]
         if len(self._states) > 2:
             found.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
-        neighbours: Frame = cosines[cosines["size"] == 1]
-        found.append(neighbours.assign(metric="block_influence", value=1.0 - neighbours["value"]))
+        neighbors: Frame = cosines[cosines["size"] == 1]
+        found.append(neighbors.assign(metric="block_influence", value=1.0 - neighbors["value"]))
         return pd.concat(found, ignore_index=True)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:

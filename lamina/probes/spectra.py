@@ -45,7 +45,7 @@ class Spectra(Probe):
 
     Rows of the model (layer -1):
         role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the covariance of the embedding's
-            rows, centred over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
+            rows, centered over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
         roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and tokens, how many they are over.
     Rows of a layer, sublayer feed_forward:
         role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
@@ -54,8 +54,8 @@ class Spectra(Probe):
             (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff, in [1 / D_ff, 1]), edr
             (200 h s / (h + s)) and eee (top-heaviness): the last two are our definitions.
 
-    Traps: the covariance is centred (massive activations would make its first direction the whole of it), its rank is
-    at most tokens - 1 and the normalised ranks are biased low while tokens / D_ff is small, so with no more tokens than
+    Traps: the covariance is centered (massive activations would make its first direction the whole of it), its rank is
+    at most tokens - 1 and the normalized ranks are biased low while tokens / D_ff is small, so with no more tokens than
     D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
     and role; where they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
     Experts have no ranks here: each sees few tokens. The covariances take the first batches until they have
@@ -128,7 +128,7 @@ class Spectra(Probe):
             return True
         text = (
             f"{tokens:g} tokens for the {width} channels of the feed-forward: the rank of their covariance is at most "
-            f"{tokens - 1:g}, and the normalised ranks are biased low"
+            f"{tokens - 1:g}, and the normalized ranks are biased low"
         )
         if self.few_tokens == "warn":
             if f"spectra: {text}" not in context.notes:

@@ -146,7 +146,7 @@ def test_a_head_that_is_not_in_the_checkpoint_measures_nothing(tmp_path):
     assert {"gradients", "layer_drop", "logit_lens"}.isdisjoint(frames)
     assert {"hidden_states", "angular_distance", "gains"} <= set(frames)
     assert not frames["low_precision"]["metric"].isin(["loss", "loss_increase"]).any()
-    with pytest.raises(UserError, match="not in the checkpoint but newly initialised"):
+    with pytest.raises(UserError, match="not in the checkpoint but newly initialized"):
         lamina.probe(tmp_path, "gradients", _ids())
     small_model("bert").save_pretrained(tmp_path)
     assert not make_context(tmp_path, ProbeSettings(), _ids()).warnings

@@ -111,7 +111,7 @@ class Context:
         """Raise UserError where the model's head is not in the checkpoint: what it predicts is random."""
         if self.new_weights:
             raise UserError(
-                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialised, so the model's "
+                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
                 "predictions mean nothing (allowed: a checkpoint with its head)"
             )
 

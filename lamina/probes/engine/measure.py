@@ -1,4 +1,4 @@
-"""`lamina.probe`: a model or a checkpoint in, a frame a probe out."""
+"""`lamina.probe`: from a model or a checkpoint to one frame per probe."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def probe(
         settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
-        UserError: (a ValueError) for what is no checkpoint, layers that can't be found, text shorter than a block, and
-            a probe by its name that has no meaning for the model; of "all" such probes are left out.
+        UserError: (a ValueError) for a path that is no checkpoint, layers that can't be found, text shorter than a
+            block, or a probe that does not apply to the model. Of "all", such probes are left out.
     """
     chosen = make_all(probes)
-    made = ProbeSettings.from_dict(settings)
+    record = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
-    context = make_context(model_or_path, made, texts_or_blocks, tokenizer)
+    context = make_context(model_or_path, record, texts_or_blocks, tokenizer)
     for warning in context.warnings:
         logger.warning(warning)
     model, training = context.model, context.model.training
     model.eval()
     try:
-        return run(context, chosen, tolerance=made.tolerance, strict=strict)
+        return run(context, chosen, tolerance=record.tolerance, strict=strict)
     finally:
         model.train(training)
 
@@ -133,7 +133,7 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 def _without_head(new: Sequence[str]) -> str:
     names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
     return (
-        f"The head is not in the checkpoint ({names}: newly initialised), so what the model predicts means nothing. "
+        f"The head is not in the checkpoint ({names}: newly initialized), so what the model predicts means nothing. "
         "Left out: gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
     )
 

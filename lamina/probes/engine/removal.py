@@ -1,4 +1,4 @@
-"""Running a model without some of its layers, whose neighbours stay as they are."""
+"""Running a model without some of its layers, whose neighbors stay as they are."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises: transformers decides so by the class' name, too; projections with norms aren't."""
+    """Whether a module normalizes: transformers decides so by the class' name, too; projections with norms aren't."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """What a norm multiplies the normalised channels by, [channels]; None where it has no gain.
+    """What a norm multiplies the normalized channels by, [channels]; None where it has no gain.
 
     Found by norming a known vector, since some store the gain and some (Gemma) its difference from 1.
     """
