@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from lamina.data.blocks import Block
 from lamina.training.arguments import training_arguments
 from lamina.training.monitoring.experts import ExpertBalance
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
@@ -53,7 +54,7 @@ class ShortRun(TrainerCallback):
         self,
         settings: PretrainSettings,
         model: PreTrainedModel,
-        train: Dataset[dict[str, torch.Tensor]],
+        train: Dataset[Block],
         *,
         in_order: bool,
         device: str,
