@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs import digests
@@ -21,7 +21,7 @@ FREE = {"probes", "output", "threads", "device"}
 
 def probe_folder(
     settings: ProbeSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
-) -> dict[str, Any]:
+) -> Json:
     """Measure a checkpoint and leave the folder ``settings.output``; returns what result.json holds.
 
     Each probe's table, figures and sentences are written as soon as it has them. With ``resume`` the probes that are
@@ -60,7 +60,7 @@ def spec_by_name(probes: str) -> dict[str, str]:
     return specs
 
 
-def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
+def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, Json]:
     """What a folder to resume holds of finished probes. Raises UserError where its settings were others."""
     stored = read_written_yaml(folder / "config.yaml")
     for name, value in settings.to_dict().items():
@@ -80,5 +80,5 @@ def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> di
     }
 
 
-def _files_of(name: str, told: dict[str, Any]) -> list[str]:
+def _files_of(name: str, told: Json) -> list[str]:
     return [f"{name}.parquet", *(str(drawn["file"]) for drawn in told.get("figures") or ())]
