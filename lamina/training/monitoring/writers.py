@@ -22,7 +22,7 @@ LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value"
 
 
 class MetricsWriter:
-    """metrics.jsonl: a line a record, written through at once.
+    """metrics.jsonl: one line per record, written through at once.
 
     Args:
         folder: the run's.
