@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +31,8 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
     from lamina.studies.compare import compare as run
     from lamina.studies.settings import CompareSettings
 
-    made = CompareSettings.from_dict(settings)
-    with _page(study_report, Path(made.output), "results.csv"):
-        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    with _page(study_report, Path(settings.get("output", CompareSettings.output)), "results.csv"):
+        results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
 
@@ -55,10 +53,9 @@ def probe_folder(
     from lamina.reports import probing_report
     from lamina.reports.pictures import draw
 
-    made = ProbeSettings.from_dict(settings)
-    folder = Path(made.output)
+    folder = Path(settings.get("output", ProbeSettings.output))
     with _page(probing_report, folder, "result.json"):
-        result = run(made, resume=resume, overwrite=overwrite, bar=bar)
+        result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     if png:
         draw(folder)
     return result
@@ -73,17 +70,13 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
     from lamina.reports import run_report
+    from lamina.training.execution.processes import launched
     from lamina.training.pretrain import pretrain as run
     from lamina.training.settings import PretrainSettings
 
-    made = PretrainSettings.from_dict(settings)
-    if made.from_model is not None:
-        from lamina.training.source import settled
-
-        made = settled(made, settings)
-    result = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
-        run_report(Path(made.output))
+    result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    if launched()[0] == 0:  # of several processes the first one writes
+        run_report(Path(settings.get("output", PretrainSettings.output)))
     return result
 
 
@@ -154,9 +147,8 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     from lamina.studies.transfer import transfer as run
     from lamina.studies.width_settings import TransferSettings
 
-    made = TransferSettings.from_dict(settings)
-    with _page(transfer_report, Path(made.output), "transfer.json"):
-        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    with _page(transfer_report, Path(settings.get("output", TransferSettings.output)), "transfer.json"):
+        results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
 

@@ -65,3 +65,13 @@ def out_of_memory(error: BaseException | None) -> str | None:
             return "out of memory"
         error = error.__cause__ or error.__context__
     return None
+
+
+def mark_reported(error: BaseException) -> None:
+    """Note on an exception that another process of the run reports it: one line for all."""
+    error.__dict__["already_reported"] = True
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether another process reports it."""
+    return bool(getattr(error, "already_reported", False))

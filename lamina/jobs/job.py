@@ -37,11 +37,13 @@ class Job(Generic[S]):
 
     Attributes:
         settings: complete; of a resumed job those that its folder holds, with what may change.
-        given: what the user gave, by name.
+        given: what the user gave, by name; None where that was a whole record.
         resumes: whether the folder holds something to resume.
     """
 
-    def __init__(self, kind: Kind, settings: S, given: Mapping[str, Any], resume: Resume, overwrite: bool, wait: float):
+    def __init__(
+        self, kind: Kind, settings: S, given: Mapping[str, Any] | None, resume: Resume, overwrite: bool, wait: float
+    ):
         self.kind, self.settings, self.given = kind, settings, given
         self.folder = Path(settings.output)
         self.resumes = bool(resume) and in_use(self.folder)
@@ -102,7 +104,8 @@ def open_job(
     Raises:
         UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.
     """
-    by_name = given if isinstance(given, Mapping) else given.to_dict()
+    named = given if isinstance(given, Mapping) else None
+    by_name = given.to_dict() if named is None else named  # type: ignore[union-attr]
     defaults = {entry.name: entry.default for entry in fields(settings) if entry.default is not MISSING}  # type: ignore[arg-type]
     folder = Path(by_name.get("output", defaults["output"]))
     refuse(folder, resume=resume, overwrite=overwrite)
@@ -112,6 +115,6 @@ def open_job(
             raise nothing_to_resume(folder)
         if known is not None:
             record = settings.from_dict(policy.merge(known, by_name, defaults))
-            return Job(kind, record, by_name, resume, overwrite, wait)
+            return Job(kind, record, named, resume=resume, overwrite=overwrite, wait=wait)
     record = settings.from_dict(given) if isinstance(given, Mapping) else given
-    return Job(kind, record, by_name, resume, overwrite, wait)
+    return Job(kind, record, named, resume=resume, overwrite=overwrite, wait=wait)

@@ -30,7 +30,7 @@ from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, refuse_changes, write_study
 from lamina.studies.width_settings import CoordCheckSettings
 from lamina.training.optimizer import parameter_groups, rate_factors, width_scaling_of
-from lamina.training.resolve import backbone_config, check
+from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 # pandas' own annotations make every selection a union of all it could ever be.
@@ -64,7 +64,7 @@ def coord_check(
         refuse_changes(folder, given, FREE, "check")
     runs = settings.runs()
     for width in settings.all_widths:
-        check(runs[width, settings.all_seeds[0]])
+        resolve_run(runs[width, settings.all_seeds[0]])
     blocks, tokenizer = prepare_blocks(
         settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
     )
