@@ -10,10 +10,11 @@ from typing import Any
 
 import pandas as pd
 
+from lamina.core.architectures import conversions, verified
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/probes.md", "docs/reliability.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/convert.md", "docs/probes.md", "docs/reliability.md")
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
 
@@ -25,6 +26,17 @@ def placements_table() -> str:
         equation = "<br>".join(f"`{re.sub(r'  +', ' ', line)}`" for line in placement.equation)
         rows.append(f"| `{name}` {placement.title} | {equation} | {placement.source} |")
     return "\n".join(rows)
+
+
+def conversions_table() -> str:
+    """One row per placement that model types of transformers have: the types, the placement, half precision."""
+    rows = {}
+    for model_type, conversion in conversions().items():
+        note = f": {conversion.note}" if conversion.note else ""
+        half = "differs by rounding" if conversion.gain_in_float32 else "the same logits"
+        rows.setdefault(f"`{conversion.placement}`{note} | {half} |", []).append(f"`{model_type}`")
+    lines = ["| model type | placement in Lamina | in half precision |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {', '.join(types)} | {row}" for row, types in rows.items())])
 
 
 def train_step_table() -> str:
@@ -237,7 +249,7 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
-    found["tuned"] = tuned_table()
+    found |= {"tuned": tuned_table(), "verified": f"{verified()}.", "conversions": conversions_table()}
     found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}

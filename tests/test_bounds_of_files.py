@@ -6,14 +6,14 @@ import pytest
 
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.placements import names, registry, resolve
+from lamina.placements import registry, resolve
 
 
 @pytest.fixture(autouse=True)
 def registry_as_before(monkeypatch):
-    names()
-    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     monkeypatch.setenv("LAMINA_PYTHON_FILES", "")
+    with registry.PLACEMENTS.isolated():
+        yield
 
 
 @pytest.fixture

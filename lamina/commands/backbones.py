@@ -10,7 +10,7 @@ def run(argv: list[str]) -> int:
     parser = make_parser("backbones", "List the backbones that a placement can be put on.", "  lamina backbones")
     parser.parse_args(argv)
     from lamina.modeling.backbones import PRESETS, count_parameters
-    from lamina.modeling.modeling_lamina import VERIFIED
+    from lamina.modeling.modeling_lamina import ADAPTERS
 
     print(
         f"{'name':<21} {'type':<11} {'layers':>6} {'width':>6} {'FFN':>6} {'heads':>5} {'vocabulary':>10} "
@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     print(
         "\ntotal: transformers' own model, embeddings and head included; active: of the routed experts, those that one "
         "token takes.\nAny folder with a transformers config.json is a backbone, too. Checked against transformers on "
-        f"the same weights: {', '.join(VERIFIED)}; others work if their layers have self_attn and mlp."
+        f"the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and mlp."
     )
     return 0
 

@@ -13,6 +13,7 @@ from typing import Any
 from jsonargparse import ActionYesNo
 
 from lamina.commands.arguments import make_parser
+from lamina.core.architectures import convertible
 from lamina.core.values import path
 from lamina.errors import UserError, unknown
 from lamina.jobs.environment import environment
@@ -39,7 +40,7 @@ def run(argv: list[str]) -> int:
     parser = make_parser(
         "convert",
         "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits, or back.\n"
-        "Known: Llama, Mistral, Qwen 2 and 3 (pre_ln), OLMo 2 (olmo2), Gemma 2 and 3 text (peri_ln).",
+        f"Known: {convertible()}.",
         EXAMPLES,
         "SOURCE OUTPUT ",
     )
@@ -128,7 +129,7 @@ def convert(source: str, output: Path, *, to: str | None, dtype: str, overwrite:
         del converted  # never more than two copies of the weights
         _copy_tokenizer(source, draft)
         if verify:
-            record["largest_difference"] = _verify(model, draft, conversion.ARCHITECTURES[record["model_type"]])
+            record["largest_difference"] = _verify(model, draft, conversion.CONVERSIONS[record["model_type"]])
         write_json(draft / "conversion.json", record)
         write_json(draft / "environment.json", environment(seed=0))
         with run_folder.lock(output):

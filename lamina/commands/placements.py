@@ -8,7 +8,7 @@ from pathlib import Path
 from lamina.commands.arguments import make_parser
 from lamina.core.values import path, whole_number, writable_folder
 from lamina.placements import names, resolve
-from lamina.placements.custom import find, split_specs
+from lamina.placements.resolution import find, split_specs
 
 EXAMPLES = """
   lamina placements

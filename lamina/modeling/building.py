@@ -17,26 +17,16 @@ from lamina.modeling.backbones.loading import one_line
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
-    VERIFIED,
+    ADAPTERS,
+    HEADS,
     Block,
     LaminaForCausalLM,
-    LaminaForImageClassification,
-    LaminaForMaskedLM,
-    LaminaForSequenceClassification,
-    LaminaPreTrainedModel,
     LaminaRMSNorm,
     Residual,
     adapter_of,
 )
 from lamina.modeling.width import WidthScaling, scaled_weights
 from lamina.placements import Layer, Plan, resolve
-
-HEADS: dict[str, type[LaminaPreTrainedModel]] = {
-    "causal_lm": LaminaForCausalLM,
-    "masked_lm": LaminaForMaskedLM,
-    "sequence_classification": LaminaForSequenceClassification,
-    "image_classification": LaminaForImageClassification,
-}
 
 
 def build(
@@ -98,7 +88,7 @@ def build(
     try:
         outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **_labels(head, num_labels))
         outer._attn_implementation = config._attn_implementation  # the outer one decides for both
-        model = HEADS[head](outer)
+        model = HEADS[head].model(outer)
     except ValueError as error:
         raise UserError(str(error)) from error
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
@@ -108,7 +98,7 @@ def build(
         base = {s.weight.name: (s.base, s.std) for s in scaled_weights(model, width_scaling)}
     initialization.initialize(model, name, profile_ids, base)
     from_file = not isinstance(backbone, PreTrainedConfig) and str(backbone) not in PRESETS
-    if from_file or config.model_type not in VERIFIED:
+    if from_file or config.model_type not in ADAPTERS:
         _check_runs(model)
     return model
 

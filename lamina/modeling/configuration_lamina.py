@@ -10,14 +10,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_lamina.LaminaConfig",
-    "AutoModel": "modeling_lamina.LaminaModel",
-    "AutoModelForCausalLM": "modeling_lamina.LaminaForCausalLM",
-    "AutoModelForMaskedLM": "modeling_lamina.LaminaForMaskedLM",
-    "AutoModelForSequenceClassification": "modeling_lamina.LaminaForSequenceClassification",
-    "AutoModelForImageClassification": "modeling_lamina.LaminaForImageClassification",
-}
+# What a checkpoint's config.json says of the code beside it; modeling_lamina adds its heads.
+AUTO_MAP = {"AutoConfig": "configuration_lamina.LaminaConfig", "AutoModel": "modeling_lamina.LaminaModel"}
 
 
 class LaminaConfig(PreTrainedConfig):

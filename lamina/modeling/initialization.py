@@ -1,7 +1,6 @@
 """What a model's weights start from: an initialiser gives each weight, by its role, a standard deviation.
 
-Roles are read off the modules' own attribute names (exact, a table), never guessed from substrings; a name that means
-another thing in each sub-layer stands there with the sub-layer's before it.
+Roles are read off the modules' own attribute names by a table (core/architectures.py), never guessed from substrings.
 """
 
 from __future__ import annotations
@@ -15,33 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lamina.errors import UserError, unknown
+from lamina.core import specs
+from lamina.core.architectures import ROLES
+from lamina.core.registry import Registry
+from lamina.core.values import is_finite
+from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.profiling import profile_admin
 
-ROLES = {
-    "q_proj": "query",
-    "q_a_proj": "query_down",
-    "q_b_proj": "query",
-    "k_proj": "key",
-    "kv_a_proj_with_mqa": "key_value_down",
-    "kv_b_proj": "key_value",
-    "v_proj": "value",
-    "o_proj": "attention_out",
-    "gate_proj": "gate",
-    "up_proj": "feed_forward_in",
-    "gate_up_proj": "gate_and_in",
-    "qkv_proj": "query_key_value",
-    "fc1": "feed_forward_in",
-    "down_proj": "feed_forward_out",
-    "fc2": "feed_forward_out",
-    "gate": "router",
-    "Wqkv": "query_key_value",
-    "attention.Wo": "attention_out",
-    "Wi": "gate_and_in",
-    "feed_forward.Wo": "feed_forward_out",
-}
 BRANCH_OUT = ("attention_out", "feed_forward_out")
 _WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
@@ -75,7 +56,19 @@ class Weight:
 
 
 Initializer = Callable[[Weight, float], float]
-_initializers: dict[str, tuple[Initializer, str, float | None]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A registered initializer: (weight, base std) -> std, one line of help, where its distribution is cut off."""
+
+    function: Initializer
+    help: str
+    truncated: float | None
+
+
+INITIALIZERS: Registry[_Entry] = Registry("init")
+names = INITIALIZERS.names
 
 
 def initializer(name: str, help: str, truncated: float | None = None) -> Callable[[Initializer], Initializer]:
@@ -85,20 +78,15 @@ def initializer(name: str, help: str, truncated: float | None = None) -> Callabl
     """
 
     def register(function: Initializer) -> Initializer:
-        _initializers[name] = (function, help, truncated)
+        INITIALIZERS.add(name, _Entry(function=function, help=help, truncated=truncated))
         return function
 
     return register
 
 
-def names() -> list[str]:
-    """The names of all initialisers."""
-    return sorted(_initializers)
-
-
 def help_of(name: str) -> str:
     """One line on what an initialiser does."""
-    return _initializers[name][1]
+    return INITIALIZERS.get(name).help
 
 
 @initializer("normal", "N(0, std^2) everywhere, std 0.02")
@@ -163,21 +151,16 @@ for _name, _variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)"
 
 def check(init: str) -> tuple[str, float]:
     """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for anything else."""
-    if init in _initializers:
+    if init in names():  # some names have brackets of their own
         return init, 0.02
-    name, _, rest = init.partition("(")
-    if name not in _initializers:
-        raise unknown("init", name, [*_initializers, "recommended"])
+    name, options = specs.parse(init, "init")
+    INITIALIZERS.get(name, other_names=("recommended",))
     if name not in _WITH_STD:
         raise UserError(f"init: {init!r}, but {name!r} takes no std (allowed: {name})")
-    key, _, value = rest.removesuffix(")").partition("=")
-    try:
-        std = float(value)
-    except ValueError:
-        std = math.nan
-    if key.strip() != "std" or not 0 < std < math.inf:
+    std = options.get("std")
+    if list(options) != ["std"] or not (isinstance(std, float | int) and is_finite(std) and std > 0):
         raise UserError(f"init: {init!r} (allowed: {name} or {name}(std=NUMBER), the number above 0)")
-    return name, std
+    return name, float(std)
 
 
 @torch.no_grad()
@@ -195,14 +178,14 @@ def initialize(
     own, and a factor on that.
     """
     name, std = check(init)
-    function, _, truncated = _initializers[name]
+    entry = INITIALIZERS.get(name)
     for weight in weights(model):
         if weight.role == "bias":
             weight.parameter.zero_()
         elif weight.role != "vector":
             like, factor = (weight, 1.0) if base is None else base[weight.name]
             for piece, told in zip(_pieces(weight, model), _pieces(like, model), strict=True):
-                _draw(piece.parameter, function(told, std) * factor, truncated)
+                _draw(piece.parameter, entry.function(told, std) * factor, entry.truncated)
             if weight.role == "embedding" and (row := _padding_row(model, weight)) is not None:
                 weight.parameter[row].zero_()
     if name == "admin":

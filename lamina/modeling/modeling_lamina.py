@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_lamina import LaminaConfig
+from .configuration_lamina import AUTO_MAP, LaminaConfig
 
 logger = logging.get_logger(__name__)
 
@@ -108,60 +108,67 @@ class LaminaLayerNorm(LaminaNorm):
 NORMS: dict[str, type[LaminaNorm]] = {"rms": LaminaRMSNorm, "layer": LaminaLayerNorm, "group": LaminaGroupRMSNorm}
 
 
-class Adapter(Record):
-    """How a transformers model names its parts and what it can be a part of: one row of ADAPTERS.
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """How a backbone's model type names its parts and what it can be a part of.
 
-    ``dropout`` is the configuration's field for the dropout that the layer (not its modules) applies to its branches.
-    ``stacked`` is the attention's one projection to queries, keys and values, where it has one.
-    ``embedding_norm`` is a norm that the backbone's embeddings end in: the plan's takes its place, and where the plan
-    has none there is none. ``input`` is what the model reads, ``embeddings`` the module that makes the stream's x^0 of
-    it where that is more than a look-up by id. ``heads``: what fits on top, the first by default. ``arguments`` are
-    for the backbone's constructor.
+    Args:
+        layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules; ``norm``: the
+            backbone's final norm.
+        dropout: the configuration's field for the dropout that the layer (not its modules) applies to its branches.
+        stacked: the attention's one projection to queries, keys and values, where it has one.
+        embedding_norm: a norm that the backbone's embeddings end in. The plan's takes its place; where the plan has
+            none there is none.
+        input: the name of what the model reads.
+        embeddings: the module that makes the stream's x^0 of the input, where that is more than a look-up by id.
+        is_decoder: whether the model is causal and caches keys and values.
+        heads: the heads (names of HEADS) that fit, the default one first.
+        arguments: keyword arguments of the backbone's constructor.
     """
 
+    layers: str = "layers"
+    attention: str = "self_attn"
+    feed_forward: str = "mlp"
+    norm: str = "norm"
+    dropout: str | None = None
+    stacked: str | None = None
+    embedding_norm: str | None = None
+    input: str = "input_ids"
+    embeddings: str | None = None
+    is_decoder: bool = True
+    heads: tuple[str, ...] = ("causal_lm", "sequence_classification")
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
-DECODER = Adapter(
-    layers="layers",
-    attention="self_attn",
-    feed_forward="mlp",
-    norm="norm",
-    dropout=None,
-    stacked=None,
-    embedding_norm=None,
-    input="input_ids",
-    embeddings=None,
-    heads=("causal_lm", "sequence_classification"),
-    arguments={},
-)
+
+# One row per model type whose wiring is tested: its logits equal transformers' own on the same weights. Any other
+# backbone is taken for a decoder. What else Lamina knows of these model types is in core/architectures.py.
+DECODER = Adapter()
 ADAPTERS: dict[str, Adapter] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text"), DECODER),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DECODER),
     "modernbert": Adapter(
-        DECODER,
         attention="attn",
         norm="final_norm",
         stacked="Wqkv",
         embedding_norm="embeddings.norm",
+        is_decoder=False,
         heads=("masked_lm", "sequence_classification"),
     ),
     "vit": Adapter(
-        DECODER,
         attention="attention",
         norm="layernorm",
         dropout="hidden_dropout_prob",
         input="pixel_values",
         embeddings="embeddings",
+        is_decoder=False,
         heads=("image_classification",),
         arguments={"add_pooling_layer": False},
     ),
 }
-# Backbones whose logits are tested to equal transformers' own on the same weights.
-VERIFIED = (
-    *("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3"),
-    *ADAPTERS,
-)
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """The row for a backbone's configuration: its own, or that of the decoders."""
+    """The row of a backbone's configuration: its own, or that of the decoders."""
     return ADAPTERS.get(config.model_type, DECODER)
 
 
@@ -499,12 +506,12 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
     for scale in ("residual_multiplier", "scale_depth"):
         if getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(f"{kind}: its layers scale their branches ({scale}), which wiring them again would lose")
-    known = backbone.config.model_type in VERIFIED
+    known = backbone.config.model_type in ADAPTERS
     if not known and sum("Norm" in type(child).__name__ for child in layers[0].children()) < 2:
         raise ValueError(f"{kind}: its layers have one norm for attention and feed-forward side by side (parallel)")
     if not known:
         logger.warning_once(
-            f"{kind} is not among those whose wiring is checked against transformers ({', '.join(VERIFIED)}): make "
+            f"{kind} is not among those whose wiring is checked against transformers ({', '.join(ADAPTERS)}): make "
             "sure that its layers do nothing but attention, feed-forward, norms and adds"
         )
 
@@ -637,7 +644,7 @@ class LaminaModel(LaminaPreTrainedModel):
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) is None and getattr(self.config, name, False):
                 kwargs[name] = True
-        if "causal_lm" in self._adapter.heads:
+        if self._adapter.is_decoder:
             # Off in training: nothing reads it, and its guards would make torch.compile compile every layer anew.
             kwargs["use_cache"] = False if use_cache is None and self.training else use_cache
         if self._adapter.input == "pixel_values":
@@ -650,13 +657,39 @@ class LaminaModel(LaminaPreTrainedModel):
             x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self._scaled_and_normed(x)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        if "causal_lm" in self._adapter.heads:
+        if self._adapter.is_decoder:
             return self.backbone(**inputs, **kwargs)
         kwargs.pop("past_key_values", None)  # the sequence classifier hands one on, and reads one
         output = self.backbone(**inputs, **kwargs)
         return BaseModelOutputWithPast(**output) if isinstance(output, dict) else output
 
 
+M = TypeVar("M", bound=type[LaminaPreTrainedModel])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A model with a head, and the name of transformers' Auto class that loads it."""
+
+    model: type[LaminaPreTrainedModel]
+    auto_class: str
+
+
+HEADS: dict[str, Head] = {}
+
+
+def head(name: str, auto_class: str) -> Callable[[M], M]:
+    """Register a model class by the name of its head and by the Auto class that loads it, here and as remote code."""
+
+    def register(model: M) -> M:
+        HEADS[name] = Head(model=model, auto_class=auto_class)
+        AUTO_MAP[auto_class] = f"modeling_lamina.{model.__name__}"
+        return model
+
+    return register
+
+
+@head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given.
 
@@ -744,6 +777,7 @@ def _scaled_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tens
     return logits
 
 
+@head("sequence_classification", "AutoModelForSequenceClassification")
 class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPreTrainedModel):
     """A LaminaModel with a score for each sequence, read at its last token (a reward model has num_labels = 1)."""
 
@@ -770,6 +804,7 @@ class LaminaPredictionHead(nn.Module):
         return self.norm(self.act(self.dense(x)))
 
 
+@head("masked_lm", "AutoModelForMaskedLM")
 class LaminaForMaskedLM(LaminaPreTrainedModel):
     """A LaminaModel that sees both sides, with the head that fills in masked tokens.
 
@@ -821,6 +856,7 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
         )
 
 
+@head("image_classification", "AutoModelForImageClassification")
 class LaminaForImageClassification(LaminaPreTrainedModel):
     """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels]."""
 

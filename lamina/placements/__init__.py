@@ -1,6 +1,7 @@
 """Where the norms sit: placements as data. Imports neither torch nor transformers."""
 
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
-from lamina.placements.registry import Placement, get, names, placement, resolve
+from lamina.placements.registry import Placement, get, names, placement
+from lamina.placements.resolution import resolve
 
 __all__ = ["Layer", "Norm", "Placement", "Plan", "Sublayer", "get", "names", "placement", "resolve"]

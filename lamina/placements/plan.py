@@ -13,8 +13,8 @@ Plain data: imports neither torch nor transformers, goes to JSON and comes back 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, cast, get_args, get_type_hints
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lamina.core.values import is_finite
 from lamina.errors import UserError, nearest
@@ -26,20 +26,21 @@ HeadNorm = Literal["off", "head", "full"]
 
 POSITIONS = ("pre_norm", "out_norm", "post_norm")
 SUBLAYERS = ("attention", "feed_forward")
+_Record = TypeVar("_Record", bound="Norm | Sublayer | Layer | Plan")
 
 
-def _one_of(where: str, value: Any, literal: Any) -> None:
+def _one_of(where: str, value: object, literal: object) -> None:
     allowed = get_args(literal)
     if value not in allowed:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
-def _finite(where: str, value: Any, more: str = "") -> None:
+def _finite(where: str, value: object, more: str = "") -> None:
     if not is_finite(value):
         raise UserError(f"{where}: {value!r} is not a finite number{more}")
 
 
-def _boolean(where: str, value: Any) -> None:
+def _boolean(where: str, value: object) -> None:
     if not isinstance(value, bool):
         raise UserError(f"{where}: {value!r} is not true or false")
 
@@ -68,9 +69,16 @@ class Norm:
             raise UserError(f"groups: {self.groups} groups need kind 'group', not {self.kind!r}")
 
 
-def _norm_of_kind(where: str, kind: str) -> Norm:
-    _one_of(f"{where}.kind", kind, NormKind)
-    return Norm(kind=cast(NormKind, kind))
+def _as_norm(where: str, value: object) -> Norm | None:
+    """A norm as the user may write it: True or a kind's name for one, False or None for none, or a Norm."""
+    if value is None or isinstance(value, Norm):
+        return value
+    if isinstance(value, bool):
+        return Norm() if value else None
+    if isinstance(value, str):
+        _one_of(f"{where}.kind", value, NormKind)
+        return Norm(kind=value)  # type: ignore[arg-type]  # one of the kinds
+    raise UserError(f"{where}: {value!r} is not a norm (true, false, a kind, or its fields)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +103,7 @@ class Sublayer:
     def __post_init__(self) -> None:
         """Accept True / False for a norm of the default kind / none; raise UserError for what has no meaning."""
         for position in POSITIONS:
-            value = getattr(self, position)
-            if isinstance(value, bool):
-                object.__setattr__(self, position, Norm() if value else None)
-            elif isinstance(value, str):
-                object.__setattr__(self, position, _norm_of_kind(position, value))
-            elif value is not None and not isinstance(value, Norm):
-                raise UserError(f"{position}: {value!r} is not a norm (true, false, a kind, or its fields)")
+            object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
         _one_of("skip_scale_learned", self.skip_scale_learned, Learned)
         _one_of("pre_scale_learned", self.pre_scale_learned, Learned)
@@ -137,13 +139,14 @@ class Layer:
 class Plan:
     """A placement resolved for a number of layers: all that a model needs to know about norms and skips.
 
+    ``placement`` is its name; a scheme leaves it out, ``resolve`` sets it.
     ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
     ``initialization`` is the recommended initialiser's name ("" leaves it to the placement's registration).
     ``qk_norm`` and ``v_norm`` normalise queries and keys, or values: per head, or over the full projected width.
     ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm where it is per head, which is a group.
     """
 
-    placement: str
+    placement: str = ""
     layers: tuple[Layer, ...]
     final_norm: Norm | None = None
     embedding_norm: Norm | None = None
@@ -165,18 +168,12 @@ class Plan:
             if not isinstance(getattr(self, name), kind):
                 what = "a text" if kind is str else "a mapping"
                 raise UserError(f"{name}: {getattr(self, name)!r} is not {what}")
+        if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
+            raise UserError(
+                f"qkv_norm: {self.qkv_norm!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
+            )
         for name in ("final_norm", "embedding_norm", "qkv_norm"):
-            value = getattr(self, name)
-            if name == "qkv_norm" and (value is None or isinstance(value, bool)):
-                raise UserError(
-                    f"{name}: {value!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
-                )
-            if isinstance(value, bool):
-                object.__setattr__(self, name, Norm() if value else None)
-            elif isinstance(value, str):
-                object.__setattr__(self, name, _norm_of_kind(name, value))
-            elif value is not None and not isinstance(value, Norm):
-                raise UserError(f"{name}: {value!r} is not a norm (true, false, a kind, or its fields)")
+            object.__setattr__(self, name, _as_norm(name, getattr(self, name)))
         if self.embedding_scale != "sqrt_hidden_size":
             _finite("embedding_scale", self.embedding_scale, " or 'sqrt_hidden_size'")
         _one_of("qk_norm", self.qk_norm, HeadNorm)
@@ -207,37 +204,39 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """Read a plan from plain dicts. Raises UserError that names an unknown field or a value with no meaning."""
+        if isinstance(data, Mapping) and "placement" not in data:
+            raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")
 
 
-def _read(cls: Any, data: Any, where: str) -> Any:
+def _read(cls: type[_Record], data: object, where: str) -> _Record:
+    """A record from its fields. Raises UserError that names the field by its path: ``plan.layers[3].attention``."""
     if not isinstance(data, Mapping):
         raise UserError(f"{where}: {data!r} is not a mapping of fields")
-    names = [f.name for f in fields(cls)]
+    entries = {entry.name: entry for entry in fields(cls)}
     for key in data:
-        if key not in names:
+        if key not in entries:
             raise UserError(
-                f"{where}: unknown field {key!r}{nearest(str(key), names)} (allowed: {', '.join(sorted(names))})"
+                f"{where}: unknown field {key!r}{nearest(str(key), entries)} (allowed: {', '.join(sorted(entries))})"
             )
+    for name, entry in entries.items():
+        if entry.default is MISSING and entry.default_factory is MISSING and name not in data:
+            raise UserError(f"{where}: field {name!r} is missing")
     hints = get_type_hints(cls)
     values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
-    missing = [f.name for f in fields(cls) if f.name in ("placement", "layers") and f.name not in values]
-    if missing:
-        raise UserError(f"{where}: field {missing[0]!r} is missing")
     try:
         return cls(**values)
     except UserError as error:
         raise UserError(f"{where}.{error}") from None
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    candidates = [a for a in (*get_args(hint), hint) if isinstance(a, type) and a in (Norm, Sublayer, Layer)]
-    if candidates and isinstance(value, Mapping):
-        return _read(candidates[0], value, where)
-    if candidates and Layer in candidates:
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{where}: {value!r} is not a list of layers")
-        return tuple(_read(Layer, item, f"{where}[{i}]") for i, item in enumerate(value))
-    if candidates and (Sublayer in candidates):
-        raise UserError(f"{where}: {value!r} is not a mapping of fields")
-    return value
+def _convert(hint: Any, value: object, where: str) -> object:
+    """A field's value: mappings become the record that the field's type asks for, of a tuple one by one."""
+    record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Sublayer, Layer)), None)
+    if record is None or (record is Norm and not isinstance(value, Mapping)):
+        return value  # a norm is also written as true, false or its kind
+    if get_args(hint)[1:] != (...,):
+        return _read(record, value, where)
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{where}: {value!r} is not a list of layers")
+    return tuple(_read(record, item, f"{where}[{i}]") for i, item in enumerate(value))

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from lamina.data import Blocks
 from lamina.modeling.building import recommended
-from lamina.placements.custom import find
+from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, warmup_steps
 from lamina.preflights.features import Features, features
 from lamina.preflights.measuring import Snapshot

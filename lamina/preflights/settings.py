@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from lamina.core.values import check_kinds, number, path, whole_number
 from lamina.errors import UserError, unknown
-from lamina.placements.custom import split_specs
+from lamina.placements.resolution import split_specs
 from lamina.training.settings import PretrainSettings
 
 _OWN = ("placements", "learning_rates", "output", "burn_in", "sequences", "flops")

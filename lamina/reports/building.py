@@ -14,7 +14,7 @@ import pandas as pd
 from lamina import placements
 from lamina.errors import UserError
 from lamina.placements import Plan, diagram
-from lamina.placements.custom import parse_spec
+from lamina.placements.resolution import parse_spec
 from lamina.reports import depth, evolution, figures, monitored, tables
 from lamina.reports.coordinates import coordinates_report
 from lamina.reports.mixture import refuse_other_experiments

@@ -14,7 +14,7 @@ from typing import Any
 
 from lamina.core.values import path, seed_number, whole_number
 from lamina.errors import UserError, unknown
-from lamina.placements.custom import split_specs
+from lamina.placements.resolution import split_specs
 from lamina.training.settings import PretrainSettings, RunSettings
 
 DEFAULT_PLACEMENTS = "post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel"

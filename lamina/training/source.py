@@ -139,8 +139,8 @@ def _read(folder: str) -> tuple[Plan, Any]:
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
         return Plan.from_dict(config.plan), config.get_text_config()
-    architecture = conversion.ARCHITECTURES[config.model_type]
-    return make_plan(architecture.placement, config.num_hidden_layers), config
+    placement = conversion.CONVERSIONS[config.model_type].placement
+    return make_plan(placement, config.num_hidden_layers), config
 
 
 def _has_tokenizer(folder: str) -> bool:

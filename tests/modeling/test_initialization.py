@@ -8,6 +8,7 @@ from test_backbone_parity import BACKBONES, NO_MORE_NORMS, configuration
 from tiny import llama, token_ids
 
 import lamina
+from lamina.core import architectures
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.initialization import weights
@@ -157,7 +158,7 @@ def test_every_parameter_is_covered_once_and_has_a_role(name, model_type):
     covered = list(weights(model))
     assert [w.name for w in covered] == [key for key, _ in model.named_parameters()]
     assert len({id(w.parameter) for w in covered}) == len(covered)
-    known = {*initialization.ROLES.values(), "embedding", "readout", "vector", "bias"}
+    known = {*architectures.ROLES.values(), "embedding", "readout", "vector", "bias"}
     for weight in covered:
         assert weight.role in known, weight.name
         assert (weight.layer >= 0) == (".layers." in weight.name)

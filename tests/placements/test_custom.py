@@ -10,8 +10,8 @@ import yaml
 
 import lamina
 from lamina.errors import UserError
-from lamina.placements import Norm, names, registry, resolve
-from lamina.placements.custom import find, parse_spec, split_specs
+from lamina.placements import Norm, registry, resolve
+from lamina.placements.resolution import find, parse_spec, split_specs
 
 RULES = """
 placement: my_ln
@@ -37,9 +37,9 @@ def file_ln(num_layers: int, *, strength: float = 2.0) -> Plan:
 
 
 @pytest.fixture(autouse=True)
-def registry_as_before(monkeypatch):
-    names()
-    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+def registry_as_before():
+    with registry.PLACEMENTS.isolated():
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 import lamina
 from lamina.cli import main
-from lamina.placements import names, registry
+from lamina.placements import registry
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
@@ -30,9 +30,9 @@ COMMANDS = re.findall(r"^lamina .*$", PAGE, re.M)
 
 
 @pytest.fixture(autouse=True)
-def registry_as_before(monkeypatch):
-    names()
-    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+def registry_as_before():
+    with registry.PLACEMENTS.isolated():
+        yield
 
 
 @pytest.fixture(autouse=True)

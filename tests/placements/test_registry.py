@@ -8,12 +8,13 @@ import pytest
 
 from lamina.errors import UserError
 from lamina.placements import Layer, Norm, Plan, Sublayer, get, names, placement, registry, resolve
+from lamina.placements.resolution import map_norms
 
 
 @pytest.fixture
-def registry_as_before(monkeypatch):
-    names()
-    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+def registry_as_before():
+    with registry.PLACEMENTS.isolated():
+        yield
 
 
 def norms_of(plan):
@@ -115,8 +116,8 @@ def test_the_norm_option_changes_every_norm_of_the_plan_and_nothing_else(name, k
     plan = resolve(name, 3, norm=kind, final_norm=True, embedding_norm=True)
     assert {n.kind for n in norms_of(plan)} == {kind}
     before = resolve(name, 3, final_norm=True, embedding_norm=True)
-    back = registry.map_norms(plan, lambda norm: replace(norm, kind="backbone", groups=1))
-    assert back.layers == registry.map_norms(before, lambda norm: replace(norm, kind="backbone", groups=1)).layers
+    back = map_norms(plan, lambda norm: replace(norm, kind="backbone", groups=1))
+    assert back.layers == map_norms(before, lambda norm: replace(norm, kind="backbone", groups=1)).layers
 
 
 @pytest.mark.parametrize("name", names())

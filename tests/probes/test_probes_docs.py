@@ -27,9 +27,7 @@ def test_the_python_example_runs():
     assert set(names["distances"]["size"]) == {1, 2, 3, 4}
 
 
-def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama, monkeypatch):
-    registry.names()
-    monkeypatch.setattr(registry, "_PROBES", dict(registry._PROBES))
+def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama):
     code = re.findall(r"<!-- own probe -->\n```python\n(.*?)```", TEXT, re.S)[0]
     (tmp_path / "small_values.py").write_text(code, encoding="utf-8")
     model = LlamaForCausalLM(tiny_llama).eval()

@@ -14,7 +14,6 @@ from training.tiny_runs import layers, records
 import lamina
 from lamina import build
 from lamina.errors import UserError
-from lamina.probes.engine import registry
 from lamina.reports import run_report
 from lamina.training.monitoring import scheduled_probes as scheduled
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes, forget, undisturbed
@@ -23,9 +22,7 @@ ENDED = ("finished", "short", "stuck")  # four steps of a tiny model teach it no
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path, monkeypatch):
-    registry.names()
-    monkeypatch.setattr(registry, "_PROBES", dict(registry._PROBES))
+def own(tmp_path):
     return ",".join(write_probes(tmp_path))
 
 

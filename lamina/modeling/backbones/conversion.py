@@ -9,7 +9,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import (
 from transformers import initialization as init
 
 import lamina.modeling  # noqa: F401 (registers LaminaConfig and the models)
+from lamina.core.architectures import Conversion, conversions
 from lamina.errors import UserError, unknown
 from lamina.modeling.backbones import loading
 from lamina.modeling.configuration_lamina import LaminaConfig
@@ -33,54 +34,7 @@ from lamina.placements import Norm, Plan, Sublayer, resolve
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """What a model type of transformers is in Lamina's terms.
-
-    Args:
-        placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
-        norms: transformers' name of each norm of a layer, and its position in Lamina's block.
-        gain_offset: what the stored gain lacks: Gemma stores w and multiplies by 1 + w.
-        gain_in_float32: its norms multiply by the gain before they round to the model's dtype, Lamina's round first (as
-            Llama's do): the same in float32, not in half precision.
-    """
-
-    placement: str
-    norms: Mapping[str, str]
-    gain_offset: float = 0.0
-    gain_in_float32: bool = False
-
-
-_PRE_LN = Architecture(
-    placement="pre_ln",
-    norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
-)
-# Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
-_GEMMA = Architecture(
-    placement="peri_ln(embedding_norm=false)",
-    norms={
-        "input_layernorm": "attention.pre_norm",
-        "post_attention_layernorm": "attention.out_norm",
-        "pre_feedforward_layernorm": "feed_forward.pre_norm",
-        "post_feedforward_layernorm": "feed_forward.out_norm",
-    },
-    gain_offset=1.0,
-    gain_in_float32=True,
-)
-# Norms on queries and keys that are the attention module's own (OLMo 2, Qwen 3, Gemma 3) come along with the module.
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _PRE_LN,
-    "mistral": _PRE_LN,
-    "qwen2": _PRE_LN,
-    "qwen3": _PRE_LN,
-    "olmo2": Architecture(
-        placement="olmo2(qk_norm=off)",
-        norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
-        gain_in_float32=True,
-    ),
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-}
+CONVERSIONS = conversions()
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
 _MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
 
@@ -94,28 +48,28 @@ def from_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str
 
     Returns:
         A LaminaForCausalLM in evaluation mode with weights of its own; its logits equal the source's. In half precision
-        those of Gemma and OLMo 2 differ by rounding (``Architecture.gain_in_float32``).
+        those of Gemma and OLMo 2 differ by rounding (``Conversion.gain_in_float32``).
 
     Raises:
-        UserError: for an architecture that is not in ARCHITECTURES, weights that aren't safetensors, a tensor that is
+        UserError: for a model type whose placement is not known, weights that aren't safetensors, a tensor that is
             missing, left over or of another shape.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
         raise UserError(f"source: {_name(model_or_path)} is a Lamina model already (allowed: to transformers)")
     config: Any = model.config
-    architecture = _architecture(config.model_type)
+    conversion = _conversion(config.model_type)
     _check_class(model)
     dtype = _dtype_of(model)
-    if architecture.gain_in_float32 and dtype.itemsize < 4:
+    if conversion.gain_in_float32 and dtype.itemsize < 4:
         logger.warning(_rounding_note(config.model_type, dtype))
-    plan = resolve(architecture.placement, config.num_hidden_layers)
+    plan = resolve(conversion.placement, config.num_hidden_layers)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
         ours: Any = LaminaForCausalLM._from_config(outer, dtype=dtype)
-    _fill(ours, model, {key: (_to_lamina(key, architecture), offset) for key, offset in _gains(model)})
-    _copy_buffers({_to_lamina(name, architecture): name for name, _ in model.named_buffers()}, model, ours)
+    _fill(ours, model, {key: (_to_lamina(key, conversion), offset) for key, offset in _gains(model)})
+    _copy_buffers({_to_lamina(name, conversion): name for name, _ in model.named_buffers()}, model, ours)
     return ours.to(model.device).eval()
 
 
@@ -130,29 +84,29 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str |
             f"source: {_name(model_or_path)} is a {type(model).__name__} (allowed: a LaminaForCausalLM, or its folder)"
         )
     outer: Any = model.config
-    architecture = check_plan(outer)
+    conversion = check_plan(outer)
     config = _backbone_config(outer)
     # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
     config._attn_implementation = model.model.backbone.config._attn_implementation
     with init.no_init_weights():
         theirs: Any = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
-    _fill(theirs, model, {_to_lamina(key, architecture): (key, -offset) for key, offset in _gains(theirs)})
-    _copy_buffers({name: _to_lamina(name, architecture) for name, _ in theirs.named_buffers()}, model, theirs)
+    _fill(theirs, model, {_to_lamina(key, conversion): (key, -offset) for key, offset in _gains(theirs)})
+    _copy_buffers({name: _to_lamina(name, conversion) for name, _ in theirs.named_buffers()}, model, theirs)
     return theirs.to(model.device).eval()
 
 
-def check_plan(config: LaminaConfig) -> Architecture:
-    """The architecture of transformers that a Lamina model is one of. Raises UserError where there is none."""
+def check_plan(config: LaminaConfig) -> Conversion:
+    """How a Lamina model goes back to transformers. Raises UserError where transformers has no such placement."""
     model_type = config.get_text_config().model_type
-    architecture = _architecture(model_type)
+    conversion = _conversion(model_type)
     assert config.plan is not None
     plan = Plan.from_dict(config.plan)
-    if computed(plan) != computed(resolve(architecture.placement, plan.num_layers)):
+    if computed(plan) != computed(resolve(conversion.placement, plan.num_layers)):
         raise UserError(
             f"plan: no transformers architecture has this placement ({plan.placement!r}) on the backbone "
-            f"{model_type!r} (allowed: {architecture.placement})"
+            f"{model_type!r} (allowed: {conversion.placement})"
         )
-    return architecture
+    return conversion
 
 
 def _rounding_note(model_type: str, dtype: torch.dtype) -> str:
@@ -183,7 +137,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     if config.model_type == "gemma3":
         raise UserError("model_type: 'gemma3' sees images, too (allowed: the text model on its own, 'gemma3_text')")
     if config.model_type != LaminaConfig.model_type:
-        _architecture(config.model_type)
+        _conversion(config.model_type)
     if getattr(config, "quantization_config", None):
         raise UserError("quantization_config: quantised weights cannot be converted (allowed: the original checkpoint)")
     if Path(path).is_dir():
@@ -215,17 +169,17 @@ def largest_difference(
     return difference, largest
 
 
-def _architecture(model_type: str) -> Architecture:
-    if model_type not in ARCHITECTURES:
-        raise unknown("model_type", model_type, ARCHITECTURES)
-    return ARCHITECTURES[model_type]
+def _conversion(model_type: str) -> Conversion:
+    if model_type not in CONVERSIONS:
+        raise unknown("model_type", model_type, CONVERSIONS)
+    return CONVERSIONS[model_type]
 
 
-def _to_lamina(key: str, architecture: Architecture) -> str:
+def _to_lamina(key: str, conversion: Conversion) -> str:
     """Where a tensor of transformers' model is in Lamina's."""
     if match := _LAYER.fullmatch(key):
         index, part, rest = match.groups()
-        part = architecture.norms.get(part) or _MODULES.get(part, part)
+        part = conversion.norms.get(part) or _MODULES.get(part, part)
         return f"model.backbone.layers.{index}.{part}.{rest}"
     return re.sub(r"^model\.", "model.backbone.", key)
 
@@ -235,11 +189,11 @@ def _gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
 
     The norms inside an attention module are the module's own and stay as they are stored.
     """
-    architecture = _architecture(model.config.model_type)
+    conversion = _conversion(model.config.model_type)
     for key in model.state_dict():
         match = _LAYER.fullmatch(key)
-        is_norm = key == "model.norm.weight" or (match is not None and match[2] in architecture.norms)
-        yield key, architecture.gain_offset if is_norm else 0.0
+        is_norm = key == "model.norm.weight" or (match is not None and match[2] in conversion.norms)
+        yield key, conversion.gain_offset if is_norm else 0.0
 
 
 def _fill(target: Any, source: PreTrainedModel, renamed: Mapping[str, tuple[str, float]]) -> None:

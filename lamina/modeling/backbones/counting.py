@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM, PreTrainedConfig
+import transformers
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from lamina.modeling.backbones.presets import with_fields
-from lamina.modeling.modeling_lamina import adapter_of
-
-_AUTO = {"causal_lm": AutoModelForCausalLM, "masked_lm": AutoModelForMaskedLM}
-_AUTO["image_classification"] = AutoModelForImageClassification
+from lamina.modeling.modeling_lamina import HEADS, adapter_of
 
 
 class Count(NamedTuple):
@@ -37,7 +35,7 @@ def count_parameters(config: PreTrainedConfig) -> Count:
 
 
 def _count(config: PreTrainedConfig) -> Count:
-    auto: Any = _AUTO[adapter_of(config).heads[0]]
+    auto = getattr(transformers, HEADS[adapter_of(config).heads[0]].auto_class)
     with torch.device("meta"), no_init_weights():
         model = auto.from_config(config)
     model.tie_weights()

@@ -29,7 +29,6 @@ def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] =
     start = {"profiled": 1.0, "log": math.sqrt((n + 1) / math.log(n + 1) - 1), "sqrt": math.sqrt(n), "one": 1.0}[omega]
     sublayer = Sublayer(post_norm=Norm(), skip_scale=start, skip_scale_learned="vector")
     return Plan(
-        placement="admin",
         layers=(Layer(attention=sublayer, feed_forward=sublayer),) * num_layers,
         initialization="admin" if omega == "profiled" else "normal",
     )

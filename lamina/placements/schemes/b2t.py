@@ -15,4 +15,4 @@ from lamina.placements.registry import placement
 def b2t(num_layers: int) -> Plan:
     """The bottom-to-top skip bypasses every norm of the block but the last; FuseNorm replaces y's skip by it."""
     layer = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=Sublayer(skip="both", post_norm=Norm()))
-    return Plan(placement="b2t", layers=(layer,) * num_layers)
+    return Plan(layers=(layer,) * num_layers)

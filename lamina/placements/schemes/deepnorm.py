@@ -38,4 +38,4 @@ def deepnorm(
         weight_gain=gain,
         gate_gain=gain if scale_gate else 1.0,
     )
-    return Plan(placement="deepnorm", layers=(Layer(attention=sublayer, feed_forward=sublayer),) * num_layers)
+    return Plan(layers=(Layer(attention=sublayer, feed_forward=sublayer),) * num_layers)

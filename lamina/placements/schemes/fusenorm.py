@@ -28,4 +28,4 @@ def fusenorm(num_layers: int, *, first_layer_norm: bool = True) -> Plan:
         attention=Sublayer(pre_norm=Norm() if first_layer_norm else None, post_norm=Norm()), feed_forward=feed_forward
     )
     rest = Layer(attention=Sublayer(post_norm=Norm()), feed_forward=feed_forward)
-    return Plan(placement="fusenorm", layers=(first,) + (rest,) * (num_layers - 1))
+    return Plan(layers=(first,) + (rest,) * (num_layers - 1))

@@ -27,4 +27,4 @@ def group_ln(num_layers: int, *, groups: int = 8) -> Plan:
     """
     norm = Norm(kind="group", groups=groups)
     layer = Layer(attention=Sublayer(pre_norm=norm), feed_forward=Sublayer(pre_norm=norm))
-    return Plan(placement="group_ln", layers=(layer,) * num_layers, final_norm=norm)
+    return Plan(layers=(layer,) * num_layers, final_norm=norm)

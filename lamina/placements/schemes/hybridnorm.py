@@ -28,7 +28,7 @@ _ATTENTION, _FEED_FORWARD = Sublayer(post_norm=Norm()), Sublayer()
 def hybridnorm(num_layers: int) -> Plan:
     """Normalises inside the attention and around the feed-forward; the feed-forward's skip carries the normed state."""
     layer = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
-    return Plan(placement="hybridnorm", layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
+    return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm="head", v_norm="head")
 
 
 @placement(
@@ -51,4 +51,4 @@ def hybridnorm_star(num_layers: int) -> Plan:
     first = Layer(attention=pre, feed_forward=pre)
     rest = Layer(attention=_ATTENTION, feed_forward=_FEED_FORWARD)
     layers = (first,) + (rest,) * (num_layers - 1)
-    return Plan(placement="hybridnorm_star", layers=layers, final_norm=Norm(), qk_norm="head", v_norm="head")
+    return Plan(layers=layers, final_norm=Norm(), qk_norm="head", v_norm="head")

@@ -62,4 +62,4 @@ def keel(
             attention=Sublayer(pre_norm=Norm()),
             feed_forward=Sublayer(pre_norm=Norm() if first_layer == "paper" else None, post_norm=Norm()),
         )
-    return Plan(placement="keel", layers=(first,) + (rest,) * (num_layers - 1))
+    return Plan(layers=(first,) + (rest,) * (num_layers - 1))

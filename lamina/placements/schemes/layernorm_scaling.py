@@ -21,4 +21,4 @@ def layernorm_scaling(num_layers: int) -> Plan:
     """The factor stands on the norm's output, so deep layers read a smaller input; the final norm is not scaled."""
     sublayers = [Sublayer(pre_norm=Norm(), pre_scale=index**-0.5) for index in range(1, num_layers + 1)]
     layers = tuple(Layer(attention=sublayer, feed_forward=sublayer) for sublayer in sublayers)
-    return Plan(placement="layernorm_scaling", layers=layers, final_norm=Norm())
+    return Plan(layers=layers, final_norm=Norm())

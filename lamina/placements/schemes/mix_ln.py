@@ -49,7 +49,7 @@ def mix_ln(num_layers: int, *, alpha: float | str | None = None, num_post_layers
     post, pre = Sublayer(post_norm=Norm()), Sublayer(pre_norm=Norm())
     layers = (Layer(attention=post, feed_forward=post),) * num_post_layers
     layers += (Layer(attention=pre, feed_forward=pre),) * (num_layers - num_post_layers)
-    return Plan(placement="mix_ln", layers=layers, final_norm=Norm())
+    return Plan(layers=layers, final_norm=Norm())
 
 
 def _exact(alpha: float | str) -> Fraction:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.plan import HeadNorm, Layer, Norm, Plan, Sublayer
 from lamina.placements.registry import placement
 
 
-def _plan(name: str, num_layers: int, **more: str) -> Plan:
+def _plan(num_layers: int, qk_norm: HeadNorm = "off") -> Plan:
     sublayer = Sublayer(out_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
-    return Plan(placement=name, layers=(layer,) * num_layers, final_norm=Norm(), **more)  # type: ignore[arg-type]
+    return Plan(layers=(layer,) * num_layers, final_norm=Norm(), qk_norm=qk_norm)
 
 
 @placement(
@@ -22,7 +22,7 @@ def _plan(name: str, num_layers: int, **more: str) -> Plan:
 )
 def olmo2(num_layers: int) -> Plan:
     """The norm stands on each module's output, none on its input; queries and keys are normed over their full width."""
-    return _plan("olmo2", num_layers, qk_norm="full")
+    return _plan(num_layers, qk_norm="full")
 
 
 @placement(
@@ -35,4 +35,4 @@ def olmo2(num_layers: int) -> Plan:
 )
 def out_ln(num_layers: int) -> Plan:
     """OLMo 2's wiring without its norms on queries and keys: position B alone."""
-    return _plan("out_ln", num_layers)
+    return _plan(num_layers)

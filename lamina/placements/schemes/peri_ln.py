@@ -22,7 +22,6 @@ def peri_ln(num_layers: int, *, embedding_norm: bool = True, learnable_gain: boo
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm(learnable_gain=learnable_gain))
     layer = Layer(attention=sublayer, feed_forward=sublayer)
     return Plan(
-        placement="peri_ln",
         layers=(layer,) * num_layers,
         final_norm=Norm(),
         embedding_norm=Norm() if embedding_norm else None,

@@ -16,4 +16,4 @@ def post_ln(num_layers: int) -> Plan:
     """Every sum is normalised; the gradient shrinks by the norm's Jacobian at each sub-layer on its way down."""
     sublayer = Sublayer(post_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
-    return Plan(placement="post_ln", layers=(layer,) * num_layers)
+    return Plan(layers=(layer,) * num_layers)

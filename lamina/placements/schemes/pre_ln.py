@@ -16,4 +16,4 @@ def pre_ln(num_layers: int) -> Plan:
     """The stream itself is never normalised, which keeps an identity path from the loss to every layer."""
     sublayer = Sublayer(pre_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
-    return Plan(placement="pre_ln", layers=(layer,) * num_layers, final_norm=Norm())
+    return Plan(layers=(layer,) * num_layers, final_norm=Norm())

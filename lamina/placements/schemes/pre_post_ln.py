@@ -16,4 +16,4 @@ def pre_post_ln(num_layers: int) -> Plan:
     """Post-LN with a norm inside the branch: Keel without its alpha and its first layer."""
     sublayer = Sublayer(pre_norm=Norm(), post_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
-    return Plan(placement="pre_post_ln", layers=(layer,) * num_layers)
+    return Plan(layers=(layer,) * num_layers)

@@ -16,4 +16,4 @@ def sandwich_ln(num_layers: int) -> Plan:
     """Peri-LN's wiring, published for another purpose: it keeps fp16 activations of a text-to-image model in range."""
     sublayer = Sublayer(pre_norm=Norm(), out_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
-    return Plan(placement="sandwich_ln", layers=(layer,) * num_layers, final_norm=Norm())
+    return Plan(layers=(layer,) * num_layers, final_norm=Norm())

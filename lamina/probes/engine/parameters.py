@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lamina.modeling.initialization import ROLES
+from lamina.core.architectures import ROLES
 from lamina.probes.structure.discovery import LayerSite, Structure
 
 Place = tuple[int, str, str]

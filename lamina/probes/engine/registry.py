@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lamina.core.python_files import run_file
+from lamina.core import specs
+from lamina.core.registry import Registry
 from lamina.errors import UserError, unknown
-from lamina.placements.custom import parse_spec, split_specs
 from lamina.probes.engine.listing import PROBES, read
 
 if TYPE_CHECKING:
@@ -20,9 +18,6 @@ if TYPE_CHECKING:
 
     from lamina.probes.engine.context import Context
     from lamina.probes.structure.discovery import Point
-
-_PROBES: dict[str, type[Probe]] = {}
-_loaded = False
 
 
 class Probe:
@@ -96,29 +91,24 @@ def check_sequences(name: str, sequences: Any) -> int:
     return sequences
 
 
-def probe(made: type[Probe]) -> type[Probe]:
+def _modules() -> Iterator[str]:
+    return (f"lamina.probes.{path.stem}" for path in sorted(PROBES.glob("*.py")) if any(read(path)))
+
+
+REGISTRY: Registry[type[Probe]] = Registry("probe", modules=_modules)
+names, get = REGISTRY.names, REGISTRY.get
+
+
+def probe(cls: type[Probe]) -> type[Probe]:
     """Register a probe (a class decorator)."""
     for attribute in ("name", "title", "summary", "source"):
-        if not isinstance(getattr(made, attribute, None), str):
-            raise TypeError(f"{made.__name__}: a probe states its {attribute}")
-    if made.name in _PROBES and _PROBES[made.name].__module__ != made.__module__:
-        raise ValueError(f"two probes are named {made.name!r}")
-    _PROBES[made.name] = made
-    return made
-
-
-def names() -> list[str]:
-    """The names of all probes, sorted."""
-    _load()
-    return sorted(_PROBES)
-
-
-def get(name: str) -> type[Probe]:
-    """The probe's class. Raises UserError for an unknown name, with the nearest known."""
-    _load()
-    if name not in _PROBES:
-        raise unknown("probe", name, _PROBES)
-    return _PROBES[name]
+        if not isinstance(getattr(cls, attribute, None), str):
+            raise TypeError(f"{cls.__name__}: a probe states its {attribute}")
+    namesake = REGISTRY.registered(cls.name)
+    if namesake is not None and namesake.__module__ != cls.__module__:
+        raise ValueError(f"two probes are named {cls.name!r}")
+    REGISTRY.add(cls.name, cls)
+    return cls
 
 
 def options_of(made: type[Probe]) -> dict[str, Any]:
@@ -136,16 +126,14 @@ def make(spec: str | Probe) -> Probe:
     """A probe from ``name`` or ``name(option=value)``. Raises UserError that names the option."""
     if isinstance(spec, Probe):
         return spec
-    if own := re.fullmatch(r"\s*([^()]+\.py)\s*(\(.*\))?\s*", spec, re.S):
-        spec = load_file(Path(own[1])) + (own[2] or "")
-    name, options = parse_spec(str(spec))
-    made = get(str(name))
-    allowed = options_of(made)
+    target, options = specs.parse(str(spec), "probe")
+    cls = REGISTRY.from_file(Path(target)) if Path(target).suffix == ".py" else get(target)
+    allowed = options_of(cls)
     for option in options:
         if option not in allowed:
-            raise unknown(f"option of the probe {made.name}", option, allowed)
+            raise unknown(f"option of the probe {cls.name}", option, allowed)
     try:
-        return made(**options)
+        return cls(**options)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -155,7 +143,7 @@ def make(spec: str | Probe) -> Probe:
 def make_all(wanted: str | Iterable[str | Probe]) -> list[Probe]:
     """The probes of ``all`` or of a list of specs, each once. Raises UserError for a name given twice or unknown."""
     if isinstance(wanted, str):
-        wanted = names() if wanted.strip() == "all" else split_specs(wanted)
+        wanted = names() if wanted.strip() == "all" else specs.split(wanted, "probe")
     made = [one for spec in wanted for one in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
     if not made:
         raise UserError(f"probes: none given (allowed: all, {', '.join(names())})")
@@ -163,26 +151,3 @@ def make_all(wanted: str | Iterable[str | Probe]) -> list[Probe]:
         if [other.name for other in made].count(one.name) > 1:
             raise UserError(f"probes: {one.name!r} is given twice (allowed: once)")
     return made
-
-
-def load_file(path: Path) -> str:
-    """Load a probe of one's own from a Python file; returns its name. Raises UserError that names the file."""
-    if not path.is_file():
-        raise UserError(f"probe {str(path)!r}: no such file")
-    _load()  # the package's own first: the file must not take one's name
-    before = dict(_PROBES)
-    run_file("probe", path)
-    new = [name for name, made in _PROBES.items() if before.get(name) is not made]
-    if len(new) != 1:
-        raise UserError(f"probe {str(path)!r}: registers {len(new)} probes with @probe (needed: one)")
-    return new[0]
-
-
-def _load() -> None:
-    global _loaded
-    if _loaded:
-        return
-    for path in sorted(PROBES.glob("*.py")):
-        if any(read(path)):  # only the files that hold a probe
-            importlib.import_module(f"lamina.probes.{path.stem}")
-    _loaded = True

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import read_result, read_written_yaml
@@ -14,7 +15,6 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
-from lamina.placements.custom import split_specs
 from lamina.probes.engine import registry
 from lamina.probes.job.settings import ProbeSettings
 
@@ -65,7 +65,7 @@ def _stored(folder: Path) -> dict[str, Any]:
 def spec_by_name(probes: str) -> dict[str, str]:
     """What was asked for by each probe's name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
-    for spec in split_specs(probes):
+    for spec in split(probes, "probe"):
         names = registry.names() if spec == "all" else [registry.make(spec).name]
         specs |= {name: name if spec == "all" else spec for name in names}
     return specs

@@ -1,0 +1,141 @@
+"""The model types of transformers that Lamina knows: one row each, read without loading torch.
+
+A row says what a type's weights are for, so that they can be initialized, and which placement the type has, so that its
+checkpoints can be converted. Each type of the table is tested: with the placement that it has anyway, its logits equal
+transformers' own on the same weights. What a saved model needs to be built again (the names of its modules, its heads)
+must travel beside the checkpoint: that half of the row is ``ADAPTERS`` in modeling/modeling_lamina.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """How a model type's checkpoints become Lamina's.
+
+    Args:
+        placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
+        norms: transformers' name of each norm of a layer, and its position in Lamina's block.
+        gain_offset: what the stored gain lacks: Gemma stores w and multiplies by 1 + w.
+        gain_in_float32: its norms multiply by the gain before they round to the model's dtype, Lamina's round first (as
+            Llama's do): the same in float32, not in half precision.
+        note: one line for the table of docs/convert.md.
+    """
+
+    placement: str
+    norms: Mapping[str, str]
+    gain_offset: float = 0.0
+    gain_in_float32: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What Lamina knows of a model type.
+
+    Args:
+        title: its name in prose.
+        roles: the role of each weight by the attribute name of its module, exact. A name that means another thing in
+            each sub-layer has the sub-layer's before it ("attention.Wo").
+        conversion: how its checkpoints are converted; None where they are not.
+    """
+
+    title: str
+    roles: Mapping[str, str] = field(default_factory=dict)
+    conversion: Conversion | None = None
+
+
+_PRE_LN = Conversion(
+    placement="pre_ln",
+    norms={"input_layernorm": "attention.pre_norm", "post_attention_layernorm": "feed_forward.pre_norm"},
+)
+_OLMO2 = Conversion(
+    placement="olmo2(qk_norm=off)",
+    norms={"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "feed_forward.out_norm"},
+    gain_in_float32=True,
+    note="its norms on queries and keys are part of its attention",
+)
+# Gemma has no norm on its embedding; the factor sqrt(hidden_size) is part of its embed_tokens, which stays as it is.
+_GEMMA = Conversion(
+    placement="peri_ln(embedding_norm=false)",
+    norms={
+        "input_layernorm": "attention.pre_norm",
+        "post_attention_layernorm": "attention.out_norm",
+        "pre_feedforward_layernorm": "feed_forward.pre_norm",
+        "post_feedforward_layernorm": "feed_forward.out_norm",
+    },
+    gain_offset=1.0,
+    gain_in_float32=True,
+    note="the stored gain w means 1 + w",
+)
+# What decoders call their weights, those that are not in the table too.
+_DECODER = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "qkv_proj": "query_key_value",
+    "o_proj": "attention_out",
+    "gate_proj": "gate",
+    "up_proj": "feed_forward_in",
+    "gate_up_proj": "gate_and_in",
+    "down_proj": "feed_forward_out",
+}
+_LATENT = {  # DeepSeek's multi-head latent attention and its mixture of experts
+    **_DECODER,
+    "q_a_proj": "query_down",
+    "q_b_proj": "query",
+    "kv_a_proj_with_mqa": "key_value_down",
+    "kv_b_proj": "key_value",
+    "gate": "router",
+}
+_MODERNBERT = {
+    "Wqkv": "query_key_value",
+    "attention.Wo": "attention_out",
+    "Wi": "gate_and_in",
+    "feed_forward.Wo": "feed_forward_out",
+}
+_VIT = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "attention_out",
+    "fc1": "feed_forward_in",
+    "fc2": "feed_forward_out",
+}
+# Norms on queries and keys that are the attention module's own (OLMo 2, Qwen 3, Gemma 3) come along with the module.
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(title="Llama", roles=_DECODER, conversion=_PRE_LN),
+    "mistral": Architecture(title="Mistral", roles=_DECODER, conversion=_PRE_LN),
+    "qwen2": Architecture(title="Qwen 2", roles=_DECODER, conversion=_PRE_LN),
+    "qwen3": Architecture(title="Qwen 3", roles=_DECODER, conversion=_PRE_LN),
+    "olmo2": Architecture(title="OLMo 2", roles=_DECODER, conversion=_OLMO2),
+    "gemma2": Architecture(title="Gemma 2", roles=_DECODER, conversion=_GEMMA),
+    "gemma3_text": Architecture(title="Gemma 3 text", roles=_DECODER, conversion=_GEMMA),
+    "deepseek_v2": Architecture(title="DeepSeek-V2", roles=_LATENT),
+    "deepseek_v3": Architecture(title="DeepSeek-V3", roles=_LATENT),
+    "modernbert": Architecture(title="ModernBERT", roles=_MODERNBERT),
+    "vit": Architecture(title="ViT", roles=_VIT),
+}
+# Every row's names: a backbone that is not in the table is likely to use them, too. No two rows disagree on a name.
+ROLES: dict[str, str] = {name: role for row in ARCHITECTURES.values() for name, role in row.roles.items()}
+
+
+def conversions() -> dict[str, Conversion]:
+    """The model types whose checkpoints are converted."""
+    return {name: row.conversion for name, row in ARCHITECTURES.items() if row.conversion is not None}
+
+
+def verified() -> str:
+    """The model types whose wiring is tested against transformers, in prose: all of the table."""
+    return ", ".join(row.title for row in ARCHITECTURES.values())
+
+
+def convertible() -> str:
+    """The architectures that are converted, in prose, with the placement of each."""
+    groups: dict[str, list[str]] = {}
+    for model_type, conversion in conversions().items():
+        groups.setdefault(conversion.placement.partition("(")[0], []).append(ARCHITECTURES[model_type].title)
+    return ", ".join(f"{', '.join(names)} ({placement})" for placement, names in groups.items())

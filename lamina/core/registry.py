@@ -1,0 +1,115 @@
+"""Registries: what a decorator adds by name, from the package's own files, installed plug-ins and a user's file."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from lamina.core.python_files import guarded, run_file
+from lamina.errors import UserError, unknown
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Generic[Entry]):
+    """Entries by name, loaded when the first one is asked for.
+
+    Args:
+        kind: what an entry is ("placement"), for the messages.
+        modules: gives the names of the package's own modules, which register their entries when they are imported.
+        plugins: the group of entry points under which installed packages add theirs.
+    """
+
+    def __init__(self, kind: str, *, modules: Callable[[], Iterable[str]] = tuple, plugins: str | None = None) -> None:
+        self.kind = kind
+        self._modules, self._plugins = modules, plugins
+        self._entries: dict[str, Entry] = {}
+        self._state = "new"  # new, loading, loaded
+        self._failure: UserError | None = None
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Register an entry, in place of an earlier one of its name. For decorators: it loads nothing."""
+        self._entries[name] = entry
+
+    def registered(self, name: str) -> Entry | None:
+        """The entry that has been added under this name so far. For decorators: it loads nothing."""
+        return self._entries.get(name)
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        self._load()
+        return sorted(self._entries)
+
+    def get(self, name: str, *, other_names: Iterable[str] = ()) -> Entry:
+        """The entry of this name. Raises UserError that suggests the nearest name, of ``other_names`` as well."""
+        self._load()
+        if name not in self._entries:
+            raise unknown(self.kind, name, [*self._entries, *other_names])
+        return self._entries[name]
+
+    def from_file(self, path: Path) -> Entry:
+        """The one entry that a user's Python file registers; the registry itself stays as it was.
+
+        The file runs as code. Raises UserError that names it, whatever it raises.
+        """
+        if not path.is_file():
+            raise UserError(f"{self.kind} {str(path)!r}: no such file")
+        with self.isolated():
+            before = dict(self._entries)
+            run_file(self.kind, path)
+            new = [entry for name, entry in self._entries.items() if before.get(name) is not entry]
+        if len(new) != 1:
+            raise UserError(
+                f"{self.kind} {str(path)!r}: registers {len(new)} {self.kind}s with @{self.kind} (needed: one)"
+            )
+        return new[0]
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Undo at the end whatever is registered meanwhile."""
+        self._load()  # first: a file may ask for what the package has, and must not lose it
+        with self._undone_after():
+            yield
+
+    @contextmanager
+    def _undone_after(self, *, only_errors: bool = False) -> Iterator[None]:
+        before = dict(self._entries)
+        try:
+            yield
+        except BaseException:
+            self._entries = before
+            raise
+        if not only_errors:
+            self._entries = before
+
+    def _load(self) -> None:
+        """Import the package's modules, then the plug-ins. A plug-in that fails, fails at each call in the same way."""
+        if self._failure is not None:
+            raise self._failure
+        if self._state != "new":
+            return
+        self._state = "loading"  # a plug-in may ask for what is registered already
+        try:
+            for module in self._modules():
+                importlib.import_module(module)
+            for plugin in entry_points(group=self._plugins) if self._plugins else ():
+                self._load_plugin(plugin)
+            self._state = "loaded"
+        finally:
+            if self._state == "loading":
+                self._state = "new"
+
+    def _load_plugin(self, plugin: EntryPoint) -> None:
+        package = "" if plugin.dist is None else f" of the package {plugin.dist.name} {plugin.dist.version}"
+        subject = f"{self.kind} plug-in {plugin.name!r}{package}: {plugin.value}"
+        try:
+            with self._undone_after(only_errors=True), guarded(subject):
+                plugin.load()
+        except UserError as error:
+            reason = str(error) if str(error).startswith(subject) else f"{subject}: {error}"
+            self._failure = UserError(f"{reason} (allowed: a package that imports; update or uninstall it)")
+            raise self._failure from error

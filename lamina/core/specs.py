@@ -1,0 +1,79 @@
+"""Specs: a name or a file with options in brackets, ``name(option=value, ...)``, and lists of specs.
+
+A value is written as in YAML. A comma inside brackets or quotes belongs to it: ``name(layers=[0, 3], text='a, b')``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lamina.errors import UserError, shortened
+
+_SPEC = re.compile(r"\s*([^()]+?)\s*(?:\((.*)\))?\s*", re.S)
+_EXPONENT = re.compile(r"[-+]?[\d.]*\d[\d.]*[eE][-+]?\d+")  # 1e-3: a number, which YAML 1.1 takes for text
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_QUOTES = "'\""
+
+
+def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
+    """The name (or path) and the options of ``"name(option=value, ...)"``. ``kind`` is what it names, for the messages.
+
+    Raises UserError for text of another form.
+    """
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise UserError(f"{kind} {spec!r}: not of the form name, file or name(option=value, ...)")
+    options: dict[str, object] = {}
+    for part in _parts(match[2] or "", whole=True):
+        if part is None:
+            raise UserError(f"{kind} {spec!r}: a bracket or quote is not closed")
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"{kind} {spec!r}: {part!r} is not of the form option=value")
+        options[option.strip()] = _value(value.strip())
+    return match[1], options
+
+
+def split(text: str, kind: str) -> list[str]:
+    """The specs of a comma-separated list. ``kind`` names what they are, for the message."""
+    if not isinstance(text, str):
+        raise UserError(f"{kind}s: {shortened(repr(text), 200)} (allowed: text with commas between the names)")
+    return [part for part in _parts(text, whole=False) if part is not None]
+
+
+def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
+    """The parts between the commas outside brackets and quotes, none empty; None last where one is not closed.
+
+    ``whole``: the text is options. Else it is a list of specs, where only options in brackets hold a comma.
+    """
+    expected: list[str] = []  # the closing characters of the open brackets, or of the open quote
+    start, before = 0, "," if whole else ""
+    for position, character in enumerate(text):
+        inside = whole or expected
+        if expected and character == expected[-1]:
+            expected.pop()
+        elif expected and expected[-1] in _QUOTES:
+            pass
+        elif character == "(" or (inside and character in _CLOSING):
+            expected.append(_CLOSING[character])
+        elif inside and character in _QUOTES and before in ",=:([{":  # an apostrophe inside a word is none
+            expected.append(character)
+        elif character == "," and not expected:
+            if part := text[start:position].strip():
+                yield part
+            start = position + 1
+        before = before if character.isspace() else character
+    if part := text[start:].strip():
+        yield part
+    if whole and expected:
+        yield None
+
+
+def _value(text: str) -> object:
+    import yaml  # only where a spec has options
+
+    try:
+        return float(text) if _EXPONENT.fullmatch(text) else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text

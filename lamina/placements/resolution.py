@@ -1,0 +1,113 @@
+"""From a placement's name, or a file, and its options to the plan: ``resolve``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lamina.core import specs
+from lamina.core.values import text, whole_number
+from lamina.errors import UserError, nearest, shortened
+from lamina.placements.custom import SUFFIXES, load
+from lamina.placements.options import as_written
+from lamina.placements.plan import Layer, Norm, Plan, Sublayer
+from lamina.placements.registry import Placement, get
+
+
+def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:
+    """Split ``"name(option=value, ...)"`` into the name, or the placement that a file holds, and the options."""
+    target, options = specs.parse(spec, "placement")
+    path = Path(target)
+    return (load(path) if path.suffix in SUFFIXES else target), options
+
+
+def split_specs(text: str) -> list[str]:
+    """The specs of a comma-separated list; commas inside an option's brackets stay."""
+    return specs.split(text, "placement")
+
+
+def find(spec: str) -> Placement:
+    """The placement that a spec names, without its options. Raises UserError that suggests the nearest name."""
+    target, _ = parse_spec(spec)
+    return get(target) if isinstance(target, str) else target
+
+
+def resolve(name: str, num_layers: int, **options: object) -> Plan:
+    """The plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
+
+    ``name`` is a registered name, a YAML or Python file with a placement of the user's own, or either of them with
+    options in brackets: ``"mix_ln(alpha=0.5, final_norm=true)"``. Raises UserError for an unknown name, an unknown
+    option (suggesting the nearest) and a value that the option does not take.
+    """
+    whole_number("num_layers", num_layers)
+    target, in_brackets = parse_spec(text("placement", name))
+    scheme = get(target) if isinstance(target, str) else target
+    options = {option: as_written(option, value) for option, value in {**in_brackets, **options}.items()}
+    _check_options(scheme, options)
+    own = {option.name for option in scheme.options}
+    plan = scheme.make(num_layers, **{k: v for k, v in options.items() if k in own})
+    if not isinstance(plan, Plan):
+        raise UserError(f"placement {scheme.name!r}: it makes {shortened(repr(plan), 200)} (allowed: a Plan)")
+    if plan.num_layers != num_layers:
+        raise UserError(f"placement {scheme.name!r}: its plan has {plan.num_layers} layers, num_layers is {num_layers}")
+    plan = replace(
+        plan, placement=scheme.name, initialization=plan.initialization or scheme.initialization, options=options
+    )
+    return _with_common(plan, {k: v for k, v in options.items() if k not in own and v is not None})
+
+
+def _check_options(scheme: Placement, options: Mapping[str, object]) -> None:
+    known = {option.name: option for option in scheme.all_options()}
+    for option, value in options.items():
+        if option not in known:
+            raise UserError(
+                f"placement {scheme.name!r} has no option {option!r}{nearest(option, known)} "
+                f"(allowed: {', '.join(known)})"
+            )
+        known[option].check(scheme.name, value)
+
+
+def _with_common(plan: Plan, options: Mapping[str, Any]) -> Plan:
+    """The plan changed by the options that every placement takes; their values are checked already."""
+    changes = {key: options[key] for key in ("embedding_scale", "qk_norm", "v_norm") if key in options}
+    for key in ("final_norm", "embedding_norm"):
+        if key in options and options[key] != (getattr(plan, key) is not None):
+            changes[key] = _like_others(plan) if options[key] else None
+    plan = replace(plan, **changes)
+    if "groups" in options and options.get("norm") != "group":
+        raise UserError(f"placement {plan.placement!r}: option 'groups' needs norm='group'")
+    if "norm" in options:
+        kind = options["norm"]
+
+        def change(norm: Norm) -> Norm:
+            own = norm.groups if norm.kind == "group" else 8
+            return replace(norm, kind=kind, groups=options.get("groups", own) if kind == "group" else 1)
+
+        plan = map_norms(plan, change)
+        if (plan.qk_norm, plan.v_norm) != ("off", "off"):
+            plan = replace(plan, qkv_norm=change(plan.qkv_norm))
+    return plan
+
+
+def _like_others(plan: Plan) -> Norm:
+    """A norm of the kind that the plan has elsewhere."""
+    norms = [norm for x in plan.layers for sub in (x.attention, x.feed_forward) for norm in sub.norms.values()]
+    norms += [norm for norm in (plan.final_norm, plan.embedding_norm) if norm is not None]
+    return Norm(kind=norms[0].kind, groups=norms[0].groups) if norms else Norm()
+
+
+def map_norms(plan: Plan, change: Callable[[Norm], Norm]) -> Plan:
+    """The plan with ``change`` applied to every norm in it, the embedding's and the last one included."""
+
+    def changed(sub: Sublayer) -> Sublayer:
+        return replace(sub, **{position: change(norm) for position, norm in sub.norms.items()})
+
+    layers = tuple(Layer(attention=changed(x.attention), feed_forward=changed(x.feed_forward)) for x in plan.layers)
+    return replace(
+        plan,
+        layers=layers,
+        final_norm=plan.final_norm and change(plan.final_norm),
+        embedding_norm=plan.embedding_norm and change(plan.embedding_norm),
+    )
