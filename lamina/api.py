@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.errors import TrialsFailed
-from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,28 +88,12 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
-    from lamina.jobs import folder as run_folder
-    from lamina.preflights.running import layer_table, run_preflight, table
-    from lamina.preflights.settings import PreflightSettings
+    from lamina.preflights.job import preflight as run
+    from lamina.reports.preflight import preflight_report
 
-    made = PreflightSettings.from_dict(settings)
-    if made.output is None:
-        return table(run_preflight(made, bar=bar))
-    target = Path(made.output)
-    run_folder.refuse(target, resume=False, overwrite=overwrite)
-    found = run_preflight(made, bar=bar)
-    rows, layers = table(found), layer_table(found)
-    with run_folder.lock(target):
-        run_folder.claim(target, resume=False, overwrite=overwrite)
-        write_json(target / "environment.json", environment(made.seed))
-        write_text(target / "preflight.csv", rows.to_csv(index=False))
-        layers.to_parquet((target / "layers.parquet").absolute(), index=False)
-        losses = [item.burn_in.losses for item in found]
-        records = {"command": made.command(), "rows": rows.to_dict("records"), "losses": losses}
-        write_json(target / "preflight.json", records)
-        from lamina.reports.preflight import preflight_report
-
-        preflight_report(target)
+    rows = run(settings, overwrite=overwrite, bar=bar)
+    if settings.get("output") is not None:
+        preflight_report(Path(settings["output"]))
     return rows
 
 
@@ -127,10 +109,9 @@ def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = 
     from lamina.studies.coordinates import coord_check as run
     from lamina.studies.width_settings import CoordCheckSettings
 
-    made = CoordCheckSettings.from_dict(settings)
-    found = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    coordinates_report(Path(made.output))
-    return found
+    slopes = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    coordinates_report(Path(settings.get("output", CoordCheckSettings.output)))
+    return slopes
 
 
 def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:

@@ -6,14 +6,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 from lamina.core.values import path
 from lamina.errors import UserError, nearest
+from lamina.jobs.settings import Settings
 
 # "from" is no name that a field can have.
 ALIASES = {"from_model": ("--from",)}
@@ -76,25 +76,29 @@ def _formatter() -> Any:
     return Formatter
 
 
-def add_settings(parser: Parser, settings: type, *, positional: tuple[str, ...] = ()) -> None:
-    """A flag for every field of a settings dataclass: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML.
+def add_settings(parser: Parser, settings: type[Settings], *, positional: tuple[str, ...] = ()) -> None:
+    """A flag for every field of a settings record: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML.
 
-    The fields named in ``positional`` are given without a flag.
+    What all training runs have comes after a command's own. The fields named in ``positional`` have no flag.
     """
-    hints, helps = get_type_hints(settings), _helps(settings)
+    from lamina.training.settings import RunSettings
+
     parser.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
-    own = settings.__annotations__
-    for entry in sorted(fields(settings), key=lambda entry: entry.name not in own):  # its own before the inherited
-        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
-        flag, kind = f"--{entry.name.replace('_', '-')}", hints[entry.name]
-        if entry.name in positional:
-            parser.add_argument(entry.name, nargs="?", type=str, default=default, help=helps[entry.name])
+    general = RunSettings.names() if issubclass(settings, RunSettings) else ()
+    for name in sorted(settings.names(), key=lambda name: name in general):
+        default, kind, help = settings.default(name), parsed_kind(settings.kind(name)), settings.help(name)
+        flag = f"--{name.replace('_', '-')}"
+        if name in positional:
+            parser.add_argument(name, nargs="?", type=str, default=default, help=help)
         elif kind is bool:
-            parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=helps[entry.name])
-        elif entry.name == "trainer":
-            parser.add_argument(flag, type=dict[str, Any], default=default, help=helps[entry.name])
+            parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=help)
         else:
-            parser.add_argument(flag, *ALIASES.get(entry.name, ()), type=kind, default=default, help=helps[entry.name])
+            parser.add_argument(flag, *ALIASES.get(name, ()), type=kind, default=default, help=help)
+
+
+def parsed_kind(kind: object) -> object:
+    """The type that the parser reads a field as: of a closed set any text, as the settings' own error suggests more."""
+    return str if get_origin(kind) is Literal else kind
 
 
 def add_output_modes(parser: Parser, resume: str) -> None:
@@ -141,12 +145,3 @@ def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str,
             raise UserError(f"{str(file)!r}: unknown setting {key!r}{nearest(str(key), known)}")
     checked = parser.parse_object({k: v for k, v in data.items() if v is not None}, defaults=False).as_dict()
     return {k: checked.get(k, v) for k, v in data.items()}
-
-
-def _helps(settings: type) -> dict[str, str]:
-    helps: dict[str, str] = {}
-    for cls in reversed(settings.__mro__):
-        text = inspect.cleandoc(cls.__doc__ or "")
-        for match in re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.M):
-            helps[match[1]] = " ".join(match[2].split())
-    return helps

@@ -7,14 +7,13 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TypeGuard, TypeVar
 
-from lamina.errors import UserError, shortened
+from lamina.errors import UserError, nearest, shortened
 
+Number = TypeVar("Number", int, float)
 SEED_LIMIT = 2**32 - 1  # numpy's generators take no larger one
 MOST = 2**31 - 1  # of any count
 # A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
@@ -39,11 +38,10 @@ LIMITS = {
     "max_new_tokens": 2**20,
     "workers": 2**12,
 }
-_PLACES = ("corpus", "tokenizer", "checkpoint", "backbone", "from_model")  # texts that may be a path
 LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes of a name in a folder, and of a path with room for a run's own files
 
 
-def whole_number(name: str, value: Any, low: int = 1, *, says: str = "") -> int:
+def whole_number(name: str, value: object, low: int = 1, *, says: str = "") -> int:
     """The value, where it is a whole number from ``low`` to the field's limit; ``says`` goes before the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise UserError(f"{says}{name}: {_shown(value)} is not a whole number of at least {low}")
@@ -52,7 +50,7 @@ def whole_number(name: str, value: Any, low: int = 1, *, says: str = "") -> int:
     return value
 
 
-def seed_number(name: str, value: Any) -> int:
+def seed_number(name: str, value: object) -> int:
     """The value, where it is a whole number that every random generator takes as a seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= SEED_LIMIT:
         raise UserError(f"{name}: {_shown(value)} (allowed: a whole number from 0 to {SEED_LIMIT})")
@@ -60,20 +58,21 @@ def seed_number(name: str, value: Any) -> int:
 
 
 def number(
-    name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+    name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> float:
     """The value, where it is a finite number from ``low`` to ``high``; an open end is not allowed itself."""
-    good = is_finite(value)
-    good = good and (value > low if open_low else value >= low) and (value < high if open_high else value <= high)
-    if not good:
-        span = f"above {low:g}" if open_low else f"at least {low:g}"
-        if math.isfinite(high):
-            span += f" and {'below' if open_high else 'at most'} {high:g}"
-        raise UserError(f"{name}: {_shown(value)} (allowed: a number {span})")
-    return value
+    if is_finite(value):
+        too_low = value <= low if open_low else value < low
+        too_high = value >= high if open_high else value > high
+        if not (too_low or too_high):
+            return value
+    span = f"above {low:g}" if open_low else f"at least {low:g}"
+    if math.isfinite(high):
+        span += f" and {'below' if open_high else 'at most'} {high:g}"
+    raise UserError(f"{name}: {_shown(value)} (allowed: a number {span})")
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: object) -> TypeGuard[int | float]:
     """Whether the value is a number that a float holds: no bool, NaN, infinity or whole number beyond 1e308."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -83,7 +82,7 @@ def is_finite(value: Any) -> bool:
         return False
 
 
-def path(name: str, value: Any) -> str:
+def path(name: str, value: object) -> str:
     """A path as text, where a file or folder could have it."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
@@ -133,26 +132,7 @@ def home(name: str, value: str | Path) -> Path:
         raise UserError(f"{name}: {_shown(str(value))} names a home folder that is not there") from None
 
 
-def check_kinds(record: Any, *, lists: tuple[str, ...] = ()) -> None:
-    """Check the texts, switches and mappings of a settings record; a path object becomes its text.
-
-    ``lists`` are left out: what may be given as a Python list is read by its own parser.
-    """
-    hints = get_type_hints(type(record))
-    for entry in fields(record):
-        hint, value = hints[entry.name], getattr(record, entry.name)
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if entry.name in lists or (value is None and type(None) in kinds):
-            continue
-        if bool in kinds and not isinstance(value, bool):
-            raise UserError(f"{entry.name}: {_shown(value)} (allowed: true, false)")
-        if str in kinds:
-            object.__setattr__(record, entry.name, text(entry.name, value))
-        if entry.name == "trainer" and not (isinstance(value, Mapping) and all(isinstance(k, str) for k in value)):
-            raise UserError(f"trainer: {_shown(value)} (allowed: a mapping of TrainingArguments' names to values)")
-
-
-def text(name: str, value: Any) -> str:
+def text(name: str, value: object) -> str:
     """A text or a path object as text, without NUL characters."""
     if isinstance(value, os.PathLike):
         return path(name, value)
@@ -160,15 +140,63 @@ def text(name: str, value: Any) -> str:
         raise UserError(f"{name}: {_shown(value)} (allowed: text)")
     if "\0" in value:
         raise UserError(f"{name}: {_shown(value)} holds a NUL character (allowed: text without)")
-    if name in _PLACES:
-        if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", value)):
-            raise UserError(f"{name}: {_shown(value)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
-        for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", value):
-            home(name, folder)
     return value
 
 
-def _shown(value: Any) -> str:
+def place(name: str, value: object) -> str:
+    """A text that may be a path, several paths or another name: no part of it is longer than a file's name can be."""
+    place = text(name, value)
+    if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in re.split(r"[/,:]", place)):
+        raise UserError(f"{name}: {_shown(place)} is too long (allowed: names of at most {LONGEST_NAME} bytes)")
+    for folder in re.findall(r"(?:^|,)\s*(~[^/,:]*)", place):
+        home(name, folder)
+    return place
+
+
+def switch(name: str, value: object) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name}: {_shown(value)} (allowed: true, false)")
+    return value
+
+
+def one_of(name: str, value: object, allowed: Collection[str]) -> str:
+    """The value, where it is among the allowed ones. The error says which are, and which is nearest."""
+    if not isinstance(value, str) or value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise UserError(f"{name}: {_shown(value)}{hint} (allowed: {', '.join(allowed)})")
+    return value
+
+
+def mapping(name: str, value: object) -> Mapping[str, object]:
+    """A mapping whose keys are text."""
+    if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        raise UserError(f"{name}: {_shown(value)} (allowed: a mapping of names to values)")
+    return value
+
+
+def comma_separated(name: str, value: object) -> str:
+    """A list as the command line has it, with commas between its entries; text and a single number stay as they are."""
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return str(value)
+    if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
+        raise UserError(f"{name}: {_shown(value)} (allowed: a list, or text with commas between the entries)")
+    return ",".join(str(part) for part in value)
+
+
+def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
+    """The numbers of a comma-separated list: finite, at least one, no two the same."""
+    try:
+        values = [kind(part) for part in str(text).split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values or len(set(values)) < len(values) or not all(map(is_finite, values)):
+        what = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{name}: {_shown(text)} is not a comma-separated list of different {what}")
+    return values
+
+
+def _shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"a whole number of {value.bit_length()} bits"  # more digits than Python writes
     return shortened(repr(value), 200)

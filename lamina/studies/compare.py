@@ -80,7 +80,7 @@ def compare(
     job = open_job(
         Kind.STUDY, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
-    settings, trials = job.settings, job.settings.trials()
+    complete, trials = job.settings, job.settings.trials()
     if launched()[1] > 1:
         raise UserError(
             f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, for compare starts its own: see --workers; "
@@ -92,15 +92,15 @@ def compare(
             refuse_another_plan(Path(trial.output), trial.placement, plan)
             refuse_another_trial(trial)
     _, tokenizer = prepare_blocks(
-        settings.corpus,
-        settings.tokenizer,
-        settings.sequence_length,
-        eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field,
+        complete.corpus,
+        complete.tokenizer,
+        complete.sequence_length,
+        eval_fraction=complete.eval_fraction,
+        text_field=complete.text_field,
         progress=bar,
     )
     with job:
-        return run_study(settings, *alike(settings, trials, len(tokenizer)), job.folder, bar=bar)
+        return run_study(complete, *alike(complete, trials, len(tokenizer)), job.folder, bar=bar)
 
 
 def alike(

@@ -1,70 +1,80 @@
-"""What `lamina compare` can be told."""
+"""The settings of `lamina compare`."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lamina.core.values import path, seed_number, whole_number
+from lamina.core.values import comma_separated, numbers, seed_number
 from lamina.errors import UserError, unknown
-from lamina.placements.resolution import split_specs
-from lamina.training.settings import PretrainSettings, RunSettings
+from lamina.jobs.setting_groups import OutputSettings, WorkerSettings
+from lamina.jobs.settings import Settings, changed, setting
+from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings, RunSettings
 
-DEFAULT_PLACEMENTS = "post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel"
+
+def seed_list(name: str, value: object) -> str:
+    """Seeds with commas between them, at least one and none twice."""
+    listed = comma_separated(name, value)
+    for seed in numbers(name, listed, int):
+        seed_number(name, seed)
+    return listed
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(RunSettings):
-    """Settings of a comparison: every placement at every learning rate and seed is a trial.
+class SeedsSettings(Settings):
+    """The seeds to try."""
 
-    Args:
-        placements: comma-separated: names (see `lamina placements`), name(option=value, ...), YAML or Python files
-            (a Python file runs as code)
-        learning_rates: comma-separated peak learning rates; each placement is ranked at its best one
-        learning_rates_of: placements with rates of their own in place of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3"
-            (in YAML and Python also a mapping from the placement to its rates)
-        seeds: comma-separated seeds
-        init: one initialiser for all: same:NAME with NAME as in --init of `lamina pretrain`; or recommended, which
-            gives each placement its own and so compares the two together
-        output: the study's folder
-        workers: trials that run at a time, each in a process of its own (default: one a core)
-    """
-
-    placements: str | tuple[str, ...] = DEFAULT_PLACEMENTS
-    learning_rates: str | float | tuple[float | str, ...] = "5e-3"
-    learning_rates_of: str | dict[str, Any] = ""
-    seeds: str | int | tuple[int | str, ...] = "0"
-    init: str = "same:scaled"
-    output: str = "runs/compare"
-    workers: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raise UserError that names the setting whose value has no meaning."""
-        super().__post_init__()
-        for name in ("placements", "learning_rates", "seeds"):
-            object.__setattr__(self, name, comma_separated(name, getattr(self, name)))
-        if self.workers is not None:
-            whole_number("workers", self.workers)
-        object.__setattr__(self, "output", path("output", self.output))
-        if not self.specs:
-            raise UserError("placements: none given (see `lamina placements` for the names)")
-        numbers("learning_rates", self.learning_rates, float)
-        for one in numbers("seeds", self.seeds, int):
-            seed_number("seeds", one)
-        own = self._own_rates()
-        object.__setattr__(self, "learning_rates_of", "; ".join(f"{spec}={rates}" for spec, rates in own.items()))
+    seeds: str | int | tuple[int | str, ...] = setting("0", "comma-separated seeds", seed_list)
 
     @property
-    def specs(self) -> list[str]:
-        """The placements, one by one."""
-        return split_specs(str(self.placements))
+    def all_seeds(self) -> list[int]:
+        """The seeds, one by one."""
+        return numbers("seeds", self.seeds, int)
+
+
+def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
+    """A mapping from placements to comma-separated rates, or the text that stands for one."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name}: {value!r} (allowed: a mapping, or PLACEMENT=RATES; ...)")
+    return {str(placement): comma_separated(name, rates) for placement, rates in value.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSettings, OutputSettings, WorkerSettings):
+    """A comparison: every placement at every learning rate and seed is a trial."""
+
+    command_name = "compare"
+    order = (*RunSettings.names(), "placements", "learning_rates", "learning_rates_of")
+
+    placements: str | tuple[str, ...] = changed("post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel")
+    learning_rates: str | float | tuple[float | str, ...] = changed(
+        "5e-3", help="comma-separated peak learning rates; each placement is ranked at its best one"
+    )
+    learning_rates_of: str | dict[str, Any] = setting(
+        "",
+        'placements with their own rates instead of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in YAML and Python '
+        "also a mapping from the placement to its rates)",
+        rates_by_placement,
+    )
+    init: str = changed(
+        "same:scaled",
+        help="one initializer for all: same:NAME with NAME as in --init of `lamina pretrain`; or recommended, which "
+        "gives each placement its own and so compares the two together",
+    )
+    output: str = changed("runs/compare")
+
+    def check(self) -> None:
+        """Raise UserError for rates of a placement that is not compared; writes such rates in one way."""
+        super().check()
+        own = self._own_rates()
+        object.__setattr__(self, "learning_rates_of", "; ".join(f"{spec}={rates}" for spec, rates in own.items()))
 
     def rates(self, spec: str) -> list[float]:
         """The learning rates of one of the placements: its own, or those of all."""
@@ -73,91 +83,43 @@ class CompareSettings(RunSettings):
 
     def _own_rates(self) -> dict[str, str]:
         """Comma-separated rates by placement. Raises UserError for one that is not compared, or not a list of rates."""
-        given = self.learning_rates_of
-        if isinstance(given, str):  # the last "=": the options in a placement's brackets have theirs
-            parts = [part.rpartition("=") for part in given.split(";") if part.strip()]
-            given = {name.strip(): rates for name, _, rates in parts}
+        rates_of = self.learning_rates_of
+        if isinstance(rates_of, str):  # the last "=": the options in a placement's brackets have theirs
+            parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
             if not all(equals for _, equals, _ in parts):
-                raise UserError(f"learning_rates_of: {self.learning_rates_of!r} (allowed: PLACEMENT=RATES; ...)")
-            if len(given) < len(parts):
-                raise UserError(f"learning_rates_of: {self.learning_rates_of!r} names a placement twice")
-        if not isinstance(given, Mapping):
-            raise UserError(f"learning_rates_of: {given!r} (allowed: a mapping, or PLACEMENT=RATES; ...)")
+                raise UserError(f"learning_rates_of: {rates_of!r} (allowed: PLACEMENT=RATES; ...)")
+            by_name = {name.strip(): rates for name, _, rates in parts}
+            if len(by_name) < len(parts):
+                raise UserError(f"learning_rates_of: {rates_of!r} names a placement twice")
+        else:
+            by_name = rates_of
         own = {}
-        for name, rates in given.items():
+        for name, rates in by_name.items():
             if name not in self.specs:
-                raise unknown("placement in learning_rates_of", str(name), self.specs)
-            own[name] = comma_separated("learning_rates_of", rates).strip()
+                raise unknown("placement in learning_rates_of", name, self.specs)
+            own[name] = rates.strip()
             numbers("learning_rates_of", own[name], float)
         return own
 
-    def command(self) -> str:
-        """The command line that gives these settings: every flag that is not at its default."""
-        return command_line("compare", self)
-
     def trials(self) -> dict[str, PretrainSettings]:
         """The trials by their ids, which are also their folders' names. Raises UserError for a bad value in one."""
-        if len(set(self.specs)) < len(self.specs):
-            raise UserError(f"placements: {self.placements!r} names one twice")
         trials: dict[str, PretrainSettings] = {}
+        common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix("same:")}
         for spec, rate, seed in self._grid():
             trial = f"{_slug(spec)}-lr{rate!r}-seed{seed}"
-            common = {k: v for k, v in self.to_dict().items() if k not in _STUDY_ONLY}
-            common |= {"placement": spec, "learning_rate": rate, "seed": seed, "init": self.init.removeprefix("same:")}
-            trials[trial] = PretrainSettings(**common, output=str(Path(self.output) / "trials" / trial))
+            varied = {"placement": spec, "learning_rate": rate, "seed": seed}
+            folder = str(Path(self.output) / "trials" / trial)
+            trials[trial] = PretrainSettings(**{**common, **varied, "output": folder})
         return trials
 
     def _grid(self) -> Iterator[tuple[str, float, int]]:
         rates = {spec: self.rates(spec) for spec in self.specs}
         # Seeds outermost: a study that is stopped early has every placement once before any twice.
-        for seed in numbers("seeds", self.seeds, int):
+        for seed in self.all_seeds:
             for row in zip_longest(*rates.values()):
                 for spec, rate in zip(rates, row, strict=True):
                     if rate is not None:
                         yield spec, rate, seed
-
-
-def comma_separated(name: str, value: Any) -> str:
-    """A list as it is written on the command line; what is written so already stays. Raises UserError otherwise."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and name != "placements"
-    if isinstance(value, str) or number:
-        return str(value)
-    if isinstance(value, Mapping | bytes | bytearray | memoryview) or not isinstance(value, Iterable):
-        raise UserError(f"{name}: {value!r} (allowed: a list, or text with commas between the entries)")
-    return ",".join(str(part) for part in value)
-
-
-def numbers(name: str, text: Any, kind: type) -> list:
-    """A comma-separated list of different numbers. Raises UserError that names the setting."""
-    try:
-        values = [kind(part) for part in str(text).split(",") if part.strip()]
-    except ValueError:
-        values = []
-    if not values or len(set(values)) < len(values) or (kind is float and not all(map(math.isfinite, values))):
-        what = "whole numbers" if kind is int else "numbers"
-        raise UserError(f"{name}: {text!r} is not a comma-separated list of different {what}")
-    return values
-
-
-def command_line(command: str, settings: Any) -> str:
-    """The command line that gives a settings record: every flag that is not at its default."""
-    words = ["lamina", command]
-    for entry in fields(settings):
-        value = getattr(settings, entry.name)
-        default = {} if entry.name == "trainer" else entry.default
-        if value == default:
-            continue
-        flag = f"--{entry.name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, dict):
-            words += [f"{flag}.{key} {shlex.quote(str(item))}" for key, item in value.items()]
-        else:
-            words += [flag, shlex.quote(str(value))]
-    return " ".join(words)
-
-
-_STUDY_ONLY = {"placements", "learning_rates", "learning_rates_of", "seeds", "workers", "output"}
 
 
 def _slug(spec: str) -> str:

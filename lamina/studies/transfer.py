@@ -79,28 +79,28 @@ def transfer(
         policy=POLICY,
         stored=stored_study,
     )
-    settings, folder, trials = job.settings, job.folder, job.settings.trials()
+    complete, folder, trials = job.settings, job.folder, job.settings.trials()
     plans = {trial.hidden_size: trial for trial in trials.values()}  # only the width decides what the modules can do
     checked = {width: resolve_run(trial).plan for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
         refuse_another_trial(trial)
-    rates = role_rates(settings)  # a target that cannot be built is known before hours of training
+    rates = role_rates(complete)  # a target that cannot be built is known before hours of training
     _, tokenizer = prepare_blocks(
-        settings.corpus,
-        settings.tokenizer,
-        settings.sequence_length,
-        eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field,
+        complete.corpus,
+        complete.tokenizer,
+        complete.sequence_length,
+        eval_fraction=complete.eval_fraction,
+        text_field=complete.text_field,
         progress=bar,
     )
     with job:
         try:
-            decided, trials = alike(settings, trials, len(tokenizer))
-            results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
+            decided, trials = alike(complete, trials, len(tokenizer))
+            results = run_study(complete, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
-                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), settings, rates)
+                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), complete, rates)
                 write_json(folder / SUMMARY, summary)
     return results
 

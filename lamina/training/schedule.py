@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from lamina.training.settings import RunSettings, in_steps
+from lamina.training.setting_groups import in_steps
+from lamina.training.settings import RunSettings
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:

@@ -154,7 +154,7 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
         ({"num_layers": 0}, "num_layers: 0"),
         ({"burn_in": 3}, "burn_in: 3 is not a whole number of at least 4"),
         ({"sequences": 1}, "sequences: 1 is not a whole number of at least 2"),
-        ({"precision": "fp16"}, "precision: 'fp16' (allowed in a preflight: auto, fp32, bf16)"),
+        ({"precision": "fp16"}, "precision: 'fp16'; did you mean 'bf16'? (allowed: auto, fp32, bf16)"),
         ({"flops": -1.0}, "flops: -1.0"),
         ({"warmup": 5000}, "warmup"),
         ({"hidden_size": 17}, "hidden_size"),

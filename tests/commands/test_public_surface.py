@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
@@ -108,8 +107,8 @@ def test_a_command_has_these_options(command):
 def test_every_option_has_a_help_text_and_a_default(command):
     parser = make_parser(command, "", "")
     add_settings(parser, SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
-    for entry in fields(SETTINGS[command]):
-        (action,) = [a for a in parser._actions if a.dest.replace("-", "_") == entry.name]
+    for name in SETTINGS[command].names():
+        (action,) = [a for a in parser._actions if a.dest.replace("-", "_") == name]
         assert action.help
     SETTINGS[command]()
 

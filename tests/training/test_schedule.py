@@ -64,11 +64,11 @@ def test_a_run_older_than_the_setting_goes_on_with_the_cosine():
 def test_the_decay_and_the_warm_up_must_fit_into_the_steps():
     with pytest.raises(UserError, match=r"decay: 60 steps and 50 of warm-up are more than steps = 100.*at most 50"):
         PretrainSettings(schedule="wsd", steps=100, warmup=50, decay=0.6)
-    with pytest.raises(UserError, match=r"schedule: 'wds' \(allowed: cosine, wsd\)"):
+    with pytest.raises(UserError, match=r"schedule: 'wds'; did you mean 'wsd'\? \(allowed: cosine, wsd\)"):
         PretrainSettings(schedule="wds")
-    with pytest.raises(UserError, match=r"decay_shape: 'sqrt' \(allowed: linear, 1-sqrt, cosine\)"):
+    with pytest.raises(UserError, match=r"decay_shape: 'sqrt'; did you mean '1-sqrt'\? \(allowed: linear"):
         PretrainSettings(schedule="wsd", decay_shape="sqrt")
     with pytest.raises(UserError, match="decay: 0"):
         PretrainSettings(schedule="wsd", decay=0)
-    with pytest.raises(UserError, match=r"decay: 0\.3 has no meaning without --schedule wsd"):
+    with pytest.raises(UserError, match=r"decay: 0\.3 is of no use here \(allowed: with --schedule wsd"):
         PretrainSettings(decay=0.3)

@@ -42,19 +42,19 @@ def probe_folder(
     job = open_job(
         Kind.PROBING, ProbeSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
     )
-    settings = job.settings
-    if not settings.checkpoint:
+    complete = job.settings
+    if not complete.checkpoint:
         raise UserError("checkpoint: none given (allowed: a folder, a run's folder, a .gguf file, a name on the hub)")
-    probes = registry.make_all(settings.probes)
-    specs = spec_by_name(settings.probes)
+    probes = registry.make_all(complete.probes)
+    specs = spec_by_name(complete.probes)
     done = finished(job.folder, specs) if job.resumes else {}
     if done and all(name in done for name in specs):
         return json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
     from lamina.probes.job.measuring import Measuring
 
-    measuring = Measuring(settings, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
+    measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
     with job:
-        job.write_yaml("config.yaml", settings.to_dict())
+        job.write_yaml("config.yaml", complete.to_dict())
         return measuring.run(job.folder)
 
 

@@ -1,76 +1,58 @@
-"""What `lamina probe` can be told."""
+"""The settings of `lamina probe`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Literal
 
-from lamina.core.values import check_kinds, number, path, seed_number, whole_number
-from lamina.errors import UserError, unknown
+from lamina.core.values import place
+from lamina.jobs.setting_groups import (
+    BatchSettings,
+    DeviceSettings,
+    OutputSettings,
+    ProbesSettings,
+    SeedSettings,
+    SequencesSettings,
+    TextSettings,
+    ThreadSettings,
+)
+from lamina.jobs.settings import between, changed, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeSettings:
-    """The settings of `lamina probe`.
+class ProbeSettings(
+    ProbesSettings,
+    TextSettings,
+    SequencesSettings,
+    BatchSettings,
+    DeviceSettings,
+    SeedSettings,
+    ThreadSettings,
+    OutputSettings,
+):
+    """What to probe, with which probes, on which text."""
 
-    Args:
-        checkpoint: a folder with config.json, a run's folder, a .gguf file, or a name on the hub
-        probes: all, or a comma-separated list of probes, each with its options: name(option=value); a Python file with
-            a probe of your own runs as code
-        corpus: embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; for a vision model noise, a .npy file or a folder of pictures
-        text_field: the field of a .jsonl row or of a dataset that holds the text
-        tokenizer: bytes or a transformers tokenizer's name or folder (default: the checkpoint's)
-        sequence_length: tokens in a block (default: 256, or what the model takes)
-        sequences: blocks at most
-        batch_size: blocks in a forward pass
-        tolerance: the relative standard error at which the forward passes stop (0: never before all blocks)
-        layers: the path of the list of layers, e.g. encoder.block (default: found by following the tensors)
-        device: cpu, cuda, mps, ... (default: the fastest there is)
-        dtype: float32, bfloat16, float16, or auto (the checkpoint's)
-        seed: of what is drawn at random
-        threads: CPU threads (default: PyTorch's)
-        output: the folder to write to
-    """  # noqa: E501
+    command_name = "probe"
+    order = (
+        *("checkpoint", "probes", *TextSettings.names(), "sequences", "batch_size", "tolerance", "layers", "device"),
+        "dtype",
+    )
 
-    checkpoint: str = ""
-    probes: str = "all"
-    corpus: str = "embedded"
-    text_field: str = "text"
-    tokenizer: str | None = None
-    sequence_length: int | None = None
-    sequences: int = 64
-    batch_size: int = 4
-    tolerance: float = 0.02
-    layers: str | None = None
-    device: str | None = None
-    dtype: str = "float32"
-    seed: int = 0
-    threads: int | None = None
-    output: str = "probe"
-
-    def __post_init__(self) -> None:
-        """Raise UserError that names the setting whose value has no meaning."""
-        check_kinds(self, lists=("probes",))
-        for name in ("sequence_length", "threads"):
-            if getattr(self, name) is not None:
-                whole_number(name, getattr(self, name))
-        for name in ("sequences", "batch_size"):
-            whole_number(name, getattr(self, name))
-        seed_number("seed", self.seed)
-        number("tolerance", self.tolerance, 0.0, 1.0, open_high=True)
-        object.__setattr__(self, "output", path("output", self.output))
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise UserError(f"dtype: {self.dtype!r} (allowed: auto, float32, bfloat16, float16)")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, for config.yaml."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """From plain values. Raises UserError for a name that is no setting."""
-        known = {f.name for f in fields(cls)}
-        for name in data:
-            if name not in known:
-                raise unknown("setting", name, known)
-        return cls(**data)
+    checkpoint: str = setting("", "folder with config.json, a run's folder, a .gguf file, or a name on the hub", place)
+    corpus: str = changed(
+        "embedded",
+        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; for a vision model noise, a .npy "
+        "file or a folder of images",
+    )
+    tolerance: float = setting(
+        0.02,
+        "relative standard error at which the forward passes stop (0: only after all blocks)",
+        between(0.0, 1.0, open_high=True),
+    )
+    layers: str | None = setting(
+        None, "path to the list of layers, e.g. encoder.block (default: discovered by following the tensors)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
+    )
+    output: str = changed("probe")

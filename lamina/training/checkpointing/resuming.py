@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def _whole(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     stored = read_yaml(path)
-    last = fields(PretrainSettings)[-1].name  # settings are written in their order, so a cut takes the last ones
+    last = PretrainSettings.names()[-1]  # settings are written in their order, so a cut takes the last ones
     if last not in stored or not path.read_text(encoding="utf-8").endswith("\n"):
         raise UserError(f"{str(path)!r}: cut short, it should end with {last!r}")
     return stored

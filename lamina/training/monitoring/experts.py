@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import distributed, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from lamina.core.values import one_of
 from lamina.errors import UserError
 from lamina.training.monitoring.layers import Row
-from lamina.training.settings import BALANCES
+from lamina.training.setting_groups import Balance
 
 
 def find_routers(model: nn.Module) -> dict[int, Any]:
@@ -51,8 +52,7 @@ def choose(mode: str, routers: dict[int, Any]) -> str:
 
     Raises UserError for a mode that they can't have, and for an unknown one.
     """
-    if mode not in BALANCES:
-        raise UserError(f"expert_balance: {mode!r} (allowed: {', '.join(BALANCES)})")
+    one_of("expert_balance", mode, get_args(Balance))
     biased = bool(routers) and all(has_bias(router) for router in routers.values())
     if mode in ("bias", "loss") and not routers:
         raise UserError(f"expert_balance: {mode!r} needs a backbone with experts (allowed here: auto, none)")

@@ -1,0 +1,44 @@
+"""The schemes of width scaling as data: exponents of the width by kind of weight (Everett et al. 2024).
+
+They stand below the models, so that the settings know the schemes' names without loading torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parametrization:
+    """Exponents of the width for embedding, hidden weights and readout: each value is e in n^e.
+
+    ``multiplier`` (-a of the paper) is on the weight in the forward pass, ``std`` (-b) on its initial standard
+    deviation; ``full`` and ``none`` (-c) on Adam's learning rate, where updates are taken to align with the activations
+    fully or not at all.
+    """
+
+    multiplier: tuple[float, float, float]
+    std: tuple[float, float, float]
+    full: tuple[float, float, float]
+    none: tuple[float, float, float]
+
+
+# Everett et al. 2024, the table of Adam's exponents.
+PARAMETRIZATIONS = {
+    "standard": Parametrization(
+        multiplier=(0, 0, 0), std=(0, -1 / 2, -1 / 2), full=(0, -1, -1), none=(0, -1 / 2, -1 / 2)
+    ),
+    "ntk": Parametrization(multiplier=(0, -1 / 2, -1 / 2), std=(0, 0, 0), full=(0, -1 / 2, -1 / 2), none=(0, 0, 0)),
+    "mup": Parametrization(
+        multiplier=(1 / 2, 0, -1 / 2), std=(-1 / 2, -1 / 2, -1 / 2), full=(-1 / 2, -1, -1 / 2), none=(-1 / 2, -1 / 2, 0)
+    ),
+    "mean_field": Parametrization(multiplier=(0, -1 / 2, -1), std=(0, 0, 0), full=(0, -1 / 2, 0), none=(0, 0, 1 / 2)),
+}
+# With the multipliers folded in NTK is standard and mean field is muP: they are no schemes of their own.
+SCHEMES: dict[str, tuple[str, Literal["full", "none"]]] = {
+    "standard": ("standard", "full"),
+    "standard-no-alignment": ("standard", "none"),
+    "mup": ("mup", "full"),
+    "mup-no-alignment": ("mup", "none"),
+}

@@ -1,0 +1,193 @@
+"""What every job's settings are made of: frozen records whose fields name their default, help text and limits at once.
+
+A record declares a field once, and everything else is derived from that: the command line's flag with its help text,
+the key in YAML and in config.yaml, the check of a value, the line that gives the same settings again:
+
+    @dataclass(frozen=True, kw_only=True)
+    class StepSettings(Settings):
+        steps: int = setting(100, "optimizer steps", at_least(1))
+        precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
+
+Records are put together from smaller ones by inheritance. One that needs another default or help text than the group
+declares says so with ``changed``; one that has no use for a field of a group lists it in ``without``.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from lamina.core.values import mapping, number, one_of, switch, text, whole_number
+from lamina.errors import unknown
+
+T = TypeVar("T")
+# Takes a field's name and a value, returns the value that is stored; raises UserError for one that is not allowed.
+Check = Callable[[str, object], object]
+
+
+def setting(default: T, help: str, check: Check | None = None) -> T:
+    """A field of a settings record.
+
+    Without ``check`` the type decides: a Literal's own values, true and false, any text, a mapping. A number needs one.
+    """
+    return _field(default, {"help": help, "check": check})
+
+
+def changed(default: T, *, help: str | None = None, check: Check | None = None) -> T:
+    """An inherited field with another default; the help text and the check stay unless they are replaced, too."""
+    return _field(default, {"help": help, "check": check, "changed": True})
+
+
+def _field(default: T, metadata: dict[str, Any]) -> T:
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    return cast(T, field(default=default, metadata=metadata))
+
+
+def at_least(low: int) -> Check:
+    """Whole numbers from ``low`` to the field's limit."""
+    return partial(whole_number, low=low)
+
+
+def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Check:
+    """Finite numbers from ``low`` to ``high``; an open end is not allowed itself."""
+    return partial(number, low=low, high=high, open_low=open_low, open_high=open_high)
+
+
+def above(low: float) -> Check:
+    """Finite numbers above ``low``."""
+    return partial(number, low=low, open_low=True)
+
+
+def not_below(low: float) -> Check:
+    """Finite numbers from ``low`` on."""
+    return partial(number, low=low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The base of all settings records.
+
+    ``command_name`` is the ``lamina`` command of the record. ``without`` names the inherited fields that the record
+    does not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
+    files and help texts; the others follow base by base, the record's own at the end.
+    """
+
+    command_name: ClassVar[str] = ""
+    without: ClassVar[frozenset[str]] = frozenset()
+    order: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Check every field, then the record as a whole. Raises UserError that names the field."""
+        hints = _hints(type(self))
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in self.without and value != default_of(entry):
+                raise unknown("setting", entry.name, self.names())
+            stored = _checked(entry.name, value, hints[entry.name], _detail(type(self), entry.name, "check"))
+            if stored is not value:
+                object.__setattr__(self, entry.name, stored)
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError for values that contradict each other; a group checks its own after ``super().check()``."""
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The fields that the record offers, in the order of its files."""
+        ordered = dict.fromkeys(cls.__dict__.get("order", ()))
+        for base in cls.__bases__:
+            if issubclass(base, Settings):
+                ordered.update(dict.fromkeys(base.names()))
+        ordered.update(dict.fromkeys(entry.name for entry in fields(cls)))
+        return tuple(name for name in ordered if name not in cls.without)
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """A field's default."""
+        return default_of(cls.__dataclass_fields__[name])
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        """A field's help text."""
+        return _detail(cls, name, "help") or ""
+
+    @classmethod
+    def kind(cls, name: str) -> Any:
+        """A field's type."""
+        return _hints(cls)[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as config.yaml holds them."""
+        return {name: copy.deepcopy(getattr(self, name)) for name in self.names()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Settings by their names, as config.yaml holds them. Raises UserError for an unknown name."""
+        names = cls.names()
+        for key in data:
+            if key not in names:
+                raise unknown("setting", str(key), names)
+        return cls(**data)
+
+    def shared_with(self, other: type[Settings]) -> dict[str, Any]:
+        """The values of the fields that ``other`` offers, too."""
+        names = other.names()
+        return {name: value for name, value in self.to_dict().items() if name in names}
+
+    def command(self) -> str:
+        """The command line that gives these settings: every flag that is not at its default."""
+        words = ["lamina", self.command_name]
+        for name, value in self.to_dict().items():
+            if value == self.default(name):
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, bool):
+                words.append(flag if value else f"--no-{flag[2:]}")
+            elif isinstance(value, dict):
+                words += [f"{flag}.{key} {shlex.quote(str(item))}" for key, item in value.items()]
+            else:
+                words += [flag, shlex.quote(str(value))]
+        return " ".join(words)
+
+
+def default_of(entry: Field[Any]) -> Any:
+    """A field's default, made anew where it is a mapping."""
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
+
+
+@cache
+def _hints(record: type[Settings]) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _detail(record: type[Settings], name: str, key: str) -> Any:
+    """A field's help text or check, which a ``changed`` field may leave to the class that it changes."""
+    for cls in record.__mro__:
+        entry = cls.__dict__.get("__dataclass_fields__", {}).get(name)
+        if entry is not None and (detail := entry.metadata.get(key)) is not None:
+            return detail
+    return None
+
+
+def _checked(name: str, value: Any, hint: Any, check: Check | None) -> object:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    if check is not None:
+        return check(name, value)
+    kind = next(kind for kind in kinds if kind is not NoneType)
+    if get_origin(kind) is Literal:
+        return one_of(name, value, get_args(kind))
+    if kind is bool:
+        return switch(name, value)
+    if kind is str:
+        return text(name, value)
+    if get_origin(kind) is dict:
+        return mapping(name, value)
+    raise TypeError(f"{name}: a field of type {hint} needs a check")

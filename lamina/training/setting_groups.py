@@ -1,0 +1,276 @@
+"""Groups of a training run's settings: the model, the data, the steps, the optimizer, what is recorded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lamina.core.values import mapping, one_of, place, text
+from lamina.core.width_schemes import SCHEMES
+from lamina.errors import UserError
+from lamina.jobs.setting_groups import BatchSettings, TextSettings
+from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Compile = Literal["auto", "on", "off"]
+Schedule = Literal["cosine", "wsd"]
+DecayShape = Literal["linear", "1-sqrt", "cosine"]
+Balance = Literal["auto", "none", "bias", "loss"]
+TRACKERS = ("tensorboard", "wandb", "trackio")
+WIDTH_SCALINGS = ("none", *SCHEMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementSettings(Settings):
+    """Where the norms sit."""
+
+    placement: str = setting(
+        "pre_ln",
+        "where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file (a "
+        "Python file runs as code)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """The backbone and its sizes."""
+
+    backbone: str = setting(
+        "llama-nano", "a preset's name (see `lamina backbones`), or a folder with a transformers config.json", place
+    )
+    num_layers: int | None = setting(None, "number of blocks (default: the backbone's)", at_least(1))
+    hidden_size: int | None = setting(
+        None, "width (default: the backbone's); the feed-forward keeps its ratio", at_least(1)
+    )
+    num_heads: int | None = setting(
+        None, "attention heads (default: the backbone's, or as many as keep a head's width)", at_least(1)
+    )
+    untie_embeddings: bool = setting(
+        False, "give the readout a weight of its own where the backbone ties it to the embedding"
+    )
+    init: str = setting(
+        "recommended",
+        "initializer: recommended (that of the placement's main source), normal, scaled, deepnorm, xavier, small",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings(TextSettings):
+    """The text that a run trains on and is evaluated on."""
+
+    corpus: str = changed(
+        "embedded",
+        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; or a mix of them in fixed shares: "
+        "A:0.7,B:0.3",
+    )
+    tokenizer: str = changed(
+        "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
+    )
+    sequence_length: int = changed(64, help="tokens per block")
+    eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings(Settings):
+    """Whether the text is read before the run or during it."""
+
+    streaming: bool = setting(
+        False, "read, tokenize and pack the corpus during training, not before it; for one too large for that"
+    )
+    shuffle_buffer: int = setting(
+        2048, "with streaming, how many blocks are shuffled among themselves (1 for none)", at_least(1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(BatchSettings):
+    """How many steps, and what a step is."""
+
+    order = ("steps",)
+
+    steps: int = setting(100, "optimizer steps", at_least(1))
+    batch_size: int = changed(16, help="blocks per micro-batch, over all processes")
+    gradient_accumulation: int = setting(1, "micro-batches per optimizer step", at_least(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSettings(Settings):
+    """The learning rate's peak."""
+
+    learning_rate: float = setting(3e-3, "peak learning rate", above(0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings(StepSettings):
+    """The learning rate's course over the steps."""
+
+    schedule: Schedule = setting(
+        "cosine",
+        "of the learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: constant until the decay)",
+    )
+    min_learning_rate: float = setting(0.1, "the schedule's end, as a share of the peak", between(0.0, 1.0))
+    warmup: float = setting(
+        0.1, "linear warm-up, in steps (1 or more) or as a share of all steps (below 1)", not_below(0.0)
+    )
+    decay: float = setting(
+        0.2,
+        "of the wsd schedule: how long the rate falls at the end, in steps (1 or more) or as a share (below 1)",
+        not_below(0.0),
+    )
+    decay_shape: DecayShape = setting("linear", "of the wsd schedule: linear, 1-sqrt or cosine")
+
+    def check(self) -> None:
+        """Raise UserError for phases longer than the steps, and for a decay that the schedule does not have."""
+        super().check()
+        if self.warmup >= 1 and self.warmup > self.steps:
+            raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
+        if self.schedule != "wsd":
+            for name in ("decay", "decay_shape"):
+                if (value := getattr(self, name)) != self.default(name):
+                    raise UserError(f"{name}: {value!r} is of no use here (allowed: with --schedule wsd)")
+            return
+        if not self.decay > 0:
+            raise UserError(f"decay: {self.decay!r} (allowed: a number above 0)")
+        spans = [in_steps(span, self.steps) for span in (self.warmup, self.decay)]
+        if sum(spans) > self.steps:
+            raise UserError(
+                f"decay: {spans[1]} steps and {spans[0]} of warm-up are more than steps = {self.steps} (allowed: "
+                f"at most {self.steps - spans[0]})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(Settings):
+    """AdamW's numbers, and clipping."""
+
+    weight_decay: float = setting(0.1, "AdamW's, on weight matrices only", not_below(0.0))
+    beta1: float = setting(0.9, "AdamW's first beta", between(0.0, 1.0, open_high=True))
+    beta2: float = setting(0.95, "AdamW's second beta", between(0.0, 1.0, open_high=True))
+    epsilon: float = setting(1e-8, "AdamW's epsilon", above(0.0))
+    max_grad_norm: float = setting(1.0, "gradient clipping (0 for none)", not_below(0.0))
+
+
+def width_scheme(name: str, value: object) -> str:
+    """The name of a width-scaling scheme, or none."""
+    return one_of(name, value, WIDTH_SCALINGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthSettings(Settings):
+    """Width scaling."""
+
+    width_scaling: str = setting(
+        "none",
+        f"learning rates and initial weights by width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
+        width_scheme,
+    )
+    base_width: int | None = setting(
+        None, "hidden size at which the learning rate was chosen, where width scaling changes nothing", at_least(1)
+    )
+    k_embedding: float = setting(1.0, "with width scaling, a factor on the embedding's learning rate", above(0.0))
+    k_hidden: float = setting(1.0, "the same for all weights between embedding and readout", above(0.0))
+    k_readout: float = setting(1.0, "the same for the readout", above(0.0))
+
+    @property
+    def reference_width(self) -> int | None:
+        """The hidden size at which nothing changes; None where it is needed and missing."""
+        return self.base_width
+
+    def check(self) -> None:
+        """Raise UserError for a scheme without its base width, and for its numbers without a scheme."""
+        super().check()
+        if self.width_scaling != "none":
+            if self.reference_width is None:
+                raise UserError(
+                    f"base_width: none given (width_scaling {self.width_scaling!r} needs the hidden size at which the "
+                    "learning rate was chosen)"
+                )
+            return
+        for name in ("base_width", "k_embedding", "k_hidden", "k_readout"):
+            if (value := getattr(self, name)) != self.default(name):
+                raise UserError(
+                    f"{name}: {value!r} is of no use without width_scaling (allowed: with one of {', '.join(SCHEMES)})"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings(Settings):
+    """What a run records, and when."""
+
+    logging_steps: int | None = setting(
+        None, "steps between two records of the metrics and the layers (default: about 20 per run)", at_least(1)
+    )
+    eval_steps: int | None = setting(None, "steps between two evaluations (default: about 5 per run)", at_least(1))
+    eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
+    save_steps: int = setting(0, "steps between two checkpoints (0 for the final model only)", at_least(0))
+    keep: int = setting(2, "checkpoints to keep", at_least(1))
+    monitor_blocks: int | None = setting(
+        None, "held-out blocks of the layer monitor (default: a quarter of the batch)", at_least(1)
+    )
+    probe_every: int = setting(
+        0, "steps between two runs of the probes on a few held-out blocks (0 for none)", at_least(0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings(Settings):
+    """When a run counts as diverged or stuck."""
+
+    divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
+    divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
+    stuck_margin: float = setting(
+        0.1,
+        "nats below the unigram entropy that the eval loss must reach for the run not to count as stuck",
+        not_below(0.0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings(Settings):
+    """How the load of a mixture's experts is balanced."""
+
+    expert_balance: Balance = setting(
+        "auto", "of a backbone with experts: auto (bias where its routers have one, else loss), none, bias, loss"
+    )
+    expert_balance_rate: float = setting(
+        1e-3, "the bias' change per step, or the auxiliary loss' factor", not_below(0.0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedSettings(Settings):
+    """What trades time, memory and precision."""
+
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    precision: Precision = setting(
+        "auto", "auto (what a short trial measures as faster), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
+    )
+    compile: Compile = setting("auto", "auto, on or off: the blocks by torch.compile, one graph per kind of layer")
+
+
+def trackers(name: str, value: object) -> str:
+    """``none``, or a comma-separated list of trackers."""
+    listed = text(name, value)
+    for target in filter(None, map(str.strip, listed.split(","))):
+        one_of(name, target, ("none", *TRACKERS))
+    return listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings(Settings):
+    """What goes to transformers' Trainer as it is."""
+
+    report_to: str = setting("none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers)
+    trainer: dict[str, Any] = setting(
+        {}, "any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
+    )
+
+    def reports(self) -> list[str]:
+        """The trackers of ``report_to`` as a list."""
+        return [target for part in self.report_to.split(",") if (target := part.strip()) not in ("", "none")]
+
+
+def in_steps(span: float, steps: int) -> int:
+    """A number of steps (1 or more) or a share of them (below 1) in steps, counted as the Trainer does its warm-up."""
+    return int(span) if span >= 1 else math.ceil(steps * span)

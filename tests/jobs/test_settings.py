@@ -1,0 +1,134 @@
+"""The settings records: every field said once, its flag, key, check and command line derived from that."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import MISSING, dataclass, fields
+from typing import Literal
+
+import pytest
+
+from lamina.errors import UserError
+from lamina.jobs.settings import Settings, at_least, changed, setting
+from lamina.preflights.settings import PreflightSettings
+from lamina.probes.job.settings import ProbeSettings
+from lamina.studies.settings import CompareSettings
+from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
+from lamina.training.settings import PretrainSettings
+
+# Two quantities with one name: an exponent of the width, and a relative standard error.
+HOMONYMS = {"tolerance"}
+RECORDS = (PretrainSettings, CompareSettings, TransferSettings, CoordCheckSettings, PreflightSettings, ProbeSettings)
+
+
+def classes() -> set[type[Settings]]:
+    return {cls for record in RECORDS for cls in record.__mro__ if issubclass(cls, Settings)}
+
+
+def declared(cls: type[Settings]) -> set[str]:
+    return {entry.name for entry in fields(cls)} & set(inspect.get_annotations(cls))
+
+
+def test_no_field_is_declared_twice():
+    """A class may give an inherited field another default, through ``changed`` and in no other way."""
+    first: dict[str, list[str]] = {}
+    for cls in classes():
+        for name in declared(cls):
+            inherited = [base for base in cls.__mro__[1:] if name in getattr(base, "__dataclass_fields__", {})]
+            is_changed = cls.__dataclass_fields__[name].metadata.get("changed", False)
+            assert is_changed == bool(inherited), f"{cls.__name__}.{name}"
+            if not is_changed:
+                first.setdefault(name, []).append(cls.__name__)
+    assert {name for name, names in first.items() if len(names) > 1} == HOMONYMS
+
+
+def test_every_field_is_declared_with_setting_or_changed():
+    for cls in classes():
+        for name in declared(cls):
+            assert "help" in cls.__dataclass_fields__[name].metadata, f"{cls.__name__}.{name}"
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_nearest_class_decides_on_a_default(record):
+    """Where a group is inherited on two ways dataclasses may take the farther one's field."""
+    for entry in fields(record):
+        owner = next(cls for cls in record.__mro__ if entry.name in inspect.get_annotations(cls))
+        own = owner.__dataclass_fields__[entry.name]
+        assert (entry.default is MISSING) == (own.default is MISSING)
+        assert entry.default is MISSING or entry.default == own.default
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_comes_back_from_its_dictionary(record):
+    settings = record(checkpoint="x") if record is ProbeSettings else record()
+    assert record.from_dict(settings.to_dict()) == settings
+    assert set(settings.to_dict()) == set(record.names())
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_an_unknown_name_is_refused_with_the_nearest(record):
+    with pytest.raises(UserError, match="unknown setting 'sequence_lenght'; did you mean 'sequence_length'"):
+        record.from_dict({"sequence_lenght": 3})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Settings):
+    steps: int = setting(100, "steps", at_least(1))
+    mode: Literal["slow", "fast"] = setting("slow", "slow or fast")
+    extra: bool = setting(False, "a switch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Steps):
+    command_name = "job"
+    without = frozenset({"extra"})
+    order = ("name", "mode")
+
+    steps: int = changed(7)
+    name: str = setting("x", "a name")
+    options: dict[str, object] = setting({}, "options")
+
+
+def test_a_changed_field_keeps_its_check_and_its_help():
+    assert Job().steps == Job.default("steps") == 7
+    assert Job.help("steps") == "steps"
+    with pytest.raises(UserError, match="steps: 0 is not a whole number of at least 1"):
+        Job(steps=0)
+
+
+def test_a_closed_set_is_checked_by_its_type():
+    with pytest.raises(UserError, match=r"mode: 'fst'; did you mean 'fast'\? \(allowed: slow, fast\)"):
+        Job(mode="fst")  # type: ignore[arg-type]
+
+
+def test_a_field_that_is_not_offered_has_no_key_and_no_other_value():
+    assert "extra" not in Job().to_dict()
+    with pytest.raises(UserError, match="unknown setting 'extra'"):
+        Job.from_dict({"extra": True})
+    with pytest.raises(UserError, match="unknown setting 'extra'"):
+        Job(extra=True)
+
+
+def test_the_order_is_that_of_the_bases_after_the_names_that_come_first():
+    assert Job.names() == ("name", "mode", "steps", "options")
+
+
+def test_the_command_line_says_what_is_not_at_its_default():
+    settings = Job(steps=3, name="a b", options={"k": 1})
+    assert settings.command() == "lamina job --name 'a b' --steps 3 --options.k 1"
+    assert Steps(extra=True).command().endswith("--extra")
+
+
+def test_two_records_do_not_share_a_mapping():
+    one = Job()
+    one.to_dict()["options"]["k"] = 1
+    assert Job().options == {} == one.options
+
+
+def test_settings_load_no_heavy_library():
+    modules = "lamina.preflights.settings, lamina.probes.job.settings, lamina.studies.width_settings"
+    script = (
+        f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'numpy', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
