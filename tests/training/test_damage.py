@@ -12,7 +12,6 @@ from training.tiny_runs import SMALL, flags, layers, records, result, settings
 from lamina.cli import main
 from lamina.training import outcome, pretrain
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing import resuming
 from lamina.training.trainer import LaminaTrainer
 
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
@@ -44,7 +43,6 @@ def runs(corpus, session_cache, tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    resuming._say.cache_clear()  # it says a thing once a process
     return shutil.copytree(runs / "stopped", tmp_path / "run")
 
 
