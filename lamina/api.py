@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,10 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
-    from lamina.reports import study_report
     from lamina.studies.compare import compare as run
     from lamina.studies.settings import CompareSettings
 
-    with _page(study_report, Path(settings.get("output", CompareSettings.output)), "results.csv"):
+    with _page(Path(settings.get("output", CompareSettings.output)), "results.csv"):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
@@ -48,11 +47,10 @@ def probe_folder(
     """
     from lamina.probes.job.folder import probe_folder as run
     from lamina.probes.job.settings import ProbeSettings
-    from lamina.reports import probing_report
     from lamina.reports.pictures import draw
 
     folder = Path(settings.get("output", ProbeSettings.output))
-    with _page(probing_report, folder, "result.json"):
+    with _page(folder, "result.json"):
         result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     if png:
         draw(folder)
@@ -67,14 +65,13 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
-    from lamina.reports import run_report
     from lamina.training.execution.processes import launched
     from lamina.training.pretrain import pretrain as run
     from lamina.training.settings import PretrainSettings
 
     result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     if launched()[0] == 0:  # of several processes the first one writes
-        run_report(Path(settings.get("output", PretrainSettings.output)))
+        _write_page(Path(settings.get("output", PretrainSettings.output)))
     return result
 
 
@@ -89,11 +86,10 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
     from lamina.preflights.job import preflight as run
-    from lamina.reports.preflight import preflight_report
 
     rows = run(settings, overwrite=overwrite, bar=bar)
     if settings.get("output") is not None:
-        preflight_report(Path(settings["output"]))
+        _write_page(Path(settings["output"]))
     return rows
 
 
@@ -105,12 +101,11 @@ def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
-    from lamina.reports.coordinates import coordinates_report
     from lamina.studies.coordinates import coord_check as run
     from lamina.studies.width_settings import CoordCheckSettings
 
     slopes = run(settings, resume=resume, overwrite=overwrite, bar=bar)
-    coordinates_report(Path(settings.get("output", CoordCheckSettings.output)))
+    _write_page(Path(settings.get("output", CoordCheckSettings.output)))
     return slopes
 
 
@@ -124,11 +119,10 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
-    from lamina.reports.transfer import transfer_report
     from lamina.studies.transfer import transfer as run
     from lamina.studies.width_settings import TransferSettings
 
-    with _page(transfer_report, Path(settings.get("output", TransferSettings.output)), "transfer.json"):
+    with _page(Path(settings.get("output", TransferSettings.output)), "transfer.json"):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
@@ -141,12 +135,18 @@ def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
 
 
 @contextmanager
-def _page(report: Callable[[Path], Any], folder: Path, result: str) -> Iterator[None]:
+def _page(folder: Path, result: str) -> Iterator[None]:
     """Write the page once the work is done; an interrupted one gets that of what is there, if its ``result`` is."""
     try:
         yield
     except KeyboardInterrupt:
         if (folder / result).is_file():
-            report(folder)
+            _write_page(folder)
         raise
+    _write_page(folder)
+
+
+def _write_page(folder: Path) -> None:
+    from lamina.reports import report
+
     report(folder)

@@ -75,3 +75,12 @@ def mark_reported(error: BaseException) -> None:
 def is_reported(error: BaseException) -> bool:
     """Whether another process reports it."""
     return bool(getattr(error, "already_reported", False))
+
+
+def one_line(error: object) -> str:
+    """An error as one line that is safe to print: control characters escaped, cut at 300 characters."""
+    text = " ".join(str(error).split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    name = type(error).__name__ if isinstance(error, BaseException) else ""
+    text = text if len(text) <= 300 else text[:299] + "…"
+    return (f"{name}: {text}" if text else name) if name else text

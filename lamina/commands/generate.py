@@ -1,13 +1,9 @@
-"""`lamina generate MODEL`: what a trained model says."""
+"""`lamina generate MODEL`: a text continued by a trained model."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from lamina.commands.arguments import make_parser
 from lamina.core.values import number, path, seed_number, whole_number
-from lamina.errors import UserError
-from lamina.jobs.digests import refuse_damaged
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -31,6 +27,8 @@ def run(argv: list[str]) -> int:
     whole_number("max_new_tokens", options.max_new_tokens)
     number("temperature", options.temperature, 0.0)
     seed_number("seed", options.seed)
+    from lamina.modeling.generation import continuation
+
     print(
         continuation(
             options.model,
@@ -42,46 +40,3 @@ def run(argv: list[str]) -> int:
         )
     )
     return 0
-
-
-def continuation(
-    path: str,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    *,
-    trust_remote_code: bool = False,
-) -> str:
-    """The prompt with what the model in a folder adds to it. Raises UserError where the folder holds no such model."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from lamina.modeling.backbones import loading
-
-    folder = loading.folder_of_run(path)
-    if not folder.exists():
-        raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
-    refuse_damaged(folder)
-    config = loading.read_config(folder, "model", trust_remote_code=trust_remote_code)
-    if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:  # type: ignore[attr-defined]
-        raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
-    model, info = loading.load_weights(
-        folder, config, AutoModelForCausalLM, "model", trust_remote_code=trust_remote_code
-    )
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(f"model {path!r}: {len(missing)} of its tensors are missing, {missing[0]!r} the first")
-    tokenizer = loading.load_tokenizer(folder, config, "model", trust_remote_code=trust_remote_code)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if not inputs["input_ids"].numel():
-        raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
-    torch.manual_seed(seed)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    try:
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
-    except Exception as error:  # it is the files' doing: whatever they ask for, transformers has tried it
-        raise UserError(f"model {path!r}: it loads, but does not run: {loading.one_line(error)}") from error
-    return tokenizer.decode(ids[0], skip_special_tokens=True)

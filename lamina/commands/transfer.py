@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
 
 def told(summary: dict[str, Any]) -> str:
     """transfer.json as lines for the terminal."""
-    from lamina.reports.transfer import sentences
+    from lamina.reports.pages.transfer import sentences
 
     lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
     for rate in summary["rates"]:

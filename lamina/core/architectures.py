@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,42 +6,42 @@ Importing this package loads neither torch nor transformers: the public names ar
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lamina.data.blocks import Blocks, BlockStats, PackedBlocks, bits_per_byte, perplexity, prepare_blocks
-    from lamina.data.corpus import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
-    from lamina.data.sources.documents import Document
+    from lamina.data.blocks import Blocks, BlockSource, BlockStats, bits_per_byte, perplexity
+    from lamina.data.corpus import EMBEDDED, Corpus
+    from lamina.data.packed.preparation import prepare_blocks
+    from lamina.data.sources.file_documents import Document
     from lamina.data.streamed.preparation import stream_blocks
     from lamina.data.tokenizers import load_tokenizer, validate_spec
 
 __all__ = [
     "EMBEDDED",
+    "BlockSource",
     "BlockStats",
     "Blocks",
+    "Corpus",
     "Document",
-    "PackedBlocks",
     "bits_per_byte",
-    "corpus_fingerprint",
     "load_tokenizer",
     "perplexity",
     "prepare_blocks",
-    "read_corpus",
     "stream_blocks",
-    "validate_corpus",
     "validate_spec",
 ]
 
 _HOME = {
-    "blocks": ("BlockStats", "Blocks", "PackedBlocks", "bits_per_byte", "perplexity", "prepare_blocks"),
-    "corpus": ("EMBEDDED", "corpus_fingerprint", "read_corpus", "validate_corpus"),
-    "sources.documents": ("Document",),
+    "blocks": ("BlockSource", "BlockStats", "Blocks", "bits_per_byte", "perplexity"),
+    "corpus": ("EMBEDDED", "Corpus"),
+    "packed.preparation": ("prepare_blocks",),
+    "sources.file_documents": ("Document",),
     "streamed.preparation": ("stream_blocks",),
     "tokenizers": ("load_tokenizer", "validate_spec"),
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     for module, names in _HOME.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,17 +1,23 @@
-"""Where text comes from: the embedded corpus, files and folders of the user's own, and data sets of the hub."""
+"""Where text comes from, as an object: the embedded corpus, files and folders, data sets of the hub, mixes of these."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
-from lamina.data.sources import hub
-from lamina.data.sources.documents import Document, encodable, has_text, read_file
-from lamina.data.sources.files import NotTextError
+from lamina.data.sources import ALLOWED, hub_datasets
+from lamina.data.sources.file_documents import Document, encodable, has_text, read_file
+from lamina.data.sources.file_text import NotTextError
+from lamina.data.sources.folder import fingerprint_of_large, hash_files, state_of, walk
+from lamina.data.sources.hub_datasets import HubSource
+from lamina.data.sources.mix_spec import parse_mix
+from lamina.data.sources.shards import FileShard, HubShard, Shards
 from lamina.errors import UserError, nearest
 
 logger = logging.getLogger(__name__)
@@ -20,151 +26,244 @@ EMBEDDED = "embedded"
 """The built-in corpus: Jane Austen's six novels and Moby-Dick, a paragraph a line, 5.2 MB, public domain."""
 
 EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
-ALLOWED = (
-    "embedded, a UTF-8 text file, a .jsonl file with a text field, either with .gz, .xz or .zst, a .parquet file, a "
-    "folder of these, or hf:NAME[:CONFIG][@SPLIT]"
-)
 
 
-def validate_corpus(corpus: str) -> None:
-    """Check that the corpus is there, without reading it.
+@dataclass(frozen=True, kw_only=True)
+class Corpus(ABC):
+    """The text of a run: one corpus or a mix of them. Opened by :meth:`parse`, read by way of its ``parts``.
 
-    Raises:
-        UserError: when it is neither ``embedded``, a file, a folder nor ``hf:NAME``.
+    Attributes:
+        spec: the corpus as the user wrote it.
+        text_field: the field of .jsonl rows and the column of .parquet files and data sets that holds the text.
     """
-    if corpus == EMBEDDED:
-        return
-    if hub.is_hub(corpus):
-        hub.parse(corpus)
-        return
-    if not corpus:
-        raise UserError(f"--corpus is empty (allowed: {ALLOWED})")
-    path = Path(corpus).expanduser()
+
+    spec: str
+    text_field: str = "text"
+
+    @staticmethod
+    def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
+        """The corpus of a name: ``embedded``, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, or a mix A:0.7,B:0.3.
+
+        It exists; its text is not read yet.
+
+        Raises:
+            UserError: the corpus, or a part of the mix, is malformed or missing.
+        """
+        parts = tuple(
+            Part(corpus=single_corpus(name, text_field), share=share) for name, share in parse_mix(spec).items()
+        )
+        return Mix(spec=spec, text_field=text_field, mixed=parts) if parts else single_corpus(spec, text_field)
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """The single corpora and their shares, which add up to 1."""
+
+    def fingerprint(self) -> str:
+        """A hash that changes when the content, a file's name or the text field do; a mix's shares do not count.
+
+        Files and folders: SHA-256 over relative names and bytes, 64 hexadecimal digits. The hub: name, configuration,
+        split and the library's own fingerprint of the data set. A mix: its parts' hashes, joined.
+
+        Raises:
+            UserError: the corpus cannot be read.
+        """
+        return "+".join(part.corpus.fingerprint() for part in self.parts)
+
+    def changed_since(self, time: float) -> list[Path]:
+        """The files that were changed later than ``time`` (seconds since 1970); none where there are no files."""
+        return [path for part in self.parts for path in part.corpus.changed_since(time)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A corpus of a mix and its share."""
+
+    corpus: SingleCorpus
+    share: Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix(Corpus):
+    """Several corpora in fixed shares."""
+
+    mixed: tuple[Part, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleCorpus(Corpus):
+    """A corpus that can be read: whole from its beginning, or shard by shard from any position."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(corpus=self, share=Fraction(1)),)
+
+    def documents(self) -> Iterator[Document]:
+        """The documents, always in the same order; those without any text are left out.
+
+        Folders are walked recursively in the order of their relative names. Hidden files and folders are skipped; so
+        are files that are not text, with one warning that counts them.
+
+        Raises:
+            UserError: a named file is binary, a row has no such field, or there is no text at all.
+        """
+        empty = True
+        for document in self._documents():
+            if has_text(document):
+                empty = False
+                yield encodable(document)
+        if empty:
+            raise UserError(f"corpus: {self.spec!r} holds no text (allowed: {ALLOWED})")
+
+    @abstractmethod
+    def _documents(self) -> Iterator[Document]: ...
+
+    @abstractmethod
+    def shards(self) -> Shards:
+        """The corpus in shards, without reading their text.
+
+        Their fingerprint is the corpus' own for up to 1 GiB of files. For more it is made of the files' names, sizes
+        and times of change; for a data set of the hub, of its name and its builder's hash.
+
+        Raises:
+            UserError: the corpus cannot be opened.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str: ...
+
+    @abstractmethod
+    def changed_since(self, time: float) -> list[Path]: ...
+
+    def _new_digest(self) -> hashlib._Hash:
+        return hashlib.sha256(f"text_field={self.text_field}\0".encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileCorpus(SingleCorpus):
+    """A file, or all files of a folder."""
+
+    path: Path
+    _reported: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def fingerprint(self) -> str:
+        digest = self._new_digest()
+        hash_files(digest, self.path)
+        return digest.hexdigest()
+
+    def changed_since(self, time: float) -> list[Path]:
+        return [path for path in self._files() if path.stat().st_mtime > time]
+
+    def shards(self) -> Shards:
+        root, paths = self.path if self.path.is_dir() else None, self._files()
+        states = [state_of(path) for path in paths]  # before their content is hashed: what comes later is a change
+        shards = [
+            FileShard(self.spec, path, root, self.text_field, state, self._warn_once)
+            for path, state in zip(paths, states, strict=True)
+        ]
+        fingerprint = fingerprint_of_large(root or self.path.parent, paths, states, self.text_field)
+        return Shards(shards, sum(size for size, _ in states), fingerprint or self.fingerprint())
+
+    def _files(self) -> list[Path]:
+        return walk(self.path) if self.path.is_dir() else [self.path] if self.path.exists() else []
+
+    def _documents(self) -> Iterator[Document]:
+        if self.path.is_dir():
+            yield from self._folder_documents()
+            return
+        try:
+            yield from (document for document, _ in read_file(self.path, self.path.name, self.text_field))
+        except NotTextError as error:
+            raise UserError(f"corpus: {self.spec!r} {error} (allowed: {ALLOWED})") from None
+
+    def _folder_documents(self) -> Iterator[Document]:
+        skipped: list[str] = []
+        for path in self._files():
+            name = path.relative_to(self.path).as_posix()
+            begun = False
+            try:
+                for document, _ in read_file(path, name, self.text_field):
+                    begun = True
+                    yield document
+            except NotTextError as error:
+                if begun:
+                    # what was handed out cannot be taken back, and half a file is not what anyone asked for
+                    raise UserError(f"corpus: {str(path)!r} {error}, after some text; fix or remove it") from None
+                skipped.append(f"{name} {error}")
+        if skipped:
+            examples = "; ".join(skipped[:3])
+            self._warn_once(f"{self.path}: {len(skipped)} files skipped that are not text ({examples})")
+
+    def _warn_once(self, message: str) -> None:
+        """A corpus is read several times, to be measured, split and streamed; each message is logged once."""
+        if message not in self._reported:
+            self._reported.add(message)
+            logger.warning("%s", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedCorpus(FileCorpus):
+    """The novels that come with Lamina."""
+
+    spec: str = EMBEDDED
+    path: Path = EMBEDDED_PATH
+
+    def changed_since(self, time: float) -> list[Path]:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubCorpus(SingleCorpus):
+    """One split of a data set, of the hub or in a folder that the datasets library reads."""
+
+    source: HubSource
+
+    def fingerprint(self) -> str:
+        digest = self._new_digest()
+        digest.update(f"hf\0{self.source.config}\0{self.source.split}\0".encode())
+        if self.source.folder is None:
+            digest.update(f"{self.source.name}\0{hub_datasets.load(self.source).fingerprint}".encode())
+        else:
+            hash_files(digest, self.source.folder)
+        return digest.hexdigest()
+
+    def changed_since(self, time: float) -> list[Path]:
+        folder = self.source.folder
+        return [] if folder is None else [path for path in walk(folder) if path.stat().st_mtime > time]
+
+    def shards(self) -> Shards:
+        dataset, content = hub_datasets.stream(self.source)
+        count, folder = dataset.num_shards, self.source.folder
+        if folder is not None:
+            paths = walk(folder)
+            states = [state_of(path) for path in paths]
+            content = fingerprint_of_large(folder, paths, states, self.text_field) or self.fingerprint()
+        identity = f"stream\0{self.spec}\0{self.text_field}\0{content}\0{count}"
+        shards = [HubShard(self.spec, dataset, index, self.text_field) for index in range(count)]
+        return Shards(shards, None, hashlib.sha256(identity.encode()).hexdigest())
+
+    def _documents(self) -> Iterator[Document]:
+        for number, text in enumerate(hub_datasets.load(self.source).texts(self.text_field)):
+            yield Document(name=f"{self.spec}#{number}", text=text)
+
+
+def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
+    """The corpus of a name that is no mix; see :meth:`Corpus.parse`."""
+    if spec == EMBEDDED:
+        return EmbeddedCorpus(text_field=text_field)
+    if hub_datasets.is_hub(spec):
+        return HubCorpus(spec=spec, text_field=text_field, source=hub_datasets.parse(spec))
+    if not spec:
+        raise UserError(f"corpus: it is empty (allowed: {ALLOWED})")
+    path = Path(spec).expanduser()
     if not path.exists():
         siblings = os.listdir(path.parent) if path.parent.is_dir() else []
         hint = nearest(path.name, [EMBEDDED, *siblings])
-        raise UserError(f"--corpus {corpus!r}: no such file or folder{hint} (allowed: {ALLOWED})")
+        raise UserError(f"corpus: {spec!r}: no such file or folder{hint} (allowed: {ALLOWED})")
     if not path.is_file() and not path.is_dir():
-        raise UserError(f"--corpus {corpus!r} is neither a regular file nor a folder (allowed: {ALLOWED})")
-
-
-def read_corpus(corpus: str, *, text_field: str = "text") -> Iterator[Document]:
-    """Stream the documents of a corpus, always in the same order; those without any text are left out.
-
-    Folders are walked recursively in the order of their relative names. Hidden files and folders are skipped; so are
-    files that are not text, with one warning that counts them.
-
-    Args:
-        corpus: ``embedded``, a file, a folder or ``hf:NAME[:CONFIG][@SPLIT]``.
-        text_field: the field of .jsonl rows and the column of .parquet files and data sets that holds the text.
-
-    Raises:
-        UserError: at once when the corpus is missing; while reading when a named file is binary, a row has no such
-            field, or there is no text at all.
-    """
-    validate_corpus(corpus)
-    return _non_empty(corpus, text_field)
-
-
-def corpus_fingerprint(corpus: str, text_field: str = "text") -> str:
-    """A hash (64 hexadecimal digits) that changes when the corpus' content, its files' names or the text field do.
-
-    Files and folders: SHA-256 over relative names and bytes. The hub: name, configuration, split and the library's own
-    fingerprint of the data set.
-
-    Raises:
-        UserError: when the corpus is missing or cannot be read.
-    """
-    validate_corpus(corpus)
-    digest = hashlib.sha256(f"text_field={text_field}\0".encode())
-    if hub.is_hub(corpus):
-        source = hub.parse(corpus)
-        digest.update(f"hf\0{source.config}\0{source.split}\0".encode())
-        if source.folder is None:
-            digest.update(f"{source.name}\0{hub.load(source).fingerprint}".encode())
-        else:
-            _hash_files(digest, source.folder)
-    else:
-        _hash_files(digest, EMBEDDED_PATH if corpus == EMBEDDED else Path(corpus).expanduser())
-    return digest.hexdigest()
-
-
-def _hash_files(digest: hashlib._Hash, root: Path) -> None:
-    for path in walk(root) if root.is_dir() else [root]:
-        name = os.fsencode(path.relative_to(root if root.is_dir() else root.parent).as_posix())
-        try:
-            with path.open("rb") as file:
-                # each file's own hash, so that bytes cannot move from one file to the next unnoticed
-                content = hashlib.file_digest(file, "sha256").digest()
-        except PermissionError as error:
-            raise UserError(f"--corpus {str(path)!r} may not be read ({error.strerror})") from None
-        digest.update(name + b"\0" + content)
-
-
-def changed_since(corpus: str, moment: float) -> list[Path]:
-    """The corpus' files whose time of change is later than ``moment`` (seconds since 1970), none where it has no files.
-
-    A mix is asked about part by part.
-    """
-    source = hub.parse(corpus).folder if hub.is_hub(corpus) else Path(corpus).expanduser()
-    if corpus == EMBEDDED or source is None or not source.exists():
-        return []
-    return [path for path in (walk(source) if source.is_dir() else [source]) if path.stat().st_mtime > moment]
-
-
-def walk(root: Path) -> list[Path]:
-    found: list[Path] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [path for name in files if not name.startswith(".") and (path := Path(folder, name)).is_file()]
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
-
-
-def _non_empty(corpus: str, text_field: str) -> Iterator[Document]:
-    empty = True
-    for document in _documents(corpus, text_field):
-        if has_text(document):
-            empty = False
-            yield encodable(document)
-    if empty:
-        raise UserError(f"--corpus {corpus!r} holds no text (allowed: {ALLOWED})")
-
-
-def _documents(corpus: str, text_field: str) -> Iterator[Document]:
-    if hub.is_hub(corpus):
-        source = hub.parse(corpus)
-        for number, text in enumerate(hub.load(source).texts(text_field)):
-            yield Document(name=f"{corpus}#{number}", text=text)
-        return
-    path = EMBEDDED_PATH if corpus == EMBEDDED else Path(corpus).expanduser()
-    if path.is_dir():
-        yield from _read_folder(path, text_field)
-        return
-    try:
-        yield from (document for document, _ in read_file(path, path.name, text_field))
-    except NotTextError as error:
-        raise UserError(f"--corpus {corpus!r} {error} (allowed: {ALLOWED})") from None
-
-
-def _read_folder(root: Path, text_field: str) -> Iterator[Document]:
-    skipped: list[str] = []
-    for path in walk(root):
-        name = path.relative_to(root).as_posix()
-        begun = False
-        try:
-            for document, _ in read_file(path, name, text_field):
-                begun = True
-                yield document
-        except NotTextError as error:
-            if begun:
-                # what was handed out cannot be taken back, and half a file is not what anyone asked for
-                raise UserError(f"--corpus {str(path)!r} {error}, after some text; mend or remove it") from None
-            skipped.append(f"{name} {error}")
-    if skipped:
-        warn_once(f"{root}: {len(skipped)} files skipped that are not text ({'; '.join(skipped[:3])})")
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """A corpus is read more than once, to be measured and to be split; it is one warning all the same."""
-    logger.warning("%s", message)
+        raise UserError(f"corpus: {spec!r} is neither a regular file nor a folder (allowed: {ALLOWED})")
+    return FileCorpus(spec=spec, text_field=text_field, path=path)

@@ -1,4 +1,4 @@
-"""Text to token ids, as fast as the tokenizer allows, and without its special tokens."""
+"""Text to token ids, without special tokens, and as fast as the tokenizer allows."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from lamina.core.json_types import Json
+from lamina.data.split import Segment
+
 
 def byte_alphabet() -> list[str]:
-    """The 256 printable characters that stand for the bytes 0 … 255 in byte-level tokenizers (GPT-2's table)."""
+    """The 256 printable characters that stand for the bytes 0 to 255 in byte-level tokenizers (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
-def ids_are_bytes(tokenizer: dict[str, Any]) -> bool:
-    """Whether a serialised tokenizer (tokenizer.json) maps every text to its UTF-8 bytes, so that no encoder is needed.
+def ids_are_bytes(tokenizer: Json) -> bool:
+    """Whether a serialized tokenizer (tokenizer.json) maps every text to its UTF-8 bytes.
 
-    It does when each byte's stand-in has the byte as its id and nothing in the pipeline can change or join them.
+    It does when the id of each byte's character is the byte, and nothing in the pipeline can change or join them.
     """
     model, pre_tokenizer = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     vocabulary = model.get("vocab") or {}
@@ -45,14 +48,14 @@ def ids_are_bytes(tokenizer: dict[str, Any]) -> bool:
 
 
 class Encoder:
-    """Encodes texts with a tokenizer's model alone: no special tokens are added, none are recognised in the text.
+    """Encodes texts with a tokenizer's model alone: it adds no special tokens and recognizes none in the text.
 
-    A corpus that spells out ``<|endoftext|>`` therefore cannot forge the end of a document. Truncation and padding are
-    off; the tokenizer itself is left as it is.
+    So a corpus that spells out ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off.
+    The tokenizer itself stays unchanged.
 
     Args:
         tokenizer: any tokenizer of transformers.
-        allow_bytes: take the short cut for tokenizers whose ids are the UTF-8 bytes.
+        allow_bytes: use a shortcut for tokenizers whose ids are the UTF-8 bytes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_bytes: bool = True):
@@ -79,10 +82,10 @@ class Encoder:
         encoded = self.tokenizer(
             texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
         )
-        return [np.array(ids, dtype=self.dtype) for ids in encoded["input_ids"]]  # pyright: ignore[reportGeneralTypeIssues]
+        return [np.array(ids, dtype=self.dtype) for ids in cast("list[list[int]]", encoded["input_ids"])]
 
     def content_hash(self) -> str:
-        """A hash of everything that decides which ids a text gets, and of the id that ends a document."""
+        """A hash of everything that decides the ids of a text, and of the id that ends a document."""
         digest = hashlib.sha256(f"{self.tokenizer.eos_token_id}\0{self.vocab_size}\0".encode())
         if self.backend is not None:
             digest.update(self.backend.to_str().encode())
@@ -93,3 +96,44 @@ class Encoder:
                 if path.is_file():
                     digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
+
+
+class TokenJoiner:
+    """Joins segments to one sequence of tokens, with an end-of-text token wherever the text jumps.
+
+    The text jumps where a segment does not begin exactly where the last one ended: between documents, where a piece is
+    missing, and after :meth:`jump`. No token is put before the first segment.
+
+    Attributes:
+        last: the document and the character at which the last segment ended; None before the first.
+        chars: the number of characters added since the last :meth:`encode`.
+    """
+
+    ELSEWHERE = (-1, -1)
+
+    def __init__(self, encoder: Encoder, last: tuple[int, int] | None = None):
+        self.encoder, self.last, self.chars = encoder, last, 0
+        self._end = np.array([encoder.tokenizer.eos_token_id], dtype=encoder.dtype)
+        self._texts: list[str] = []
+        self._jumps: list[bool] = []
+
+    def add(self, segment: Segment) -> None:
+        """Append a segment."""
+        self._texts.append(segment.text)
+        self._jumps.append(self.last not in (None, segment.begin))
+        self.last = segment.end
+        self.chars += len(segment.text)
+
+    def jump(self) -> None:
+        """The next segment continues nothing: another file begins."""
+        self.last = None if self.last is None else self.ELSEWHERE
+
+    def encode(self) -> np.ndarray:
+        """The tokens of the segments added since the last call, [tokens] of the encoder's dtype."""
+        if not self._texts:
+            return self._end[:0]
+        rows: list[np.ndarray] = []
+        for jump, ids in zip(self._jumps, self.encoder.encode(self._texts), strict=True):
+            rows += [self._end, ids] if jump else [ids]
+        self._texts, self._jumps, self.chars = [], [], 0
+        return np.concatenate(rows)

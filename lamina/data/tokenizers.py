@@ -8,12 +8,11 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from lamina.data.corpus import EMBEDDED, corpus_fingerprint
-from lamina.data.mix import parse_mix
-from lamina.data.packed.cache import cache_root, is_whole, publish
-from lamina.data.sources.network import local_when_unreachable, one_line
+from lamina.data.cache import cache_root, is_whole, publish
+from lamina.data.corpus import Corpus, EmbeddedCorpus
+from lamina.data.sources.hub_access import local_when_unreachable, one_line
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.errors import UserError, nearest
 
@@ -34,47 +33,50 @@ _BPE_FORMAT = "bpe-1"
 
 
 def validate_spec(spec: str) -> None:
-    """Check a ``--tokenizer`` as far as that goes without loading anything.
+    """Check the name of a tokenizer as far as possible without loading anything.
 
     Raises:
-        UserError: when it is empty, a bpe without a proper size, or a path at which there is nothing.
+        UserError: the name is empty, a bpe has no valid size, or a path does not exist.
     """
     if not spec.strip():
-        raise UserError(f"--tokenizer is empty (allowed: {_ALLOWED})")
-    if spec == "bpe" or spec.startswith("bpe:"):
+        raise UserError(f"tokenizer: it is empty (allowed: {_ALLOWED})")
+    if is_trained(spec):
         _bpe_size(spec)
         return
     looks_like_path = spec.startswith((".", "/", "~", os.sep)) or spec.endswith(".json")
     if looks_like_path and not Path(spec).expanduser().exists():
-        raise UserError(f"--tokenizer {spec!r}: no such file or folder (allowed: {_ALLOWED})")
+        raise UserError(f"tokenizer: {spec!r}: no such file or folder (allowed: {_ALLOWED})")
+
+
+def is_trained(spec: str) -> bool:
+    """Whether the tokenizer is trained on the corpus."""
+    return spec == "bpe" or spec.startswith("bpe:")
 
 
 def load_tokenizer(
     spec: str = BYTES,
     *,
-    corpus: str = EMBEDDED,
-    text_field: str = "text",
+    corpus: Corpus | None = None,
     cache_dir: Path | str | None = None,
     eval_fraction: float = EVAL_FRACTION,
 ) -> PreTrainedTokenizerFast:
-    """Load or make a tokenizer that has an end-of-text and a padding token.
+    """Load a tokenizer, or train one. It has an end-of-text token and a padding token.
 
     Args:
-        spec: ``bytes`` (the ids 0 … 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
+        spec: ``bytes`` (the ids 0 to 255 are the UTF-8 bytes, 256 is ``<|endoftext|>``); ``bpe:SIZE`` (a byte-level BPE
             trained on the corpus without its held-out part, cached); or a folder, a tokenizer.json or a hub name.
-        corpus: what a BPE is trained on; unused otherwise.
-        text_field: as in :func:`lamina.data.read_corpus`.
+        corpus: the text that a BPE is trained on, by default the embedded corpus; otherwise unused.
         cache_dir: where trained tokenizers are kept; default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        eval_fraction: the held-out fraction that a BPE must not see; the same as prepare_blocks'.
+        eval_fraction: the held-out share, which a BPE must not see; the same as in ``prepare_blocks``.
 
     Raises:
-        UserError: the spec is malformed, the tokenizer cannot be loaded, or a BPE's corpus cannot be read.
+        UserError: the name is malformed, the tokenizer cannot be loaded, or the corpus of a BPE cannot be read.
     """
     validate_spec(spec)
     if spec == BYTES:
         return _wrap(_byte_tokenizer())
-    if spec.startswith("bpe:"):
-        return _trained_bpe(_bpe_size(spec), corpus, text_field, cache_root(cache_dir), eval_fraction)
+    if is_trained(spec):
+        return _trained_bpe(_bpe_size(spec), corpus or EmbeddedCorpus(), cache_root(cache_dir), eval_fraction)
     return _pretrained(spec)
 
 
@@ -82,23 +84,30 @@ def _bpe_size(spec: str) -> int:
     size = spec.partition(":")[2]
     if not re.fullmatch(r"[0-9]{1,9}", size) or int(size) < SMALLEST_BPE:
         raise UserError(
-            f"--tokenizer {spec!r}: the size of a bpe must be an integer of at least {SMALLEST_BPE} "
+            f"tokenizer: {spec!r}: the size of a bpe must be an integer of at least {SMALLEST_BPE} "
             f"(256 bytes and {END_OF_TEXT}), as in bpe:4096 (allowed: {_ALLOWED})"
         )
     return int(size)
 
 
 def _byte_tokenizer() -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models
 
     from lamina.data.encoding import byte_alphabet
 
     vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, END_OF_TEXT: 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    _work_on_bytes(tokenizer, split_words=False)
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     return tokenizer
+
+
+def _work_on_bytes(tokenizer: Tokenizer, *, split_words: bool) -> None:
+    from tokenizers import decoders, pre_tokenizers
+
+    # properties of the Rust class, which its stubs declare read-only
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -113,43 +122,39 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _trained_bpe(size: int, corpus: str, text_field: str, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
+def _trained_bpe(size: int, corpus: Corpus, cache: Path, eval_fraction: float) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
 
-    # In a mix every part teaches the tokenizer by its length, whatever its share.
-    corpora = [part.corpus for part in parse_mix(corpus)] or [corpus]
-    prints = "+".join(corpus_fingerprint(one, text_field) for one in corpora)
-    settings = f"{_BPE_FORMAT}|{prints}|{size}|{eval_fraction!r}"
+    settings = f"{_BPE_FORMAT}|{corpus.fingerprint()}|{size}|{eval_fraction!r}"
     folder = cache / "tokenizers" / hashlib.sha256(settings.encode()).hexdigest()[:32]
     file = folder / "tokenizer.json"
     if not is_whole(folder):
-        trained = _train_bpe(size, corpora, text_field, eval_fraction)
+        trained = _train_bpe(size, corpus, eval_fraction)
         publish(folder, lambda draft: trained.save(str(draft / file.name)))
     return _wrap(Tokenizer.from_file(str(file)))
 
 
-def _train_bpe(size: int, corpora: list[str], text_field: str, eval_fraction: float) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _train_bpe(size: int, corpus: Corpus, eval_fraction: float) -> Tokenizer:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    _work_on_bytes(tokenizer, split_words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_train_texts(corpora, text_field, eval_fraction), trainer=trainer)
+    tokenizer.train_from_iterator(_train_texts(corpus, eval_fraction), trainer=trainer)
     if tokenizer.get_vocab_size() < size:
         logger.warning("the corpus yields a bpe of %d tokens, fewer than %d", tokenizer.get_vocab_size(), size)
     return tokenizer
 
 
-def _train_texts(corpora: list[str], text_field: str, eval_fraction: float) -> Iterator[str]:
-    for corpus in corpora:
-        chars = piece_chars(count_chars(corpus, text_field))
-        for segment in split_corpus(corpus, text_field, chars, eval_fraction):
+def _train_texts(corpus: Corpus, eval_fraction: float) -> Iterator[str]:
+    for part in corpus.parts:  # each of them whole, whatever its share in a mix
+        chars = piece_chars(count_chars(part.corpus))
+        for segment in split_corpus(part.corpus, chars, eval_fraction):
             if not segment.held_out:
                 yield segment.text
 
@@ -167,20 +172,20 @@ def _pretrained(spec: str) -> PreTrainedTokenizerFast:
         else:
             with local_when_unreachable() as reachable:
                 tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
-    # a malformed file, a missing one and an unreachable hub raise a dozen unrelated types between them
+    # a malformed file, a missing file and an unreachable hub raise a dozen unrelated types
     except Exception as error:
         if path.is_dir():
             reason = f"the folder holds no tokenizer that transformers can load; {one_line(error)}"
         else:
             reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"--tokenizer {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
+            f"tokenizer: {spec!r} could not be loaded ({reason}){nearest(spec, [BYTES])} (allowed: {_ALLOWED})"
         ) from error
     return _with_end_and_pad(tokenizer)
 
 
 def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """Packing needs a token that ends a document: the tokenizer's own, else its separator (BERT's), else a new one."""
+    """Add a token that ends a document: the tokenizer's own, else its separator (as in BERT), else a new one."""
     if tokenizer.eos_token is None:
         if tokenizer.sep_token is not None:
             tokenizer.eos_token = tokenizer.sep_token
@@ -188,4 +193,4 @@ def _with_end_and_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizer
             tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer  # pyright: ignore[reportReturnType]
+    return cast("PreTrainedTokenizerFast", tokenizer)

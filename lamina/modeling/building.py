@@ -10,10 +10,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.values import text, whole_number
-from lamina.errors import UserError, shortened, unknown
+from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
-from lamina.modeling.backbones.loading import one_line
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (

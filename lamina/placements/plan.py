@@ -223,7 +223,7 @@ def _read(cls: type[_Record], data: object, where: str) -> _Record:
         if entry.default is MISSING and entry.default_factory is MISSING and name not in data:
             raise UserError(f"{where}: field {name!r} is missing")
     hints = get_type_hints(cls)
-    values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    values: dict[str, Any] = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
     try:
         return cls(**values)
     except UserError as error:

@@ -13,15 +13,11 @@ import torch
 from torch import nn
 
 from lamina.data import Blocks
-from lamina.data.mixed_blocks import MixedBlocks
-from lamina.data.packed.packing import token_counts
-from lamina.data.streamed.stream import StreamedBlocks
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model, optimizer_groups
 from lamina.training.monitoring.experts import ExpertBalance
 from lamina.training.monitoring.layers import GradientNorms
 from lamina.training.order import TrainOrder
-from lamina.training.run import profile_ids, spread
 from lamina.training.settings import PretrainSettings
 
 MOST_TOKENS = 1_000_000  # for the frequencies of tokens
@@ -104,23 +100,20 @@ class BurningIn:
     ):
         settings = proxy.settings
         self.proxy, self.device, self.tick = proxy, device, tick
-        self.model: Any = build_model(proxy, blocks.stats.vocab_size, profile_ids(blocks, settings))
+        self.model: Any = build_model(proxy, blocks.stats.vocab_size, blocks.train.sample(settings.batch_size))
         self.model.to(device)
         self.experts = ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate)
-        probe = torch.stack([blocks.eval[i]["input_ids"] for i in spread(len(blocks.eval), sequences)])
+        probe = blocks.eval.sample(sequences)
         self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
-        train: Any = blocks.train
-        mixed = isinstance(train, MixedBlocks)
-        self.train: Any = train.drawn(settings.seed) if mixed else train
-        if settings.streaming:  # from its beginning, whatever was read before
-            self.train.load_state_dict(None, tell=False)
+        self.train = blocks.train.for_run(settings.seed)
+        self.train.load_state_dict(None, verbose=False)  # from its beginning, whatever was read before
         self.order = TrainOrder(
             len(self.train),
             steps=settings.steps,
             batch_size=settings.batch_size,
             gradient_accumulation=settings.gradient_accumulation,
             seed=settings.seed,
-            shuffled=not (settings.streaming or mixed),
+            shuffled=not self.train.in_order,
         )
         planned = warmup_steps(settings)
         self.warmup = min(planned, longest_warmup)
@@ -206,16 +199,6 @@ def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
 
     The frequencies are those of a million tokens, in a mix of a million of each corpus.
     """
-    shares = frequencies(blocks.train, blocks.stats.vocab_size)
+    count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
+    shares = blocks.train.frequencies(blocks.stats.vocab_size, count)
     return torch.from_numpy(-np.log(shares)[probe[:, 1:].numpy()].mean(axis=1))
-
-
-def frequencies(train: Any, vocab_size: int) -> np.ndarray:
-    """The add-one smoothed frequency of every token id in a million tokens [vocab_size]; of a mix in its shares."""
-    if isinstance(train, MixedBlocks):
-        parts = zip(train.shares, train.blocks, strict=True)
-        return sum((float(share) * frequencies(part, vocab_size) for share, part in parts), np.zeros(vocab_size))
-    ids = train.sample if isinstance(train, StreamedBlocks) else train.array
-    rows = spread(len(ids), max(1, MOST_TOKENS // ids.shape[1]))
-    counts = token_counts(np.asarray(ids[rows]), vocab_size) + 1.0
-    return counts / counts.sum()

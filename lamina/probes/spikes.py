@@ -12,7 +12,6 @@ import numpy as np
 from lamina.errors import UserError
 
 WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
-COLUMNS = ("loss_spikes", "loss_spike_score", "gradient_spikes", "gradient_spike_score")  # of a run's result
 
 
 def spikes(

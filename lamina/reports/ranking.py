@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lamina.jobs import columns
 from lamina.jobs.status import severity
-from lamina.probes import spikes
 from lamina.reports.records import Frame, complete
-
-_MEANS = (
-    *("perplexity", "bits_per_byte", "unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second"),
-    *spikes.COLUMNS,
-)
 
 
 def summarize(results: Frame) -> Frame:
@@ -27,8 +22,8 @@ def summarize(results: Frame) -> Frame:
     seeds (ddof 1), NaN for fewer than two.
 
     Returns columns rank, placement, learning_rate, learning_rates (how many were tried), seeds, finished, status (the
-    worst), status_text ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, the means of perplexity,
-    bits_per_byte, unigram_entropy, tokens, steps, seconds, tokens_per_second, spikes, and init, parameters, reason.
+    worst), status_text ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, reason, and every other
+    column of ``lamina.jobs.columns`` that is aggregated.
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):
@@ -52,17 +47,15 @@ def _at_rate(trials: Frame) -> dict[str, Any]:
     reasons = [reason for reason in trials["reason"] if reason]
     first = trials.iloc[0]
     return {
-        "placement": first["placement"],
-        "learning_rate": first["learning_rate"],
+        **{name: first[name] for name in columns.aggregated("first")},
         "seeds": len(trials),
         "finished": len(finished),
         "status": worst,
         "status_text": _status_text(trials["status"]),
         "eval_loss": counted["eval_loss"].mean(),
         "eval_loss_std": finished["eval_loss"].std(ddof=1) if len(finished) > 1 else math.nan,
-        **{name: (counted if len(counted) else trials)[name].mean() for name in _MEANS},
-        "init": first["init"],
-        "parameters": trials["parameters"].max(),
+        **{name: (counted if len(counted) else trials)[name].mean() for name in columns.aggregated("mean")},
+        **{name: trials[name].max() for name in columns.aggregated("max")},
         "reason": reasons[0] if reasons else "",
     }
 

@@ -15,18 +15,12 @@ import yaml
 
 from lamina.errors import UserError
 from lamina.jobs import digests
+from lamina.jobs.columns import NUMBERS, TEXTS
 from lamina.placements import Plan
-from lamina.probes import spikes
 from lamina.studies import record as study_record
 
 logger = logging.getLogger(__name__)
 
-TEXTS = ("trial", "placement", "init", "status", "reason")
-NUMBERS = (
-    *("learning_rate", "seed", "eval_loss", "perplexity", "bits_per_byte", "unigram_entropy"),
-    *("tokens", "steps", "seconds", "tokens_per_second", "parameters"),
-    *spikes.COLUMNS,
-)
 # pandas' own annotations make every selection a union of all it could ever be; Frame says what a value is to a reader.
 if TYPE_CHECKING:
     Frame: TypeAlias = Any

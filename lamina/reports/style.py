@@ -17,18 +17,14 @@ from lamina.reports.records import Frame, Trial
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
-# Told apart with every common colour blindness (after Okabe and Ito, and Tol). The demo's placements keep theirs in
-# every report; others take what is left in order of appearance.
-_FIXED = {
-    "pre_ln": "#0072b2",
-    "post_ln": "#d55e00",
-    "peri_ln": "#56b4e9",
-    "mix_ln": "#cc79a7",
-    "fusenorm": "#009e73",
-    "keel": "#e69f00",
-}
-_OWN = [*("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), *("#332288", "#882255", "#999933")]
-_OTHERS = ("#332288", "#882255", "#44aa99", "#999933", "#6b7280", "#000000", "#aa4499", "#117733", "#88ccee", "#661100")
+# Told apart with every common color blindness (after Okabe and Ito, and Tol).
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
+# The demo's placements keep theirs in every report; others take what is left in order of appearance.
+_FIXED: dict[str, str] = dict(
+    zip(("pre_ln", "post_ln", "fusenorm", "mix_ln", "keel", "peri_ln"), PALETTE, strict=False)
+)
+_OTHERS = (*PALETTE[6:], "#6b7280", "#000000", "#aa4499", "#117733", "#88ccee", "#661100")
+_OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from lamina.data import prepare_blocks
 from lamina.errors import UserError
+from lamina.jobs import columns
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_result, write_json, write_text
 from lamina.jobs.folder import Resume
@@ -23,7 +24,6 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.modeling import building
-from lamina.probes import spikes
 from lamina.studies.record import (
     has_study,
     read_study,
@@ -40,11 +40,7 @@ from lamina.training.execution.processes import launched
 from lamina.training.resolve import SPEED_BEFORE, backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
-COLUMNS = (
-    *("trial", "placement", "learning_rate", "seed", "init", "status", "eval_loss", "perplexity", "bits_per_byte"),
-    *spikes.COLUMNS,
-    *("unigram_entropy", "tokens", "steps", "seconds", "tokens_per_second", "parameters", "flops", "reason"),
-)
+COLUMNS = columns.names()
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 

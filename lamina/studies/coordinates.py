@@ -71,8 +71,7 @@ def coord_check(
     blocks, tokenizer = prepare_blocks(
         checked.corpus, checked.tokenizer, checked.sequence_length, text_field=checked.text_field, progress=bar
     )
-    count = min(checked.batch_size, len(blocks.train))
-    ids = torch.stack([blocks.train[i * len(blocks.train) // count]["input_ids"] for i in range(count)])
+    ids = blocks.train.sample(checked.batch_size)
     if checked.threads:
         torch.set_num_threads(checked.threads)
     with job:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lamina.data import bits_per_byte as bits_per_byte_of
+from lamina.jobs import columns
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def outcome(run: TrainingRun, status: Status, reason: str) -> dict[str, Any]:
-    """The numbers of a run that ended with ``status``: what result.json holds."""
+    """The numbers of a run that ended with ``status``: a value for each measured column of ``lamina.jobs.columns``."""
     settings, plan, recorder, blocks = run.settings, run.resolved.plan, run.recorder, run.blocks
     steps = run.trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
@@ -32,7 +33,7 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> dict[str, Any]:
     init = init if settings.from_model is None else "checkpoint"
     mix = recorder.mix(steps)
     spikes = run.processes.by_first(lambda: spike_columns(run.folder))
-    return {
+    result: dict[str, object] = {
         "status": str(status),
         "eval_loss": loss,
         "perplexity": safe_exp(loss),
@@ -50,6 +51,7 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> dict[str, Any]:
         "reason": reason,
         "rollbacks": run.rollbacks.to_list(),
     }
+    return columns.checked(result)
 
 
 def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:

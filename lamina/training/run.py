@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
-from lamina.data.mixed_blocks import MixedBlocks
+from lamina.data.blocks import PartShare, spread
 from lamina.modeling.building import build
 from lamina.training import source
 from lamina.training.arguments import training_arguments
@@ -37,7 +36,6 @@ from lamina.training.optimizer import rate_factors
 from lamina.training.order import TrainOrder
 from lamina.training.resolve import ResolvedRun
 from lamina.training.schedule import schedule_of
-from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)
@@ -78,7 +76,7 @@ class TrainingRun:
             shard(self.model, processes, resolved.device, bf16=bool(self._arguments.bf16))
         self.checkpoint, state = self._find_checkpoint() if resume else (None, {})
         self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
-        self.train_blocks = _drawn(blocks.train, settings)
+        self.train_blocks = blocks.train.for_run(settings.seed)
         self.order = self._make_order(done=max(0, state.get("step", 0)))
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
         self._probing = self._make_probing()
@@ -87,7 +85,7 @@ class TrainingRun:
             *([self.losses] if processes.first else []),
             rollbacks,
             RunIdentity(settings, resolved.plan, blocks.stats.fingerprint),
-            *([StreamPosition(self)] if settings.streaming else []),
+            StreamPosition(self),
             *self._probing,
         ]
         self.trainer = self._make_trainer()
@@ -98,7 +96,7 @@ class TrainingRun:
         resolved, settings = self.resolved, self.resolved.settings
         config, scaling = resolved.with_tokenizer(self.tokenizer), resolved.width_scaling
         torch.manual_seed(settings.seed)
-        profile = profile_ids(self.blocks, settings)
+        profile = self.blocks.train.sample(settings.batch_size)
         if settings.from_model is None:
             model = build(
                 config, resolved.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
@@ -125,7 +123,7 @@ class TrainingRun:
             done=done,
             rank=self.processes.rank,
             size=self.processes.size,
-            shuffled=not (settings.streaming or isinstance(self.train_blocks, MixedBlocks)),
+            shuffled=not self.train_blocks.in_order,
         )
 
     def _make_recorder(self) -> RunRecorder:
@@ -141,7 +139,7 @@ class TrainingRun:
             track_layers=bool(self.settings.reports()),
             bar=self.bar,
             processes=self.processes,
-            realised=_realised(self.train_blocks, self.order),
+            realized=self.realized,
         )
 
     def _make_probing(self) -> list[ScheduledProbes]:
@@ -175,9 +173,7 @@ class TrainingRun:
 
     def _monitor_ids(self) -> torch.Tensor:
         """Held-out blocks for the layer monitor and the scheduled probes, [blocks, sequence_length]."""
-        held_out = self.blocks.eval
-        count = self.settings.monitor_blocks or max(1, self.settings.batch_size // 4)
-        return torch.stack([held_out[i]["input_ids"] for i in spread(len(held_out), count)])
+        return self.blocks.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
 
     def _tensorboard(self) -> list[TrainerCallback]:
         if "tensorboard" not in self.settings.reports() or not self.processes.first:
@@ -212,11 +208,15 @@ class TrainingRun:
 
     def _warn_of_repetition(self) -> None:
         """Say which corpora of a mix the run sees more than once."""
-        if self.recorder.realised is None or not self.processes.first or self.checkpoint is not None:
+        if not self.processes.first or self.checkpoint is not None:
             return
-        for name, part in self.recorder.realised(self.settings.steps).items():
-            if part.get("epochs", 0) > 1:
-                logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, part["epochs"])
+        for name, part in self.realized(self.settings.steps).items():
+            if (epochs := part.get("epochs", 0.0)) > 1:
+                logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
+
+    def realized(self, steps: int) -> dict[str, PartShare]:
+        """What each corpus of a mix has given in the first ``steps`` steps; empty where the corpus is one."""
+        return self.train_blocks.realized(self.order.spans(steps))
 
 
 class StreamPosition:
@@ -228,34 +228,9 @@ class StreamPosition:
     def state_dict(self) -> dict[str, Any]:
         """The place of the block that follows the checkpoint's step."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
-        return {"stream": self.run.train_blocks.state_dict(following)}
+        place = self.run.train_blocks.state_dict(following)
+        return {} if place is None else {"stream": place}
 
     def load_state_dict(self, state: RunState) -> None:
         """Start reading there; at the corpus's beginning where the state knows no place."""
-        self.run.train_blocks.load_state_dict(state.get("stream"), tell=self.run.processes.first)
-
-
-def _drawn(train: Any, settings: PretrainSettings) -> Any:
-    return train.drawn(settings.seed) if isinstance(train, MixedBlocks) else train
-
-
-def profile_ids(blocks: Blocks, settings: PretrainSettings) -> torch.Tensor:
-    """Some blocks of the text to train on, [at most batch_size, sequence_length]."""
-    train: Any = blocks.train
-    if settings.streaming:
-        rows = train.sample[spread(len(train.sample), settings.batch_size)]
-        return torch.from_numpy(rows.astype("int64"))
-    return torch.stack([train[i]["input_ids"] for i in spread(len(train), settings.batch_size)])
-
-
-def _realised(train: Any, order: TrainOrder) -> Callable[[int], dict[str, dict[str, float]]] | None:
-    """By the step, what each corpus of a mix has given; None where the corpus is one."""
-    if not isinstance(train, MixedBlocks):
-        return None
-    return lambda step: train.realised(order.spans(step))
-
-
-def spread(available: int, wanted: int) -> list[int]:
-    """``wanted`` indices (or all) spread evenly over ``available``: the same ones in every run."""
-    wanted = min(wanted, available)
-    return [i * available // wanted for i in range(wanted)]
+        self.run.train_blocks.load_state_dict(state.get("stream"), verbose=self.run.processes.first)

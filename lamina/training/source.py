@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
+from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
 from lamina.modeling.configuration_lamina import LaminaConfig
@@ -23,10 +24,10 @@ DECIDED = ("placement", "backbone", "num_layers", "hidden_size", "num_heads", "u
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def model_folder(source: str) -> str:
-    """Where the checkpoint of ``source`` is: a run's folder holds it as model/."""
-    inner = Path(source) / "model"
-    return str(inner) if (inner / "config.json").is_file() else source
+def _folder(source: str) -> str:
+    """The folder with the model: as it was written, where that is no run's."""
+    inner = model_folder(source)
+    return source if inner == Path(source) else str(inner)
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
@@ -37,7 +38,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     """
     if settings.from_model is None:
         return settings
-    folder = model_folder(settings.from_model)
+    folder = _folder(settings.from_model)
     refuse_as_output(settings.output, settings.from_model)
     plan, config = _read(folder)
     options = ", ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.options.items())
@@ -65,7 +66,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
 
 def refuse_as_output(output: str, from_model: str) -> None:
     """Raise UserError where the output folder is, or holds, the checkpoint to train further."""
-    folder = Path(model_folder(from_model))
+    folder = Path(_folder(from_model))
     target, path = Path(output).resolve(), folder.resolve()
     if folder.exists() and target in (path, *path.parents):
         raise UserError(f"output: {output!r} holds the model to go on from (allowed: another folder)")
@@ -99,12 +100,12 @@ def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
     """The checkpoint's plan as it was saved; without one the placement's."""
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers)
-    return _read(model_folder(settings.from_model))[0]
+    return _read(_folder(settings.from_model))[0]
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
     """The checkpoint's backbone. Raises UserError for a tokenizer with more tokens than it has."""
-    config: Any = resolve_backbone(_read(model_folder(source))[1])
+    config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)
     return config
@@ -121,7 +122,7 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
 
 def load(source: str, max_position_embeddings: int) -> PreTrainedModel:
     """The checkpoint as a Lamina model in float32, to be trained. Raises UserError as conversion does."""
-    folder = model_folder(source)
+    folder = _folder(source)
     loaded: Any = conversion.load(folder, dtype=torch.float32)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
     model.config.get_text_config().max_position_embeddings = max_position_embeddings
@@ -139,7 +140,7 @@ def _read(folder: str) -> tuple[Plan, Any]:
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
         return Plan.from_dict(config.plan), config.get_text_config()
-    placement = conversion.CONVERSIONS[config.model_type].placement
+    placement = conversion.conversion_of(config.model_type).placement
     return make_plan(placement, config.num_hidden_layers), config
 
 

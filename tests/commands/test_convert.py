@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import lamina
 from lamina.cli import main
-from lamina.commands import convert
+from lamina.modeling.backbones import conversion_job
 
 
 @pytest.fixture
@@ -89,11 +89,9 @@ def test_what_was_there_stays_when_the_source_is_no_good(source, refused, tmp_pa
 
 
 def test_logits_that_differ_are_refused(source, refused, tmp_path, monkeypatch):
-    from lamina.modeling.backbones import conversion
-
-    monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (0.5, 1.0))
+    monkeypatch.setattr(conversion_job, "largest_difference", lambda one, other: (0.5, 1.0))
     assert "verify: the logits differ by up to 0.5" in refused(source, tmp_path / "out")
-    monkeypatch.setattr(conversion, "largest_difference", lambda one, other: (float("nan"), float("nan")))
+    monkeypatch.setattr(conversion_job, "largest_difference", lambda one, other: (float("nan"), float("nan")))
     assert "not finite" in refused(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -117,4 +115,4 @@ SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 
 
 def test_the_tolerance_is_far_below_what_a_mistake_changes():
-    assert convert.TOLERANCE < 1e-3
+    assert conversion_job.TOLERANCE < 1e-3

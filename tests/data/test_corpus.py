@@ -4,13 +4,15 @@ import logging
 import lzma
 import os
 import sys
+from fractions import Fraction
 
 import pandas as pd
 import pytest
 import zstandard
 
-from lamina.data import EMBEDDED, corpus_fingerprint, read_corpus, validate_corpus
-from lamina.data.sources.files import read_parts
+from lamina.data import EMBEDDED, Corpus
+from lamina.data.corpus import EmbeddedCorpus, FileCorpus, HubCorpus, Mix
+from lamina.data.sources.file_text import read_parts
 from lamina.errors import UserError
 
 TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"
@@ -23,19 +25,23 @@ COMPRESS = {
 
 
 def texts(corpus, **options):
-    return [document.text for document in read_corpus(str(corpus), **options)]
+    return [document.text for document in Corpus.parse(str(corpus), **options).documents()]
+
+
+def fingerprint(corpus, *options):
+    return Corpus.parse(str(corpus), *options).fingerprint()
 
 
 def error_of(corpus, **options):
     with pytest.raises(UserError) as caught:
-        list(read_corpus(str(corpus), **options))
+        list(Corpus.parse(str(corpus), **options).documents())
     message = str(caught.value)
     assert "\n" not in message
     return message
 
 
 def test_the_embedded_corpus_is_one_document_from_emma_to_moby_dick():
-    (document,) = read_corpus(EMBEDDED)
+    (document,) = Corpus.parse(EMBEDDED).documents()
     assert document.text.startswith("EMMA\n")
     assert len(document.text.encode()) == 5_208_759
     assert "Ishmael" in document.text[-1_300_000:]
@@ -119,7 +125,7 @@ def test_a_folder_is_walked_in_order_whatever_the_suffixes_and_without_hidden_or
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        documents = list(read_corpus(str(folder)))
+        documents = list(Corpus.parse(str(folder)).documents())
     names = ["Makefile", "a/z.c", "a.md", "b/main.py", "rows.jsonl.gz:1"]
     assert [document.name for document in documents] == names
     assert "3 files skipped" in caplog.text
@@ -138,14 +144,14 @@ def test_a_large_file_comes_in_parts_that_end_at_line_ends_and_join_to_the_whole
 def test_a_missing_corpus_is_refused_at_once_with_the_nearest_name_and_what_is_allowed(tmp_path):
     (tmp_path / "austen.txt").write_text("text")
     with pytest.raises(UserError, match=r"austen\.txt") as caught:
-        read_corpus(str(tmp_path / "austin.txt"))
-    assert "--corpus" in str(caught.value)
+        Corpus.parse(str(tmp_path / "austin.txt"))
+    assert "corpus:" in str(caught.value)
     assert "embedded" in str(caught.value)
 
 
 def test_a_misspelt_embedded_is_recognised():
     with pytest.raises(UserError, match="did you mean 'embedded'"):
-        validate_corpus("embeded")
+        Corpus.parse("embeded")
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf"])
@@ -192,15 +198,15 @@ def test_the_fingerprint_is_that_of_names_contents_and_text_field(tmp_path):
     folder.mkdir()
     (folder / "a.txt").write_text("one")
     (folder / "b.txt").write_text("two")
-    seen = [corpus_fingerprint(str(folder))]
+    seen = [fingerprint(folder)]
     os.utime(folder / "a.txt", (1, 1))
-    assert corpus_fingerprint(str(folder)) == seen[0]
-    seen.append(corpus_fingerprint(str(folder), "body"))
+    assert fingerprint(folder) == seen[0]
+    seen.append(fingerprint(folder, "body"))
     (folder / "a.txt").write_text("onet")
     (folder / "b.txt").write_text("wo")
-    seen.append(corpus_fingerprint(str(folder)))
+    seen.append(fingerprint(folder))
     (folder / "b.txt").rename(folder / "c.txt")
-    seen.append(corpus_fingerprint(str(folder)))
+    seen.append(fingerprint(folder))
     assert len(set(seen)) == 4
 
 
@@ -210,3 +216,63 @@ def test_a_name_with_a_colon_is_a_path(tmp_path, monkeypatch):
     pd.DataFrame({"text": ["one", "two"]}).to_parquet(tmp_path / "rows.parquet")
     os.rename("rows.parquet", "lr:3e-3.parquet")
     assert texts("lr:3e-3.parquet") == ["one", "two"]
+
+
+def test_each_kind_of_name_is_a_corpus_of_its_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    path = str(tmp_path / "a.txt")
+    mix = f"{path}:3,embedded:1"
+    for spec, kind in {
+        EMBEDDED: EmbeddedCorpus,
+        path: FileCorpus,
+        str(tmp_path): FileCorpus,
+        "hf:me/text": HubCorpus,
+    }.items():
+        corpus = Corpus.parse(spec, "body")
+        assert type(corpus) is kind
+        assert (corpus.spec, corpus.text_field) == (spec, "body")
+        assert [(part.corpus, part.share) for part in corpus.parts] == [(corpus, 1)]
+    mixed = Corpus.parse(mix, "body")
+    assert type(mixed) is Mix
+    assert mixed.spec == mix
+    assert [(part.corpus, part.share) for part in mixed.parts] == [
+        (Corpus.parse(path, "body"), Fraction(3, 4)),
+        (Corpus.parse(EMBEDDED, "body"), Fraction(1, 4)),
+    ]
+
+
+def test_the_fingerprint_of_a_mix_is_made_of_its_parts_and_not_of_their_shares(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    first, second = (str(tmp_path / name) for name in "ab")
+    joined = f"{fingerprint(first)}+{fingerprint(second)}"
+    assert fingerprint(f"{first}:1,{second}:1") == fingerprint(f"{first}:1,{second}:7") == joined
+
+
+def test_the_fingerprint_of_a_text_is_that_of_every_revision(tmp_path):
+    """Caches and checkpoints know a text by it."""
+    (tmp_path / "a.txt").write_text("one")
+    assert fingerprint(tmp_path / "a.txt") == "604a2bc2c83d0f48685548c7bbdcac086842727a2ded931f7b59bdc819886ac8"
+    assert fingerprint(tmp_path, "body") == "147bffec860ef849978a41ce697571c09cfecf4b7557869d25f816bf14362a7a"
+    assert fingerprint(EMBEDDED) == "f5943d12f4b748eb0e0f6d63d122e5093722934aa26e41f28b8dabe31142b495"
+
+
+def test_the_files_changed_since_a_time_are_named_part_by_part(tmp_path):
+    for name, time in {"a": 10, "b": 30, "c": 50}.items():
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (time, time))
+    assert Corpus.parse(str(tmp_path)).changed_since(20) == [tmp_path / "b", tmp_path / "c"]
+    mix = Corpus.parse(f"{tmp_path / 'a'}:1,{tmp_path / 'c'}:1")
+    assert mix.changed_since(20) == [tmp_path / "c"]
+    assert Corpus.parse(EMBEDDED).changed_since(0) == []
+    assert Corpus.parse(f"hf:{tmp_path}").changed_since(40) == [tmp_path / "c"]
+
+
+def test_a_corpus_reports_the_files_it_skips_once_however_often_it_is_read(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.bin").write_bytes(b"\x00\xff")
+    for expected in (1, 2):
+        corpus = Corpus.parse(str(tmp_path))
+        for _ in range(3):
+            list(corpus.documents())
+        assert caplog.text.count("1 files skipped") == expected

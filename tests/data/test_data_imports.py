@@ -10,7 +10,7 @@ def test_importing_the_package_and_reading_a_corpus_loads_neither_torch_nor_tran
     script = (
         "import sys, lamina.data\n"
         "assert 'lamina.data.corpus' not in sys.modules\n"
-        "next(lamina.data.read_corpus('embedded')); lamina.data.validate_spec('bpe:300')\n"
+        "next(lamina.data.Corpus.parse('embedded').documents()); lamina.data.validate_spec('bpe:300')\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'datasets', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -5,8 +5,8 @@ import sys
 import datasets
 import pytest
 
-from lamina.data import corpus_fingerprint, read_corpus
-from lamina.data.sources.hub import parse
+from lamina.data import Corpus
+from lamina.data.sources.hub_datasets import parse
 from lamina.errors import UserError
 
 
@@ -19,7 +19,11 @@ def saved(tmp_path):
 
 
 def texts(corpus, **options):
-    return [document.text for document in read_corpus(corpus, **options)]
+    return [document.text for document in Corpus.parse(corpus, **options).documents()]
+
+
+def fingerprint(corpus):
+    return Corpus.parse(corpus).fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -60,16 +64,16 @@ def test_an_unknown_split_and_an_unknown_column_are_refused_with_what_there_is(s
 
 
 def test_the_fingerprint_of_a_local_data_set_follows_content_and_split(saved):
-    first = corpus_fingerprint(f"hf:{saved}")
-    assert first == corpus_fingerprint(f"hf:{saved}")
-    assert first != corpus_fingerprint(f"hf:{saved}@test")
+    first = fingerprint(f"hf:{saved}")
+    assert first == fingerprint(f"hf:{saved}")
+    assert first != fingerprint(f"hf:{saved}@test")
     (saved / "train/more.txt").write_text("x")
-    assert first != corpus_fingerprint(f"hf:{saved}")
+    assert first != fingerprint(f"hf:{saved}")
 
 
 def test_a_name_is_needed():
     with pytest.raises(UserError, match="names no data set"):
-        read_corpus("hf:")
+        Corpus.parse("hf:")
 
 
 def test_a_missing_library_names_the_extra_to_install(monkeypatch):
@@ -83,7 +87,7 @@ def test_without_a_network_one_clear_line_comes_at_once_and_the_offline_switches
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", no_address)
-    monkeypatch.setattr("lamina.data.sources.network.getproxies", dict)
+    monkeypatch.setattr("lamina.data.sources.hub_access.getproxies", dict)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     before = datasets.config.HF_HUB_OFFLINE
     with pytest.raises(UserError, match="hub cannot be reached") as caught:
@@ -97,7 +101,7 @@ def test_an_error_of_the_library_becomes_one_line(monkeypatch):
         raise ValueError("BuilderConfig 'fr' not found.\nAvailable: ['en']")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("lamina.data.sources.network.hub_resolves", lambda: True)
+    monkeypatch.setattr("lamina.data.sources.hub_access.hub_resolves", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match="BuilderConfig 'fr' not found") as caught:
         texts("hf:me/text:fr")

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from lamina.data import prepare_blocks
-from lamina.data.mix import Part, parse_mix
+from lamina.data.blocks import BlockSource
 from lamina.data.mixed_blocks import MixedBlocks
+from lamina.data.sources.mix_spec import parse_mix
 from lamina.errors import UserError
-
-
-def parts(*shares):
-    return tuple(Part(corpus=name, share=Fraction(share)) for name, share in shares)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +30,7 @@ def parts(*shares):
     ],
 )
 def test_the_last_colon_before_a_number_is_the_weights(corpus, expected):
-    assert parse_mix(corpus) == parts(*expected)
+    assert parse_mix(corpus) == {name: Fraction(share) for name, share in expected}
 
 
 @pytest.mark.parametrize(
@@ -56,10 +53,10 @@ def test_a_malformed_mix_is_one_line(corpus, message):
 def test_a_file_of_that_very_name_is_no_mix(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:1,b:2").write_text("text")
-    assert parse_mix("a:1,b:2") == ()
+    assert parse_mix("a:1,b:2") == {}
 
 
-class Numbers:
+class Numbers(BlockSource):
     """Stands in for a corpus' blocks: item i is (name, i)."""
 
     def __init__(self, name, count):
@@ -71,6 +68,12 @@ class Numbers:
     def __getitem__(self, index):
         assert 0 <= index < self.count
         return self.name, int(index)
+
+    def sample(self, count):
+        raise NotImplementedError
+
+    def token_counts(self, vocab_size):
+        raise NotImplementedError
 
 
 def mixed(shares, sizes, length=10_000, seed=5):
@@ -104,7 +107,7 @@ def test_each_part_is_seen_whole_before_any_block_of_it_twice_and_in_another_ord
     epochs = [of_b[k : k + 7] for k in range(0, 98, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 10
-    assert data.realised([(0, 150), (150, 200)])["b"] == {"wanted": 0.5, "share": 0.5, "blocks": 100, "epochs": 100 / 7}
+    assert data.realized([(0, 150), (150, 200)])["b"] == {"wanted": 0.5, "share": 0.5, "blocks": 100, "epochs": 100 / 7}
 
 
 def test_nothing_but_the_seed_decides():
@@ -135,7 +138,7 @@ def corpora(tmp_path):
 def test_a_mix_of_files_holds_the_shares_in_both_splits(corpora):
     first, second = corpora
     blocks, _ = prepare_blocks(f"{first}:0.75,{second}:0.25", "bytes", 32, progress=False)
-    train = blocks.train.drawn(3, 400)
+    train = blocks.train.for_run(3, 400)
     is_second = [bool((train[i]["input_ids"] == ord("x")).any()) for i in range(400)]
     assert sum(is_second) == 100
     held_out = [bool((blocks.eval[i]["input_ids"] == ord("x")).any()) for i in range(len(blocks.eval))]

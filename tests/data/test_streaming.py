@@ -15,12 +15,14 @@ import pytest
 import torch
 import zstandard
 
+from lamina.data.corpus import Corpus
 from lamina.data.encoding import Encoder
-from lamina.data.sources import shards
-from lamina.data.sources.documents import Document
-from lamina.data.streamed import stream as streaming
+from lamina.data.sources import folder, shards
+from lamina.data.sources.file_documents import Document
+from lamina.data.streamed import streamed_blocks, token_stream
 from lamina.data.streamed.preparation import stream_blocks
-from lamina.data.streamed.stream import StreamedBlocks, TokenStream
+from lamina.data.streamed.streamed_blocks import StreamedBlocks
+from lamina.data.streamed.token_stream import Place, TokenStream
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 
@@ -31,8 +33,8 @@ END = 256  # the end-of-text token of the tokenizer "bytes"
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Everything that is read at once is small, so that a few kilobytes have every boundary there is."""
-    monkeypatch.setattr(streaming, "_CHUNK", 4)
-    monkeypatch.setattr(streaming, "_BATCH_CHARS", 300)
+    monkeypatch.setattr(streamed_blocks, "_CHUNK", 4)
+    monkeypatch.setattr(token_stream, "_BATCH_CHARS", 300)
     monkeypatch.setattr(shards, "_PART_CHARS", 700)
 
 
@@ -99,7 +101,7 @@ def take(blocks, start, count):
 
 def one_pass(blocks):
     """How many blocks a pass over the text has, by the stream's own count of them."""
-    places = (after for _, after in blocks.train.stream.chunks(streaming.Place(), 1))
+    places = (after for _, after in blocks.train.stream.chunks(Place(), 1))
     return next(number for number, after in enumerate(places) if after.turn)
 
 
@@ -130,18 +132,18 @@ def test_the_blocks_are_the_naive_packing_of_the_text(tmp_path):
     """Tokens of all documents in a row, an end-of-text token between them, cut into rows; the remainder goes on."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows()))
-    stream = token_stream(shards.open_shards(str(path), "text").shards)
+    stream = stream_of(Corpus.parse(str(path)).shards().shards)
     naive = []
     for _ in range(3):
         for row in rows():
             if row:
                 naive += [END] * bool(naive) + list(row.encode())
     count = len(naive) // LENGTH
-    found = np.concatenate([chunk for chunk, _ in islice(stream.chunks(streaming.Place(), 1), count)])
+    found = np.concatenate([chunk for chunk, _ in islice(stream.chunks(Place(), 1), count)])
     assert (found == np.array(naive[: count * LENGTH]).reshape(count, LENGTH)).all()
 
 
-def token_stream(found, seed=None):
+def stream_of(found, seed=None):
     encoder = Encoder(load_tokenizer("bytes"))
     return TokenStream(
         corpus="x",
@@ -197,8 +199,8 @@ def test_a_buffer_shuffles_its_own_blocks_and_no_others(text):
 def test_the_files_come_in_another_order_in_each_pass(tmp_path):
     for i in range(6):
         (tmp_path / f"{i}.txt").write_text(f"{i}" * 4 * LENGTH)
-    found = shards.open_shards(str(tmp_path), "text").shards
-    flat = np.concatenate([c for c, _ in islice(token_stream(found, (0, 0)).chunks(streaming.Place(), 1), 80)]).ravel()
+    found = Corpus.parse(str(tmp_path)).shards().shards
+    flat = np.concatenate([c for c, _ in islice(stream_of(found, (0, 0)).chunks(Place(), 1), 80)]).ravel()
     files = [text[0] for text in texts(flat) if text]
     passes = [tuple(files[i : i + 6]) for i in (0, 6, 12)]
     assert all(sorted(order) == list("012345") for order in passes)
@@ -221,12 +223,12 @@ def test_the_held_out_text_is_no_more_than_its_share(text):
 def test_the_unigram_entropy_is_that_of_the_held_out_text_under_the_sample(text):
     blocks = streamed(text)
     counts = np.ones(257)
-    for token in blocks.train.sample.ravel():
+    for token in blocks.train.known.ravel():
         counts[token] += 1
     naive = -np.mean([np.log(counts[token] / counts.sum()) for token in blocks.eval.array.ravel()])
     assert blocks.stats.unigram_entropy == pytest.approx(naive)
     apart = [
-        {x for part in texts(ids) for x in part.split("\n")[1:-1]} for ids in (blocks.train.sample, blocks.eval.array)
+        {x for part in texts(ids) for x in part.split("\n")[1:-1]} for ids in (blocks.train.known, blocks.eval.array)
     ]
     assert all(apart)
     assert not apart[0] & apart[1]
@@ -248,7 +250,7 @@ class Endless:
 
 
 def blocks_of(shard, buffer=1):
-    return StreamedBlocks(token_stream([shard]), buffer=buffer, seed=(0,), sample=np.zeros((1, LENGTH), np.uint16))
+    return StreamedBlocks(stream_of([shard]), buffer=buffer, seed=(0,), known=np.zeros((1, LENGTH), np.uint16))
 
 
 def test_a_text_without_end_is_read_as_far_as_it_is_needed():
@@ -294,14 +296,14 @@ def test_a_mix_keeps_its_shares_and_every_part_is_taken_up(tmp_path):
         (tmp_path / f"{name}.txt").write_text("".join(name * (20 + i % 30) + "\n" for i in range(300)))
     corpus = f"{tmp_path / 'a.txt'}:0.75,{tmp_path / 'b.txt'}:0.25"
     blocks = streamed(corpus)
-    train = blocks.train.drawn(0)
+    train = blocks.train.for_run(0)
     rows = take(train, 0, 400)
     of_a = (rows == ord("a")).any(dim=1)
     assert all(abs(int(of_a[:n].sum()) - 0.75 * n) <= 1 for n in range(1, 401))
     held_out = torch.stack([blocks.eval[i]["input_ids"] for i in range(len(blocks.eval))])
     assert abs(int((held_out == ord("a")).any(dim=1).sum()) - 0.75 * len(held_out)) <= 1
     state = json.loads(json.dumps(train.state_dict(333)))
-    again = streamed(corpus).train.drawn(0)
+    again = streamed(corpus).train.for_run(0)
     again.load_state_dict(state)
     assert torch.equal(take(again, 333, 20), rows[333:353])
 
@@ -309,14 +311,14 @@ def test_a_mix_keeps_its_shares_and_every_part_is_taken_up(tmp_path):
 @pytest.mark.parametrize(
     ("content", "name", "options", "said"),
     [
-        (b"short\n", "short.txt", {}, "too few for --sequence-length 32"),
+        (b"short\n", "short.txt", {}, "too few for a sequence_length of 32"),
         (b"", "empty.txt", {}, "holds no text"),
         (b"  \n \n", "blank.txt", {}, "holds no text"),
         (b"\x00\x01\x02" * 900, "binary.txt", {}, "is binary"),
         (b'{"body": "x"}\n' * 9, "rows.jsonl", {}, "line 1: no field 'text'"),
         (b"{\n", "rows.jsonl", {}, "line 1: not JSON"),
         (b"no parquet", "rows.parquet", {}, "no parquet file"),
-        (b"text " * 900, "fine.txt", {"tokenizer_spec": "bpe:300"}, "--tokenizer 'bpe:300' is trained on the whole"),
+        (b"text " * 900, "fine.txt", {"tokenizer_spec": "bpe:300"}, "tokenizer: 'bpe:300' is trained on the whole"),
         (b"text " * 900, "fine.txt", {"eval_fraction": 0.7}, "eval_fraction"),
     ],
 )
@@ -360,7 +362,7 @@ def test_the_fingerprint_follows_the_content_of_small_files_and_the_times_of_lar
     small = streamed(text).stats.fingerprint
     os.utime(text, (1, 1))
     assert streamed(text).stats.fingerprint == small
-    monkeypatch.setattr(shards, "_HASHED_BYTES", 10)
+    monkeypatch.setattr(folder, "_HASHED_BYTES", 10)
     large = streamed(text).stats.fingerprint
     assert streamed(text).stats.fingerprint == large
     os.utime(text, (2, 2))
@@ -368,11 +370,9 @@ def test_the_fingerprint_follows_the_content_of_small_files_and_the_times_of_lar
 
 
 def test_rows_of_parquet_files_are_a_corpus_without_streaming_too(tmp_path):
-    from lamina.data import read_corpus
-
     pq.write_table(pa.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), tmp_path / "a.parquet")
-    assert [document.text for document in read_corpus(str(tmp_path / "a.parquet"))] == ["one", "two"]
+    assert [document.text for document in Corpus.parse(str(tmp_path / "a.parquet")).documents()] == ["one", "two"]
     with pytest.raises(UserError, match="allowed: n, text"):
-        list(read_corpus(str(tmp_path / "a.parquet"), text_field="body"))
+        list(Corpus.parse(str(tmp_path / "a.parquet"), "body").documents())
     with pytest.raises(UserError, match="'n' must hold strings, not int64"):
-        list(read_corpus(str(tmp_path / "a.parquet"), text_field="n"))
+        list(Corpus.parse(str(tmp_path / "a.parquet"), "n").documents())

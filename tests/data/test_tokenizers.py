@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from lamina.data import load_tokenizer, read_corpus, validate_spec
+from lamina.data import Corpus, load_tokenizer, validate_spec
 from lamina.data.encoding import Encoder, ids_are_bytes
 from lamina.data.split import count_chars, piece_chars, split_corpus
 from lamina.errors import UserError
@@ -20,7 +20,7 @@ ENCODERS = [Encoder(BYTES), Encoder(BYTES, allow_bytes=False)]
 def corpus(tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("".join(f"The {number}th whale of the {number * 7}th sea.\n" for number in range(2000)))
-    return str(path)
+    return Corpus.parse(str(path))
 
 
 def test_the_byte_tokenizer_has_the_bytes_as_ids_and_the_end_of_text_at_256():
@@ -102,24 +102,25 @@ def test_a_bpe_does_not_learn_from_the_held_out_text(tmp_path):
     path = tmp_path / "corpus.txt"
     lines = [f"the number {number:04d} of some\n" for number in range(3000)]
     path.write_text("".join(lines))
-    chars = piece_chars(count_chars(str(path), "text"))
-    held_out = {line for s in split_corpus(str(path), "text", chars, 0.05) if s.held_out for line in s.text.split("\n")}
+    corpus = Corpus.parse(str(path))
+    chars = piece_chars(count_chars(corpus))
+    held_out = {line for s in split_corpus(corpus, chars, 0.05) if s.held_out for line in s.text.split("\n")}
     path.write_text("".join(line.replace("some", "zqxj") if line.strip() in held_out else line for line in lines))
-    assert "zqxj" in next(read_corpus(str(path))).text
-    vocabulary = load_tokenizer("bpe:400", corpus=str(path)).get_vocab()
+    assert "zqxj" in next(corpus.documents()).text
+    vocabulary = load_tokenizer("bpe:400", corpus=corpus).get_vocab()
     assert not any("zq" in token or "xj" in token for token in vocabulary)
 
 
 def test_a_corpus_too_small_for_the_bpe_gives_a_smaller_one_and_says_so(tmp_path, caplog):
     (tmp_path / "small.txt").write_text("abc abc\n" * 30)
-    tokenizer = load_tokenizer("bpe:5000", corpus=str(tmp_path / "small.txt"))
+    tokenizer = load_tokenizer("bpe:5000", corpus=Corpus.parse(str(tmp_path / "small.txt")))
     assert 257 <= len(tokenizer) < 5000
     assert "fewer than 5000" in caplog.text
 
 
 @pytest.mark.parametrize("spec", ["bpe", "bpe:", "bpe:256", "bpe:-1", "bpe:1e3", "bpe:many", ""])
 def test_a_bpe_without_a_proper_size_is_refused(spec):
-    with pytest.raises(UserError, match="--tokenizer") as caught:
+    with pytest.raises(UserError, match="tokenizer: ") as caught:
         validate_spec(spec)
     assert "257" in str(caught.value)
 

@@ -9,15 +9,15 @@ from tiny import VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 import lamina
+from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling import LaminaForCausalLM
 from lamina.modeling.backbones.conversion import (
-    CONVERSIONS,
     from_transformers,
-    largest_difference,
     load,
     to_transformers,
 )
+from lamina.modeling.backbones.conversion_job import largest_difference
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "attn_logit_softcapping": None}
 MORE = {
@@ -26,7 +26,7 @@ MORE = {
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
 }
-ROUNDING = {name for name, architecture in CONVERSIONS.items() if architecture.gain_in_float32}
+ROUNDING = {name for name, architecture in conversions().items() if architecture.gain_in_float32}
 
 
 def tiny(model_type, **changes):
@@ -56,7 +56,7 @@ def tied(request):
     return request.param
 
 
-@pytest.mark.parametrize("model_type", CONVERSIONS)
+@pytest.mark.parametrize("model_type", conversions())
 def test_there_and_back_without_a_difference(model_type, tied, tmp_path):
     theirs = tiny(model_type, tie_word_embeddings=tied)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -69,14 +69,14 @@ def test_there_and_back_without_a_difference(model_type, tied, tmp_path):
     assert largest_difference(theirs, back)[0] == 0.0
     for key, tensor in theirs.state_dict().items():  # a gain read as 1 + w and stored as w is rounded once
         assert torch.allclose(back.state_dict()[key], tensor, rtol=0, atol=1e-6), key
-        if not CONVERSIONS[model_type].gain_offset:
+        if not conversions()[model_type].gain_offset:
             assert torch.equal(back.state_dict()[key], tensor), key
     before, after = theirs.config.to_dict(), back.config.to_dict()
     assert {k for k, v in before.items() if after.get(k) != v} <= {"_name_or_path", "architectures"}
     assert (ours.lm_head.weight is ours.get_input_embeddings().weight) is tied
 
 
-@pytest.mark.parametrize("model_type", CONVERSIONS)
+@pytest.mark.parametrize("model_type", conversions())
 def test_a_checkpoint_in_half_precision_stays_in_it(model_type, tmp_path):
     tiny(model_type).bfloat16().save_pretrained(tmp_path)
     theirs, ours = load(tmp_path), from_transformers(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from synthetic_study import COURSES, write_study
 
 from lamina.errors import UserError
-from lamina.reports import figures, report, run_report, screenshot, study_report
+from lamina.reports import figures, report, screenshot
 from lamina.reports.records import read_study
 from lamina.reports.style import Shown, colours
 
@@ -23,7 +23,7 @@ def without_plotly(page: str) -> str:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     """The default demo's shape: six placements and one that failed, 32 layers, 12 logged steps."""
-    return study_report(write_study(tmp_path_factory.mktemp("demo"))).read_text(encoding="utf-8")
+    return report(write_study(tmp_path_factory.mktemp("demo"))).read_text(encoding="utf-8")
 
 
 def test_the_page_is_written_in_place_and_leaves_no_other_file(study):
@@ -70,7 +70,7 @@ def test_a_placement_has_one_colour_in_every_figure(page):
 
 
 def test_several_rates_give_u_curves_and_no_confounding(grid):
-    page = study_report(grid).read_text(encoding="utf-8")
+    page = report(grid).read_text(encoding="utf-8")
     assert '<section id="learning-rates"' in page
     assert "confounded" not in without_plotly(page)
     assert "best learning rate" in page
@@ -87,7 +87,7 @@ def test_what_users_wrote_is_escaped(tmp_path):
     )
     settings = (folder / "study.yaml").read_text(encoding="utf-8")
     (folder / "study.yaml").write_text(settings.replace("backbone: llama", f"backbone: '{evil}'"), encoding="utf-8")
-    page = study_report(folder).read_text(encoding="utf-8")
+    page = report(folder).read_text(encoding="utf-8")
     assert "<script>alert" not in page
     assert "</script>alert" not in page
     assert "<b>out of memory" not in page
@@ -102,12 +102,12 @@ def test_missing_and_broken_trial_files_do_not_break_the_page(study):
     (trials[2] / "layers" / "part-00000.parquet").write_bytes(b"no parquet")
     (trials[3] / "metrics.jsonl").write_text('{"step": 1, "tokens": 10, "loss": 5}\n{"step": 2, "tok', "utf-8")
     (trials[3] / "plan.json").write_text("[", encoding="utf-8")
-    assert "What happened" in study_report(study).read_text(encoding="utf-8")
+    assert "What happened" in report(study).read_text(encoding="utf-8")
 
 
 def test_a_study_with_results_alone_is_a_page(study):
     shutil.rmtree(study / "trials")
-    page = study_report(study).read_text(encoding="utf-8")
+    page = report(study).read_text(encoding="utf-8")
     assert "No records by layer in this folder" in page
     assert "fusenorm" in page
 
@@ -116,7 +116,7 @@ def test_a_trials_name_cannot_lead_out_of_the_study(study):
     results = pd.read_csv(study / "results.csv")
     results["trial"] = "../../elsewhere"
     results.to_csv(study / "results.csv", index=False)
-    assert "No records by layer" in study_report(study).read_text(encoding="utf-8")
+    assert "No records by layer" in report(study).read_text(encoding="utf-8")
 
 
 def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path):
@@ -125,7 +125,7 @@ def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path)
     )
     for plan in folder.glob("trials/*/plan.json"):
         plan.write_text(plan.read_text("utf-8").replace('"placement": "pre_ln"', '"placement": "mine"'), "utf-8")
-    body = without_plotly(study_report(folder).read_text(encoding="utf-8"))
+    body = without_plotly(report(folder).read_text(encoding="utf-8"))
     assert "├─ blocks 1-4" in body
     assert body.count("<svg") == 1
 
@@ -141,7 +141,7 @@ def test_a_single_run_has_a_page_of_its_own(study):
 
 def test_a_run_without_any_result_yet_is_a_page(tmp_path):
     (tmp_path / "config.yaml").write_text("placement: keel\n", encoding="utf-8")
-    assert "unfinished" in run_report(tmp_path).read_text(encoding="utf-8")
+    assert "unfinished" in report(tmp_path).read_text(encoding="utf-8")
 
 
 def test_a_diverged_run_is_a_page(study):
@@ -151,7 +151,7 @@ def test_a_diverged_run_is_a_page(study):
 
 
 def test_a_folder_that_is_neither_and_a_study_without_results_are_refused(tmp_path):
-    with pytest.raises(UserError, match="neither a study's folder"):
+    with pytest.raises(UserError, match="holds no job"):
         report(tmp_path)
     (tmp_path / "study.yaml").write_text("settings: {}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"no results\.csv"):
@@ -187,7 +187,7 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     low, high = drawn.layout.yaxis.range
     ends = [trial.metrics["eval_loss"].dropna().iloc[-1] for trial in study.trials]
     assert all(low < end < high for end in ends)
-    page = without_plotly(study_report(folder).read_text(encoding="utf-8"))
+    page = without_plotly(report(folder).read_text(encoding="utf-8"))
     assert "ran too short to tell" in page
     assert 'class="chip short"' in page
     assert not re.search(r"nothing to rank|is stuck:|are stuck|has the lowest|even than", page)
@@ -206,7 +206,7 @@ def test_short_runs_are_points_of_the_u_curves(tmp_path):
 def test_a_study_of_one_placement_is_named_after_it(tmp_path):
     courses = {"keel": (2.5, 0.2, 1.0, "finished")}
     folder = write_study(tmp_path / "study", courses=courses, num_layers=4, logged=3, failed=False)
-    page = without_plotly(study_report(folder).read_text(encoding="utf-8"))
+    page = without_plotly(report(folder).read_text(encoding="utf-8"))
     assert "Where the norms sit: keel" in page
     assert "At one learning rate." in page
     assert "confounded" not in page

@@ -15,7 +15,7 @@ from synthetic_probing import write_probing
 from lamina.errors import UserError
 from lamina.probes.job.compact import MOST_CELLS, MOST_LINES, MOST_POINTS, compact, defuse
 from lamina.reports import report
-from lamina.reports.probing import main_numbers
+from lamina.reports.pages.probing import main_numbers
 from lamina.reports.style import polish_own
 
 
@@ -109,7 +109,7 @@ def test_a_name_that_leads_out_of_the_folder_is_not_read(tmp_path):
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match="holds no job"):
         report(tmp_path)
 
 

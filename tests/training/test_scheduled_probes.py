@@ -14,7 +14,7 @@ from training.tiny_runs import layers, records
 import lamina
 from lamina import build
 from lamina.errors import UserError
-from lamina.reports import run_report
+from lamina.reports import report
 from lamina.training.monitoring import scheduled_probes as scheduled
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes, forget, undisturbed
 
@@ -201,7 +201,7 @@ def test_a_probe_that_cannot_measure_is_a_note_and_the_others_and_the_run_go_on(
     (note,) = (tmp_path / "run" / "probes" / "weight_norm" / "notes.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(note)["step"] == 0
     assert said in json.loads(note)["note"]
-    page = run_report(tmp_path / "run").read_text(encoding="utf-8")
+    page = report(tmp_path / "run").read_text(encoding="utf-8")
     assert "Mean square during training" in page
     assert said in page
 
@@ -225,7 +225,7 @@ def test_another_process_than_the_first_measures_nothing(tmp_path, tiny, own):
 
 def test_the_page_shows_the_probes_metric_over_the_steps(trained, tmp_path, own):
     trained(probe_every=1, probes=own)
-    page = run_report(tmp_path / "run").read_text(encoding="utf-8")
+    page = report(tmp_path / "run").read_text(encoding="utf-8")
     section = page[page.index("Mean square during training") :]
     section = section[: section.index("</section>")]
     assert section.count("plotly-graph-div") == 2

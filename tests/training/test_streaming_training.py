@@ -12,7 +12,7 @@ from training.tiny_runs import SMALL, flags, last_step, records, result, start, 
 
 from lamina.cli import main
 from lamina.data.sources import shards
-from lamina.data.streamed import stream as streaming
+from lamina.data.streamed import streamed_blocks, token_stream
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.settings import PretrainSettings
@@ -27,8 +27,8 @@ OPTIONS = {
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A chunk is less than a step's blocks, and a batch of text less than a document."""
-    monkeypatch.setattr(streaming, "_CHUNK", 4)
-    monkeypatch.setattr(streaming, "_BATCH_CHARS", 90)
+    monkeypatch.setattr(streamed_blocks, "_CHUNK", 4)
+    monkeypatch.setattr(token_stream, "_BATCH_CHARS", 90)
     monkeypatch.setattr(shards, "_PART_CHARS", 150)
 
 
@@ -240,8 +240,8 @@ def test_the_order_of_a_run_cannot_be_changed_when_it_goes_on(train, tmp_path):
     [
         (["pretrain", "--streaming", "--trainer.dataloader_num_workers", "2"], "dataloader_num_workers: 2"),
         (["pretrain", "--streaming", "--shuffle-buffer", "0"], "shuffle_buffer: 0"),
-        (["pretrain", "--streaming", "--tokenizer", "bpe:300"], "--tokenizer 'bpe:300'"),
-        (["pretrain", "--streaming", "--corpus", "nowhere"], "--corpus 'nowhere': no such file"),
+        (["pretrain", "--streaming", "--tokenizer", "bpe:300"], "tokenizer: 'bpe:300'"),
+        (["pretrain", "--streaming", "--corpus", "nowhere"], "corpus: 'nowhere': no such file"),
         (["compare", "--streaming"], "--streaming"),
     ],
 )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest
-from lamina.modeling.backbones import loading
+from lamina.modeling.backbones.configurations import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     elif str(backbone) in PRESETS or not Path(backbone).is_dir():
         config = get(str(backbone)).config()
     else:
-        config = loading.read_config(backbone, "backbone", weights=False)
+        config = read_config(backbone, "backbone", weights=False)
     config = getattr(config, "backbone_config", None) or config  # a Lamina model's: the plan is chosen anew
     missing = [n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not hasattr(config, n)]
     if missing:

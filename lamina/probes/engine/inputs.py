@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lamina.data.corpus import EMBEDDED
+from lamina.data.blocks import Blocks, spread
+from lamina.data.corpus import EMBEDDED, single_corpus
 from lamina.data.encoding import Encoder
 from lamina.errors import UserError
 
@@ -92,9 +93,10 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     """Held-out pieces of a corpus, spread over it; all of it where that is short."""
     from lamina.data.split import count_chars, piece_chars, split_corpus
 
-    total = count_chars(corpus, text_field)
+    text = single_corpus(corpus, text_field)
+    total = count_chars(text)
     fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
-    segments = split_corpus(corpus, text_field, piece_chars(total), fraction)
+    segments = split_corpus(text, piece_chars(total), fraction)
     held, rest, found = [], [], 0
     for segment in segments:
         (held if segment.held_out else rest).append(segment.text)
@@ -138,7 +140,7 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _blocks(given: Any, sequences: int) -> torch.Tensor:
-    if hasattr(given, "eval") and hasattr(given, "stats"):  # lamina.data's Blocks
+    if isinstance(given, Blocks):
         given = given.eval
     try:
         if isinstance(given, torch.Tensor | np.ndarray):
@@ -148,7 +150,7 @@ def _blocks(given: Any, sequences: int) -> torch.Tensor:
         elif isinstance(given, Mapping):
             made = torch.as_tensor(given["input_ids"])
         else:
-            rows = [given[i] for i in _spread(len(given), sequences)]
+            rows = [given[i] for i in spread(len(given), sequences)]
             rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]
             made = torch.stack([torch.as_tensor(row) for row in rows])
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -163,11 +165,6 @@ def _blocks(given: Any, sequences: int) -> torch.Tensor:
     return made.long()
 
 
-def _spread(available: int, wanted: int) -> list[int]:
-    wanted = min(available, wanted)
-    return [i * available // wanted for i in range(wanted)]
-
-
 def _images(given: Any, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
     config: Any = getattr(model, "config", None)
     size = getattr(config.get_text_config(), "image_size", None) or getattr(config, "image_size", 224)
@@ -180,7 +177,7 @@ def _images(given: Any, corpus: str, model: nn.Module, count: int, seed: int) ->
     made = _read_images(Path(corpus), shape, count) if given is None else torch.as_tensor(given)
     if not made.is_floating_point() or made.ndim != 4 or tuple(made.shape[1:]) != shape:
         raise UserError(f"images: {made.dtype} of shape {list(made.shape)} (allowed: floats, {['images', *shape]})")
-    return made[_spread(len(made), count)].float()
+    return made[spread(len(made), count)].float()
 
 
 def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.Tensor:

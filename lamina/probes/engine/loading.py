@@ -11,12 +11,13 @@ import transformers
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from lamina.data.sources.network import local_when_unreachable
+from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
-from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.model_folder import model_folder
 from lamina.modeling import modeling_lamina
-from lamina.modeling.backbones import loading
+from lamina.modeling.backbones.configurations import read_config
+from lamina.modeling.backbones.loading import load_weights
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")
@@ -57,15 +58,15 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     if place.is_dir():
         refuse_damaged(place)
     with local_when_unreachable():
-        config = loading.read_config(source, "checkpoint", **more)
+        config = read_config(source, "checkpoint", **more)
         model, notes = _model(source, name, config, dtype, more)
         tokenizer = _tokenizer(source, more)
     return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
 
 
 def _of_run(folder: Path) -> Path:
-    if (folder / "model" / "config.json").is_file() or (folder / "model" / MANIFEST).is_file():
-        return folder / "model"
+    if (model := model_folder(folder)) != folder:
+        return model
     saved = [p for p in (folder / "checkpoints").glob("checkpoint-*") if p.name[11:].isdecimal()]
     saved = [p for p in saved if (p / "config.json").is_file()]
     if not saved:
@@ -80,13 +81,18 @@ def _model(
         raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     # Old checkpoints have .bin files alone; torch reads them as tensors only.
-    model, info = loading.load_weights(source, config, _class(config), "checkpoint", dtype=wanted, pickles=True, **more)
-    missing = sorted(info["missing_keys"])
+    model, missing = load_weights(
+        source,
+        config,
+        _class(config),
+        "checkpoint",
+        dtype=wanted,
+        pickles=True,
+        optional=lambda model, key: not _is_of_the_body(model, key),
+        **more,
+    )
     notes = []
     if missing:
-        inner = [key for key in missing if _is_of_the_body(model, key)]
-        if inner:
-            raise UserError(f"checkpoint {name!r}: {len(missing)} tensors are missing, {inner[0]!r} the first")
         notes.append(f"not in the checkpoint, so random: {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}")
     return model, notes
 

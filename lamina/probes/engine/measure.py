@@ -83,9 +83,12 @@ def make_context(
         if loaded.run is not None:
             state["run"] = loaded.run
     if settings.tokenizer is not None:
-        from lamina.data.tokenizers import load_tokenizer
+        from lamina.data.corpus import Corpus
+        from lamina.data.tokenizers import is_trained, load_tokenizer
 
-        tokenizer = load_tokenizer(settings.tokenizer, corpus=settings.corpus, text_field=settings.text_field)
+        trained = is_trained(settings.tokenizer)
+        corpus = Corpus.parse(settings.corpus, settings.text_field) if trained else None
+        tokenizer = load_tokenizer(settings.tokenizer, corpus=corpus)
     batches = batches_of(
         texts_or_blocks,
         model,

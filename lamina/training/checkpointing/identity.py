@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina.data.corpus import changed_since
-from lamina.data.mix import parse_mix
+from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import was_written
@@ -91,8 +90,7 @@ def _changed(settings: PretrainSettings, noted: Path) -> str:
     """The corpus' files that are newer than the run's last start, as a part of a sentence."""
     if not noted.is_file():
         return ""
-    parts = [part.corpus for part in parse_mix(settings.corpus)] or [settings.corpus]
-    newer = [str(path) for part in parts for path in changed_since(part, noted.stat().st_mtime)]
+    newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(noted.stat().st_mtime)]
     return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
 
 

@@ -13,6 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from lamina.data.blocks import PartShare
 from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.training.checkpointing.stateful import RunState
@@ -39,14 +40,14 @@ class RunRecorder(TrainerCallback):
         bits_per_byte: Callable[[float], float],
         track_layers: bool,
         bar: bool,
-        realised: Callable[[int], dict[str, dict[str, float]]] | None = None,
+        realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
         processes: Processes | None = None,
     ):
         self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
-        self.realised = realised  # of a mix, by the step: each corpus' part so far
+        self.realized = realized  # by the step: each corpus' part of a mix so far
         self.interrupted: str | None = None
         self.trainer: LaminaTrainer | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
@@ -104,9 +105,9 @@ class RunRecorder(TrainerCallback):
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
 
-    def mix(self, step: int) -> dict[str, dict[str, float]] | None:
+    def mix(self, step: int) -> dict[str, PartShare] | None:
         """What each corpus of a mix has given by ``step``; None where the corpus is one."""
-        return None if self.realised is None else self.realised(step)
+        return self.realized(step) or None
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any

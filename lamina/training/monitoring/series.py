@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lamina.probes.spikes import COLUMNS, FEWEST, spikes
+from lamina.jobs.columns import SPIKES
+from lamina.probes.spikes import FEWEST, spikes
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.layers import Row
 
@@ -66,11 +67,11 @@ class StepSeries:
 
 
 def spike_columns(folder: Path) -> dict[str, Any]:
-    """Spike counts and scores of a run's steps, by the names of ``COLUMNS``, from its layers/.
+    """Spike counts and scores of a run's steps, by the names of ``SPIKES``, from its layers/.
 
     None for a series of no more than the ``FEWEST`` steps that can't be judged.
     """
-    found: dict[str, Any] = dict.fromkeys(COLUMNS)
+    found: dict[str, Any] = dict.fromkeys(SPIKES)
     series = _read(folder)
     for name, column in ((LOSS, "loss"), (NORM, "gradient")):
         values = [series[name][step] for step in sorted(series[name])]

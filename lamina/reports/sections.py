@@ -1,4 +1,4 @@
-"""From a study's or a run's folder to its report.html."""
+"""The sections that the pages of a run and of a study share."""
 
 from __future__ import annotations
 
@@ -6,124 +6,22 @@ import math
 import re
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from lamina import placements
-from lamina.errors import UserError
 from lamina.placements import Plan, diagram
 from lamina.placements.resolution import parse_spec
-from lamina.reports import depth, evolution, figures, monitored, tables
-from lamina.reports.coordinates import coordinates_report
-from lamina.reports.mixture import refuse_other_experiments
+from lamina.reports import depth, figures, tables
 from lamina.reports.notices import notices
-from lamina.reports.page import Section, callouts, details, figure, prose, write_page
-from lamina.reports.preflight import RECORDS, preflight_report
-from lamina.reports.probing import is_probing, probing_report
+from lamina.reports.page import Section, callouts, details, figure, prose
 from lamina.reports.ranking import summarize
-from lamina.reports.records import Frame, Study, read_run, read_study, rows_of
+from lamina.reports.records import Frame, Study, rows_of
 from lamina.reports.sentences import sentences
 from lamina.reports.style import Shown, colours, to_html
-from lamina.reports.transfer import transfer_report
-from lamina.studies.record import has_study
-
-PAGE = "report.html"
 
 
-def report(folder: Path) -> Path:
-    """Write the report of a study, a probed checkpoint, a preflight or a single run, whichever the folder holds.
-
-    Raises UserError where it holds neither (study.yaml marks a study, result.json or config.yaml a run).
-    """
-    folder = Path(folder)
-    if (folder / "coordinates.parquet").is_file():
-        return coordinates_report(folder)
-    if (folder / "transfer.json").is_file():
-        return transfer_report(folder)
-    if (folder / RECORDS).is_file():
-        return preflight_report(folder)
-    if is_probing(folder):
-        return probing_report(folder)
-    if has_study(folder):
-        return study_report(folder)
-    if (folder / "result.json").is_file() or (folder / "config.yaml").is_file():
-        return run_report(folder)
-    raise UserError(f"{str(folder)!r}: neither a study's folder (study.yaml) nor a run's (result.json, config.yaml)")
-
-
-def study_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
-    study = read_study(Path(folder))
-    refuse_other_experiments(study)
-    summary, shown, colour = _prepare(study)
-    several = bool((summary["learning_rates"] > 1).any())
-    ranking = tables.ranking_table(summary, colour) + details(
-        f"All {len(study.results)} trials", tables.trials_table(study.results, colour)
-    )
-    rates = figures.u_curves(study.results, colour, list(summary["placement"]))
-    return write_page(
-        study.folder / PAGE,
-        title=f"Where the norms sit: {_title(summary)}",
-        facts=_facts(study),
-        command=str(study.header.get("command") or ""),
-        sections=[
-            _happened(study, summary, shown, colour),
-            Section(
-                name="Ranking",
-                title="Ranking by eval loss",
-                html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
-            ),
-            _loss_section(study, shown, several),
-            Section(
-                name="Learning rates",
-                title="Learning rates",
-                html="" if rates is None else figure(to_html(rates), _RATES),
-            ),
-            *_depth_sections(shown),
-            *monitored.sections(shown),
-            *evolution.sections(shown),
-            _diagrams(study, shown),
-            _settings(study),
-        ],
-    )
-
-
-def run_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
-    study = read_run(Path(folder))
-    summary, shown, colour = _prepare(study)
-    row = rows_of(study.results)[0]
-    course = figures.course(shown[0])
-    return write_page(
-        study.folder / PAGE,
-        title=f"A run with {row['placement']}",
-        facts=[f"status: {row['status']}", *_facts(study)],
-        command=str(study.header.get("command") or ""),
-        sections=[
-            _happened(study, summary, shown, colour),
-            Section(
-                name="Result",
-                title="Result",
-                html=tables.ranking_table(summary, colour) + tables.spike_note(summary),
-            ),
-            _loss_section(study, shown, several=False),
-            Section(
-                name="Course",
-                title="Learning rate and gradient norm",
-                html="" if course is None else figure(to_html(course), _COURSE),
-            ),
-            *_depth_sections(shown),
-            *monitored.sections(shown),
-            *evolution.sections(shown),
-            _diagrams(study, shown),
-            _settings(study),
-        ],
-    )
-
-
-def _prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
+def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
     """The ranking, what the figures show of it (each placement's trials at its best rate) and each one's colour."""
     summary = summarize(study.results)
     colour = colours(study.results["placement"])
@@ -144,7 +42,7 @@ def _prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
     return summary, shown, colour
 
 
-def _happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str, str]) -> Section:
+def what_happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str, str]) -> Section:
     said = sentences(
         summary,
         gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in shown},
@@ -155,33 +53,14 @@ def _happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str
     return Section(name="What happened", title="What happened", html=html)
 
 
-def _ranking_note(several: bool, summary: Frame) -> str:
-    one = len(summary) == 1
-    if several:
-        parts = ["At its best learning rate" if one else "Each placement at its best learning rate"]
-    else:
-        same = summary["learning_rate"].nunique() < 2
-        parts = ["At one learning rate" if one else f"Every placement at {'the same' if same else 'one'} learning rate"]
-    if summary["seeds"].max() > 1 and summary["finished"].any():
-        parts.append("mean ± standard deviation over the seeds that finished")
-    if not one and not summary["finished"].all():
-        some = summary["finished"].any()
-        parts.append("those that did not finish stand last" if some else "none finished: ordered by status, then loss")
-    return f"<p>{escape(', '.join(parts))}.</p>"
-
-
-def _title(summary: Frame) -> str:
-    return f"{len(summary)} placements side by side" if len(summary) > 1 else str(summary["placement"].iloc[0])
-
-
-def _loss_section(study: Study, shown: list[Shown], several: bool) -> Section:
+def loss(study: Study, shown: list[Shown], several: bool) -> Section:
     entropy = study.results["unigram_entropy"].dropna()
     drawn = figures.loss_curves(shown, float(entropy.iloc[0]) if len(entropy) else math.nan)
     caption = _LOSS + (" Each placement is shown at its best learning rate." if several else "")
     return Section(name="Loss", title="Loss against tokens", html=figure(to_html(drawn), caption) if drawn else "")
 
 
-def _depth_sections(shown: list[Shown]) -> list[Section]:
+def by_depth(shown: list[Shown]) -> list[Section]:
     sections = []
     for name, table, quantity, title, at_ends, over_steps in (
         ("Gradients", depth.gradients, "gradient norm", "Gradient norm by layer", _GRADIENT_ENDS, _GRADIENT_STEPS),
@@ -195,7 +74,7 @@ def _depth_sections(shown: list[Shown]) -> list[Section]:
     return sections
 
 
-def _diagrams(study: Study, shown: list[Shown]) -> Section:
+def diagrams(study: Study, shown: list[Shown]) -> Section:
     cards = []
     for item in shown:
         plan = next((trial.plan for trial in item.trials if trial.plan), None) or _resolved(item.placement, study)
@@ -216,7 +95,7 @@ def _diagrams(study: Study, shown: list[Shown]) -> Section:
     return Section(name="Placements", title="Where the norms sit", html=html)
 
 
-def _settings(study: Study) -> Section:
+def settings(study: Study) -> Section:
     html = details("Settings", tables.settings_table(study.settings)) if study.settings else ""
     html += details("Environment", tables.settings_table(study.environment)) if study.environment else ""
     return Section(name="Settings", title="Settings and environment", html=html)
@@ -249,11 +128,11 @@ def _resolved(spec: str, study: Study) -> Plan | None:
         return None
 
 
-def _setting(study: Study, name: str) -> Any:
+def _setting(study: Study, name: str) -> object:
     return study.settings.get(name, study.settings.get(name.replace("_", "-")))
 
 
-def _facts(study: Study) -> list[str]:
+def facts(study: Study) -> list[str]:
     """The few settings that a reader needs first."""
     backbone, layers, width = (_setting(study, name) for name in ("backbone", "num_layers", "hidden_size"))
     facts = [str(backbone)] if isinstance(backbone, str) else []
@@ -274,12 +153,6 @@ _LOSS = (
     "token occurs and nothing else. A double-click shows what lies above the picture (the first steps, mostly). A "
     "click on a name hides it."
 )
-_RATES = (
-    "The lower the better; the bottom of each U is the rate at which a placement is ranked (larger point), and a wide, "
-    "flat U forgives a badly chosen one. Marks along the top edge did not finish at that rate: triangle stuck, "
-    "x diverged, cross failed, square interrupted, circle too short to tell."
-)
-_COURSE = "The gradient norm is that of all parameters together, before clipping."
 _GRADIENT_ENDS = (
     "Norm of the gradient of each block's parameters, before clipping. Level lines are what one hopes for: every layer "
     "is told equally much. A line that falls towards either end leaves the layers there almost untaught."

@@ -15,13 +15,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
-from lamina.reports.page import Section, figure, write_page
+from lamina.jobs.kinds import Kind
+from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
+from lamina.reports.registry import report_of
 from lamina.reports.style import GREY, colours, polish, to_html
-from lamina.reports.tables import html_table, swatch
+from lamina.reports.table import Field, Row, Table, chip, number, swatch, text
 
-PAGE, RECORDS = "report.html", "preflight.json"
-_CHIPS = {"fine": "finished", "risky": "stuck", "undecided": "interrupted", "will not train": "diverged"}
+RECORDS = "preflight.json"
 _FIGURES = (
     ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
@@ -42,6 +43,7 @@ _FIGURES = (
 )  # fmt: skip
 
 
+@report_of(Kind.PREFLIGHT)
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its preflight.json and layers.parquet. Raises UserError where these aren't whole.
 
@@ -108,38 +110,35 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
 
 
 def _verdicts(records: list[dict[str, Any]], labels: list[str], colour: Mapping[str, str]) -> str:
-    """A line a run, and below it why and what to change: text in a column would be out of sight on a phone."""
-    head = ["placement", "learning rate", "verdict", "init", "FP16 headroom"]
-    body, said = [], []
+    """A table of verdicts, and below it why and what to change: text in a column would be out of sight on a phone."""
+    reasons = []
     for row, label in zip(records, labels, strict=True):
-        chip = f'<span class="chip {_CHIPS.get(row["verdict"], "failed")}">{escape(row["verdict"])}</span>'
-        cells = [
-            f'<td class="name">{swatch(colour[label])}{escape(row["placement"])}</td>',
-            f'<td class="number">{row["learning_rate"]:g}</td>',
-            f"<td>{chip}</td>",
-            f"<td>{escape(row['init'])}</td>",
-            f'<td class="number">{row["fp16_headroom"]:.3g} ×</td>',
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>")
         parts = {"": row["reason"], "What to change: ": row["change"], "Note: ": row["note"], "Papers: ": row["advice"]}
-        lines = "<br>".join(f"{name}{escape(str(text))}" for name, text in parts.items() if text)
-        said.append(f"<p>{swatch(colour[label])}<b>{escape(label)}</b> {chip}<br>{lines}</p>")
-    return html_table(head, body, {"learning rate", "FP16 headroom"}, "verdicts") + "".join(said)
+        lines = "<br>".join(f"{name}{escape(str(part))}" for name, part in parts.items() if part)
+        reasons.append(f"<p>{swatch(colour[label])}<b>{escape(label)}</b> {chip(row['verdict'])}<br>{lines}</p>")
+    fields = [
+        Field(title="placement", kind="name", cell=lambda row: swatch(colour[row["label"]]) + escape(row["placement"])),
+        number("learning_rate", "g", "learning rate"),
+        Field(title="verdict", cell=lambda row: chip(row["verdict"])),
+        text("init"),
+        Field(title="FP16 headroom", kind="number", cell=lambda row: f"{row['fp16_headroom']:.3g} ×"),
+    ]
+    rows = [{**row, "label": label} for row, label in zip(records, labels, strict=True)]
+    return Table(fields=fields, rows=rows, kind="verdicts").html() + "".join(reasons)
 
 
 def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:
     skipped = {"placement", "reason", "change", "advice", "note"}
-    body = [
-        f'<tr><td class="name">{escape(name)}</td>{"".join(_number(row[name]) for row in records)}</tr>'
-        for name in records[0]
-        if name not in skipped
-    ]
-    return html_table(["", *labels], body, set(labels), "trials")
+    rows = [{"": name, **{str(i): row[name] for i, row in enumerate(records)}} for name in records[0]]
+    fields = [text("", kind="name"), *(_any_number(str(i), label) for i, label in enumerate(labels))]
+    return Table(fields=fields, rows=[row for row in rows if row[""] not in skipped], kind="trials").html()
 
 
-def _number(value: Any) -> str:
-    shown = f"{value:.4g}" if isinstance(value, float) else escape(str(value))
-    return f'<td class="number">{shown}</td>'
+def _any_number(name: str, title: str) -> Field:
+    def cell(row: Row) -> str:
+        return f"{row[name]:.4g}" if isinstance(row[name], float) else escape(str(row[name]))
+
+    return Field(title=title, kind="number", cell=cell)
 
 
 def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, colour: Mapping[str, str]) -> go.Figure:

@@ -1,10 +1,9 @@
-"""A mix of corpora in fixed shares: ``--corpus A:0.7,B:0.3``, as it is written."""
+"""A mix of corpora in fixed shares, as it is written: ``A:0.7,B:0.3``."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,16 +13,8 @@ _PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:in
 _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT, each weight a number above 0"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A corpus of a mix and its share; the shares of a mix add up to 1."""
-
-    corpus: str
-    share: Fraction
-
-
-def parse_mix(corpus: str) -> tuple[Part, ...]:
-    """The parts of a mix, or none where ``corpus`` is a single corpus.
+def parse_mix(corpus: str) -> dict[str, Fraction]:
+    """The corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
 
     A mix is a comma-separated list of two or more corpora, each with a colon and a number behind it; what stands
     before its last colon is the corpus, so paths and hub names may hold colons (and commas). A file or folder of that
@@ -33,28 +24,28 @@ def parse_mix(corpus: str) -> tuple[Part, ...]:
         UserError: a part without a weight, a weight that is not above 0, a corpus named twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
-        return ()
-    found: list[tuple[str, str]] = []
+        return {}
+    weights: list[tuple[str, str]] = []
     position = 0
     while position < len(corpus):
         match = _PART.match(corpus, position)
         if match is None:
             break
-        found.append((match[1].strip(), match[2]))
+        weights.append((match[1].strip(), match[2]))
         position = match.end()
-    if not found:
-        return ()
-    where = f"--corpus {corpus!r}"
+    if not weights:
+        return {}
+    where = f"corpus: {corpus!r}"
     if position < len(corpus) or corpus.endswith(","):
         raise UserError(f"{where}: the part {corpus[position:]!r} has no weight (allowed: {_ALLOWED})")
-    if len(found) == 1:
-        return ()
-    for name, weight in found:
+    if len(weights) == 1:
+        return {}
+    for name, weight in weights:
         if not math.isfinite(float(weight)) or float(weight) <= 0:
             raise UserError(f"{where}: the weight {weight} of {name!r} (allowed: {_ALLOWED})")
-    names = [name for name, _ in found]
+    names = [name for name, _ in weights]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{where}: {twice!r} is named twice (allowed: each corpus once)")
-    total = sum((Fraction(weight) for _, weight in found), Fraction(0))
-    return tuple(Part(corpus=name, share=Fraction(weight) / total) for name, weight in found)
+    total = sum((Fraction(weight) for _, weight in weights), Fraction(0))
+    return {name: Fraction(weight) / total for name, weight in weights}

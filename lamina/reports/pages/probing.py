@@ -14,21 +14,19 @@ import plotly.io
 
 from lamina.errors import UserError
 from lamina.jobs import digests
+from lamina.jobs.kinds import Kind
 from lamina.probes.job.compact import compact
 from lamina.reports import tables
-from lamina.reports.page import Section, callouts, details, figure, prose, sentence, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of
+from lamina.reports.registry import report_of
 from lamina.reports.style import polish_own, to_html
+from lamina.reports.table import Field, Row, Table, in_form
 
-PAGE = "report.html"
 MOST_ROWS = 60  # of a table of main numbers
 
 
-def is_probing(folder: Path) -> bool:
-    """Whether the folder is one of `lamina probe`."""
-    return isinstance(_json(folder / "result.json").get("probes"), dict)
-
-
+@report_of(Kind.PROBING)
 def probing_report(folder: Path) -> Path:
     """Write ``folder/report.html``. Raises UserError where the folder holds no result of `lamina probe`."""
     folder = Path(folder)
@@ -166,18 +164,19 @@ def _numbers(folder: Path, name: str) -> str:
 
 
 def _table(frame: Frame) -> str:
-    right = {c for c in frame if c not in ("metric", "sublayer", "role", "at", "at ")}
-    rows = [
-        "<tr>" + "".join(f"<td{' class=number' if c in right else ''}>{_cell(row[c])}</td>" for c in frame) + "</tr>"
-        for row in rows_of(frame)
-    ]
-    return tables.html_table([str(c).strip() for c in frame], rows, {str(c).strip() for c in right}, "numbers")
+    words = ("metric", "sublayer", "role", "at", "at ")
+    fields = [_column(str(name), "" if name in words else "number") for name in frame]
+    return Table(fields=fields, rows=rows_of(frame), kind="numbers").html()
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else '<span class="none">–</span>'
-    return escape("–" if value is None else str(value).replace("_", " "))
+def _column(name: str, kind: str) -> Field:
+    def cell(row: Row) -> str:
+        value = row[name]
+        if isinstance(value, float):
+            return in_form(value, ".4g")
+        return escape("–" if value is None else str(value).replace("_", " "))
+
+    return Field(title=name.strip(), kind=kind, cell=cell)
 
 
 def _settings(result: Mapping[str, Any], environment: Mapping[str, Any]) -> Section:

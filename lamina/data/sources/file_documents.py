@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.data.sources.files import PART_CHARS, NotTextError, inner_suffix, open_text, read_parts
+from lamina.data.sources.file_text import PART_CHARS, NotTextError, inner_suffix, open_text, read_parts
 from lamina.errors import UserError, nearest, unknown
 
 Position = tuple[int, int]
@@ -79,7 +79,7 @@ def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[t
             offset += len(line.encode())
             if not line.strip():
                 continue
-            where = f"--corpus {str(path)!r}, line {number}"
+            where = f"corpus: {str(path)!r}, line {number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -105,10 +105,10 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
         with parquet.ParquetFile(path.absolute()) as file:
             schema = file.schema_arrow
             if text_field not in schema.names:
-                raise unknown(f"text_field of --corpus {str(path)!r}:", text_field, schema.names)
+                raise unknown(f"text_field of the corpus {str(path)!r}:", text_field, schema.names)
             kind = schema.field(text_field).type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UserError(f"--corpus {str(path)!r}: the column {text_field!r} must hold strings, not {kind}")
+                raise UserError(f"corpus: {str(path)!r}: the column {text_field!r} must hold strings, not {kind}")
             groups, first = [], 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -126,7 +126,7 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
     except pyarrow.ArrowInvalid as error:
         raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
     except PermissionError as error:
-        raise UserError(f"--corpus {str(path)!r} may not be read ({error.strerror})") from None
+        raise UserError(f"corpus: {str(path)!r} may not be read ({error.strerror})") from None
 
 
 def _kind(value: object) -> str:

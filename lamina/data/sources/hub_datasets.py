@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from lamina.data.sources.network import local_when_unreachable, one_line
+from lamina.data.sources.hub_access import local_when_unreachable, one_line
 from lamina.errors import UserError, unknown
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+
+    OneSplit: TypeAlias = Dataset | IterableDataset
+    Loaded: TypeAlias = OneSplit | DatasetDict | IterableDatasetDict
 
 PREFIX = "hf:"
+ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +50,14 @@ class HubData:
             UserError: when there is no such column or it holds something other than text.
         """
         if text_field not in self.dataset.column_names:
-            raise unknown(f"text_field of --corpus {self.spec!r}:", text_field, self.dataset.column_names)
+            raise unknown(f"text_field of the corpus {self.spec!r}:", text_field, self.dataset.column_names)
         for batch in self.dataset.select_columns([text_field]).iter(batch_size=1000):
             for text in dict(batch)[text_field]:
                 yield _text(self.spec, text_field, text)
 
 
 def is_hub(corpus: str) -> bool:
-    """Whether a ``--corpus`` names a data set for the datasets library."""
+    """Whether a corpus is a data set for the datasets library."""
     return corpus.startswith(PREFIX)
 
 
@@ -70,7 +74,7 @@ def parse(corpus: str) -> HubSource:
     if not Path(name).expanduser().is_dir() and ":" in name:
         name, _, config = name.rpartition(":")
     if not name:
-        raise UserError(f"--corpus {corpus!r} names no data set (allowed: hf:NAME[:CONFIG][@SPLIT])")
+        raise UserError(f"corpus: {corpus!r} names no data set (allowed: {ALLOWED})")
     folder = Path(name).expanduser()
     return HubSource(
         spec=corpus, name=name, config=config or None, split=split or None, folder=folder if folder.is_dir() else None
@@ -83,64 +87,62 @@ def load(source: HubSource) -> HubData:
     Raises:
         UserError: datasets is missing, the hub cannot be reached, there is no such data set, configuration or split.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
-    return HubData(spec=source.spec, dataset=_one_split(source, _loaded(source, datasets)))
+    return HubData(spec=source.spec, dataset=cast("Dataset", _one_split(source, _loaded(source))))
 
 
-def stream(source: HubSource) -> tuple[Any, str]:
-    """One split as the library streams it (an IterableDataset), and a hash of what it is made from.
+def stream(source: HubSource) -> tuple[IterableDataset, str]:
+    """One split as the library streams it, and a hash of what it is made from.
 
     Raises:
         UserError: as :func:`load`.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"--corpus {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
         return saved.dataset.to_iterable_dataset(), saved.fingerprint
-    streamed = _one_split(source, _loaded(source, datasets, streaming=True))
+    streamed = cast("IterableDataset", _one_split(source, _loaded(source, streaming=True)))
+    import datasets
+
     name = str(source.folder or source.name)
     return streamed, datasets.load_dataset_builder(name, source.config).hash or ""
 
 
-def streamed_texts(spec: str, dataset: Any, text_field: str) -> Iterator[str]:
-    """The texts of a column of an IterableDataset, row by row; null counts as an empty text.
+def streamed_texts(spec: str, dataset: IterableDataset, text_field: str) -> Iterator[str]:
+    """The texts of a streamed data set's column, row by row; null counts as an empty text.
 
     Raises:
         UserError: when there is no such column or it holds something other than text.
     """
     for row in dataset:
         if text_field not in row:
-            raise unknown(f"text_field of --corpus {spec!r}:", text_field, row)
+            raise unknown(f"text_field of the corpus {spec!r}:", text_field, row)
         yield _text(spec, text_field, row[text_field])
 
 
-def _text(spec: str, text_field: str, text: Any) -> str:
+def _text(spec: str, text_field: str, text: object) -> str:
     if text is not None and not isinstance(text, str):
-        raise UserError(f"--corpus {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
+        raise UserError(f"corpus: {spec!r}: the column {text_field!r} must hold strings, not {type(text).__name__}")
     return text or ""
 
 
-def _loaded(source: HubSource, datasets: Any, **options: Any) -> Any:
+def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"corpus: {source.spec!r} needs the datasets library: pip install lamina[hub]") from None
     reachable = True
     try:
         if source.folder is None:
             with local_when_unreachable() as reachable:
-                return datasets.load_dataset(source.name, source.config, split=source.split, **options)
+                return datasets.load_dataset(source.name, source.config, split=source.split, streaming=streaming)
         if _was_saved_to_disk(source.folder):
             return datasets.load_from_disk(str(source.folder))
-        return datasets.load_dataset(str(source.folder), source.config, split=source.split, **options)
+        return datasets.load_dataset(str(source.folder), source.config, split=source.split, streaming=streaming)
     # dozens of types come out of datasets, huggingface_hub, fsspec and httpx; none tells the user more than its text
     except Exception as error:
         reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(
-            f"--corpus {source.spec!r} could not be loaded ({reason}); "
-            "check the name (hf:NAME[:CONFIG][@SPLIT]), the network, or name a local file"
+            f"corpus: {source.spec!r} could not be loaded ({reason}); "
+            f"check the name ({ALLOWED}), the network, or name a local file"
         ) from error
 
 
@@ -148,14 +150,15 @@ def _was_saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _one_split(source: HubSource, loaded: Any) -> Dataset:
+def _one_split(source: HubSource, loaded: Loaded) -> OneSplit:
     if not isinstance(loaded, dict):
         if source.split and str(loaded.split) not in (source.split, "None", source.split.partition("[")[0]):
-            raise unknown(f"split of --corpus {source.spec!r}:", source.split, [str(loaded.split)])
+            raise unknown(f"split of the corpus {source.spec!r}:", source.split, [str(loaded.split)])
         return loaded
-    wanted = source.split or ("train" if "train" in loaded else next(iter(loaded)))
-    if wanted not in loaded:
-        raise unknown(f"split of --corpus {source.spec!r}:", wanted, loaded)
-    if source.split is None and wanted != "train" and len(loaded) > 1:
-        raise UserError(f"--corpus {source.spec!r}: append @SPLIT, one of {', '.join(sorted(loaded))}")
-    return loaded[wanted]
+    splits = cast("dict[str, OneSplit]", loaded)
+    wanted = source.split or ("train" if "train" in splits else next(iter(splits)))
+    if wanted not in splits:
+        raise unknown(f"split of the corpus {source.spec!r}:", wanted, splits)
+    if source.split is None and wanted != "train" and len(splits) > 1:
+        raise UserError(f"corpus: {source.spec!r}: append @SPLIT, one of {', '.join(sorted(splits))}")
+    return splits[wanted]

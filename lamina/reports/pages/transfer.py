@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
 
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.reports import figures, tables
 from lamina.reports.mixture import refuse_other_experiments
-from lamina.reports.page import Section, details, figure, prose, write_page
+from lamina.reports.page import PAGE, Section, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_study
-from lamina.reports.style import to_html
+from lamina.reports.registry import report_of
+from lamina.reports.style import PALETTE, to_html
+from lamina.reports.table import Field, Row, Table, chip, in_form, text
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _FIGURE = (
     "Eval loss against the learning rate that was given, before the width's factors: under a right scaling the curves "
     "of all widths have their bottom at the same rate. Marks along the top edge did not finish at that rate: triangle "
@@ -24,6 +22,7 @@ _FIGURE = (
 )
 
 
+@report_of(Kind.TRANSFER)
 def transfer_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a transfer. Raises UserError where its numbers are missing."""
     folder = Path(folder)
@@ -35,11 +34,11 @@ def transfer_report(folder: Path) -> Path:
     refuse_other_experiments(study)
     by_width = _by_width(study.results, folder)
     order = list(dict.fromkeys(by_width["placement"]))
-    colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(order)}
+    colour = {name: PALETTE[i % 4] for i, name in enumerate(order)}
     curves = figures.u_curves(by_width, colour, order)
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, colour))
     return write_page(
-        folder / "report.html",
+        folder / PAGE,
         title=f"Learning rates for {summary['placement']}: width {summary['proxy_width']} to {summary['target_width']}",
         facts=[
             f"width scaling {summary['width_scaling']}",
@@ -66,7 +65,7 @@ def transfer_report(folder: Path) -> Path:
     )
 
 
-def sentences(summary: dict[str, Any]) -> list[str]:
+def sentences(summary: Row) -> list[str]:
     """What a transfer found, in plain words: the intervals, the rate, how sure it is, what the wider runs said."""
     said, proxy, target = [], summary["proxy_width"], summary["target_width"]
     if summary["learning_rate"] is None:
@@ -100,58 +99,39 @@ def _by_width(results: Frame, folder: Path) -> Frame:
     return results.assign(placement=[f"width {width}" for width in results["hidden_size"]])
 
 
-def _roles(summary: dict[str, Any]) -> str:
+def _roles(summary: Row) -> str:
     if summary["learning_rate"] is None:
         return ""
-    rows = [
-        [escape(kind), _number(row["learning_rate"]), _number(row["weight_decay"]), _number(row["factor"])]
-        for kind, row in summary["roles"].items()
+    rows = [{"role": role, **numbers} for role, numbers in summary["roles"].items()]
+    names = {"learning_rate": "learning rate", "weight_decay": "weight decay", "factor": "factor"}
+    fields = [text("role", f"at width {summary['target_width']}")]
+    fields += [_number(name, ".4g", title) for name, title in names.items()]
+    return Table(fields=fields, rows=rows, kind="trials").html()
+
+
+def _rates(summary: Row) -> str:
+    fields = [
+        _number("learning_rate", ".4g", "learning rate"),
+        Field(title=f"at width {summary['proxy_width']}", cell=lambda row: chip(row["status"])),
+        Field(title="eval loss", cell=lambda row: in_form(row["eval_loss"], ".4f", "–") + " best" * row["best"]),
+        text("risk", "at another width"),
     ]
-    head = [f"at width {summary['target_width']}", "learning rate", "weight decay", "factor"]
-    return table(head, rows, numbers=range(1, 4))
+    return Table(fields=fields, rows=summary["rates"], kind="trials").html()
 
 
-def _rates(summary: dict[str, Any]) -> str:
-    rows = [
-        [
-            _number(rate["learning_rate"]),
-            tables.chip(rate["status"], rate["status"]),
-            _number(rate["eval_loss"], ".4f") + (" best" if rate["best"] else ""),
-            escape(rate["risk"]),
-        ]
-        for rate in summary["rates"]
+def _verified(summary: Row) -> str:
+    rows = [{"width": width, **rate} for width, rates in summary["verified"].items() for rate in rates]
+    agreement = {True: "yes", False: "no", None: "–"}
+    fields = [
+        text("width", kind="number"),
+        _number("learning_rate", ".4g", "learning rate"),
+        Field(title="there", cell=lambda row: chip(row["status"])),
+        Field(title="on the proxy", cell=lambda row: chip(row["proxy"]) if row["proxy"] else "–"),
+        _number("eval_loss", ".4f", "eval loss"),
+        Field(title="the same end", cell=lambda row: agreement[row["agrees"]]),
     ]
-    return table(
-        ["learning rate", f"at width {summary['proxy_width']}", "eval loss", "at another width"], rows, numbers=[0]
-    )
+    return Table(fields=fields, rows=rows, kind="trials").html() if rows else ""
 
 
-def _verified(summary: dict[str, Any]) -> str:
-    rows = [
-        [
-            escape(width),
-            _number(rate["learning_rate"]),
-            tables.chip(rate["status"], rate["status"]),
-            tables.chip(rate["proxy"], rate["proxy"]) if rate["proxy"] else "–",
-            _number(rate["eval_loss"], ".4f"),
-            {True: "yes", False: "no", None: "–"}[rate["agrees"]],
-        ]
-        for width, rates in summary["verified"].items()
-        for rate in rates
-    ]
-    head = ["width", "learning rate", "there", "on the proxy", "eval loss", "the same end"]
-    return table(head, rows, numbers=[0, 1, 4]) if rows else ""
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
-    """A table of cells that are HTML already; ``numbers``: the columns that are set to the right."""
-    right = [' class="number"' if i in numbers else "" for i in range(len(head))]
-    top = "".join(f'<th scope="col"{c}>{escape(h)}</th>' for h, c in zip(head, right, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{c}>{cell}</td>' for cell, c in zip(row, right, strict=True))}</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table class="trials"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _number(value: float | None, form: str = ".4g") -> str:
-    return "–" if value is None or not math.isfinite(value) else format(value, form)
+def _number(name: str, form: str, title: str) -> Field:
+    return Field(title=title, kind="number", cell=lambda row: in_form(row[name], form, "–"))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
 from lamina.reports import tables
-from lamina.reports.page import Section, callouts, details, figure, prose, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_parquet, study_header
-from lamina.reports.style import polish, to_html
+from lamina.reports.registry import report_of
+from lamina.reports.style import PALETTE, polish, to_html
+from lamina.reports.table import Field, Row, Table, chip, number, text
 
-_LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
-_CHIPS = {"flat": "finished", "grows": "diverged", "shrinks": "stuck", "broken": "failed"}
 _FIGURE = (
     "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right: a line "
     "that rises grows with a power of the width, and the model blows up when it is made wide enough. A line that falls "
@@ -33,6 +32,7 @@ _SAID = {
 }
 
 
+@report_of(Kind.COORD_CHECK)
 def coordinates_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a coordinate check. Raises UserError where its tables are missing."""
     folder = Path(folder)
@@ -48,7 +48,7 @@ def coordinates_report(folder: Path) -> Path:
     scheme, placement = str(settings.get("width_scaling", "")), str(settings.get("placement", ""))
     drawn = _figure(table)
     return write_page(
-        folder / "report.html",
+        folder / PAGE,
         title=f"Coordinate check: {placement}, width scaling {scheme}",
         facts=[
             f"widths {settings.get('widths', '')}",
@@ -66,7 +66,7 @@ def coordinates_report(folder: Path) -> Path:
     )
 
 
-def _verdict(result: dict[str, Any]) -> str:
+def _verdict(result: Row) -> str:
     verdict = str(result.get("verdict", ""))
     html = prose([_SAID.get(verdict, verdict)], {})
     if result.get("modules"):
@@ -83,15 +83,15 @@ def _figure(table: Frame) -> go.Figure:
     means = sizes.groupby(["step", "module", "width"])["value"].mean()
     modules = list(dict.fromkeys(sizes["module"]))
     for column, step in enumerate(steps, start=1):
-        for number, module in enumerate(modules):
+        for place, module in enumerate(modules):
             values = means.loc[step, module]
             drawn.add_scatter(
                 x=list(values.index),
                 y=list(values),
                 mode="lines+markers",
                 line={
-                    "color": _LINES[number % len(_LINES)],
-                    "dash": ("solid", "dot", "dash")[number // len(_LINES) % 3],
+                    "color": PALETTE[place % len(PALETTE)],
+                    "dash": ("solid", "dot", "dash")[place // len(PALETTE) % 3],
                 },
                 name=escape(module),
                 legendgroup=module,
@@ -111,28 +111,32 @@ def _figure(table: Frame) -> go.Figure:
 
 
 def _table(slopes: Frame) -> str:
-    """A row a module: the exponent at the start and after the last step with its range over the layers."""
+    """The exponent of each module at the start and after the last step, with its range over the layers."""
     last = int(slopes["step"].max())
-    head = ["module", "layers", "at the start", f"after {last} steps", "least", "largest", "of the change", "verdict"]
     rows = []
     for module in dict.fromkeys(slopes["module"]):
-        of = slopes[slopes["module"] == module]
-        sizes = of[of["metric"] == "size"].set_index("step")
-        change = of[(of["metric"] == "change") & (of["step"] == last)]["slope"]
-        worst = next((v for v in ("broken", "grows", "shrinks") if sizes["verdict"].eq(v).any()), "flat")
-        numbers = [sizes["slope"][0], *(sizes[name][last] for name in ("slope", "low", "high")), *change]
-        cells = "".join(f'<td class="number">{_exponent(float(value))}</td>' for value in numbers)
+        own = slopes[slopes["module"] == module]
+        sizes = own[own["metric"] == "size"].set_index("step")
+        change = own[(own["metric"] == "change") & (own["step"] == last)]["slope"]
         rows.append(
-            f'<tr><td class="name">{escape(str(module))}</td><td class="number">{int(sizes["layers"].iloc[0])}</td>'
-            f'{cells}<td><span class="chip {_CHIPS[worst]}">{worst}</span></td></tr>'
+            {
+                "module": module,
+                "layers": int(sizes["layers"].iloc[0]),
+                "start": sizes["slope"][0],
+                **{name: sizes[name][last] for name in ("slope", "low", "high")},
+                "change": change.iloc[0],
+                "verdict": next((v for v in ("broken", "grows", "shrinks") if sizes["verdict"].eq(v).any()), "flat"),
+            }
         )
-    cells = "".join(
-        f'<th scope="col"{" class=number" if 0 < i < 7 else ""}>{escape(h)}</th>' for i, h in enumerate(head)
-    )
+    fields = [
+        text("module", kind="name"),
+        text("layers", kind="number"),
+        number("start", "+.2f", "at the start"),
+        number("slope", "+.2f", f"after {last} steps"),
+        number("low", "+.2f", "least"),
+        number("high", "+.2f", "largest"),
+        number("change", "+.2f", "of the change"),
+        Field(title="verdict", cell=lambda row: chip(row["verdict"])),
+    ]
     note = "<p>e in mean |x| ~ width<sup>e</sup>; the change is mean |x &minus; x before the first step|.</p>"
-    table = f'<table class="ranking"><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'{note}<div class="scroll">{table}</div>'
-
-
-def _exponent(value: float) -> str:
-    return f"{value:+.2f}" if math.isfinite(value) else '<span class="none">–</span>'
+    return note + Table(fields=fields, rows=rows, kind="ranking").html()

@@ -1,4 +1,4 @@
-"""Folders on disk that are either whole or not there: what is costly to make is made once, under a hash."""
+"""The cache: results that are costly to compute, in folders named by a hash, each complete or absent."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _zstd_reader(file: IO[bytes]) -> IO[bytes]:
         import zstandard
     except ImportError:
         raise UserError(
-            f"--corpus {file.name!r} is compressed with zstandard, which needs: pip install lamina[zstd]"
+            f"corpus: {file.name!r} is compressed with zstandard, which needs: pip install lamina[zstd]"
         ) from None
     return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
 
@@ -109,7 +109,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     except damaged as error:
         raise NotTextError(f"is damaged ({error})") from None
     except PermissionError as error:
-        raise UserError(f"--corpus {str(path)!r} may not be read ({error.strerror})") from None
+        raise UserError(f"corpus: {str(path)!r} may not be read ({error.strerror})") from None
 
 
 def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:

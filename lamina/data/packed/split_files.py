@@ -1,0 +1,118 @@
+"""A corpus' segments to two files of token blocks, train and held out, written piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lamina.data.encoding import Encoder, TokenJoiner
+from lamina.data.split import Segment
+
+_BATCH_CHARS = 1024 * 1024
+
+
+@dataclass
+class SplitFile:
+    """The file of one split while it is written: its tokens in the corpus' order, as a :class:`TokenJoiner` joins them.
+
+    ``tokens`` counts those written, ``bytes`` the UTF-8 bytes of the text added.
+    """
+
+    path: Path
+    encoder: Encoder
+    tokens: int = 0
+    bytes: int = 0
+    joiner: TokenJoiner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.file = self.path.open("wb")
+        self.joiner = TokenJoiner(self.encoder)
+
+    def add(self, segment: Segment) -> None:
+        """Take a segment; ``flush`` writes it."""
+        self.joiner.add(segment)
+        self.bytes += len(segment.text.encode())
+
+    def flush(self) -> None:
+        """Write the tokens of what was added."""
+        ids = self.joiner.encode()
+        self.file.write(ids.tobytes())
+        self.tokens += len(ids)
+
+    def finish(self, sequence_length: int) -> None:
+        """Drop what does not fill a block; ``bytes`` shrinks in the same proportion, ``tokens`` to what is left."""
+        whole = self.tokens // sequence_length * sequence_length
+        self.file.truncate(whole * self.encoder.dtype.itemsize)
+        self.file.close()
+        self.bytes = round(self.bytes * whole / max(1, self.tokens))
+        self.tokens = whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What packing wrote: tokens and bytes in whole blocks, and how many there were before the remainders went."""
+
+    train_tokens: int
+    train_bytes: int
+    eval_tokens: int
+    eval_bytes: int
+    all_tokens: int
+    documents: int
+
+
+def pack(
+    segments: Iterable[Segment],
+    encoder: Encoder,
+    sequence_length: int,
+    train_path: Path,
+    eval_path: Path,
+    *,
+    total_chars: int,
+    progress: bool,
+) -> Packed:
+    """Tokenise segments and write the two splits' blocks, [blocks, sequence_length] of the encoder's dtype, row by row.
+
+    The progress bar counts characters; it appears after two seconds and on a terminal only.
+
+    Raises:
+        OSError: when the disk is full.
+    """
+    train, held_out = SplitFile(train_path, encoder), SplitFile(eval_path, encoder)
+    documents = 0
+    bar = tqdm(
+        desc="tokenising",
+        total=total_chars,
+        unit="char",
+        unit_scale=True,
+        delay=2,
+        disable=None if progress else True,
+    )
+    try:
+        with bar:
+            for segment in segments:
+                (held_out if segment.held_out else train).add(segment)
+                documents = segment.document + 1
+                if (chars := train.joiner.chars + held_out.joiner.chars) >= _BATCH_CHARS:
+                    train.flush()
+                    held_out.flush()
+                    bar.update(chars)
+            bar.update(train.joiner.chars + held_out.joiner.chars)
+            train.flush()
+            held_out.flush()
+        all_tokens = train.tokens + held_out.tokens
+        train.finish(sequence_length)
+        held_out.finish(sequence_length)
+    finally:
+        train.file.close()
+        held_out.file.close()
+    return Packed(
+        train_tokens=train.tokens,
+        train_bytes=train.bytes,
+        eval_tokens=held_out.tokens,
+        eval_bytes=held_out.bytes,
+        all_tokens=all_tokens,
+        documents=documents,
+    )

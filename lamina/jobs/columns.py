@@ -1,0 +1,126 @@
+"""The columns of a run's result, each said once: result.json, results.csv, the ranking and the pages read them here.
+
+To add a scalar, add its ``Column`` here and its value in ``lamina.training.outcome``; nothing else. A value without a
+column, or a column without a value, is an error of the first run that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A number or a text of each trial.
+
+    Attributes:
+        name: its key in result.json and its column in results.csv.
+        title: its heading on the pages.
+        format: how the pages print the number; none for a text.
+        aggregate: what the ranking makes of a placement's seeds: their mean or maximum, the first seed's text, or
+            what ``lamina.reports.ranking`` works out itself ("own"); None: the ranking does without it.
+        measured: whether ``outcome`` measures it; the others come from the settings or from whoever runs the trial.
+        in_ranking: its place in the table of placements, from the left; 0 for a column that is not in it.
+        in_trials: whether it is in the table of all trials.
+        share: the column whose number stands behind this one, as a percentage.
+        optional: whether the pages leave it out where no trial has it.
+    """
+
+    name: str
+    title: str = ""
+    format: str | None = None
+    aggregate: Literal["mean", "max", "first", "own"] | None = None
+    measured: bool = True
+    in_ranking: int = 0
+    in_trials: bool = False
+    share: str | None = None
+    optional: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether its values are numbers."""
+        return self.format is not None
+
+
+def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
+    score = f"{name}_spike_score"
+    count = Column(
+        name=f"{name}_spikes",
+        title=title,
+        format=".3g",
+        aggregate="mean",
+        in_ranking=place,
+        in_trials=True,
+        share=score,
+        optional=True,
+    )
+    return count, Column(name=score, format=".2g", aggregate="mean")
+
+
+# In the order of results.csv, which is that of the table of trials, too.
+RESULT_COLUMNS: tuple[Column, ...] = (
+    Column(name="trial", title="trial", measured=False, in_trials=True),
+    Column(name="placement", title="placement", aggregate="first", in_ranking=10, measured=False, in_trials=True),
+    Column(
+        name="learning_rate",
+        title="learning rate",
+        format="g",
+        aggregate="first",
+        in_ranking=60,
+        measured=False,
+        in_trials=True,
+    ),
+    Column(name="seed", title="seed", format=".0f", measured=False, in_trials=True),
+    Column(name="init", title="init", aggregate="first", in_ranking=70, in_trials=True),
+    Column(name="status", title="status", aggregate="own", in_ranking=20, in_trials=True),
+    Column(name="eval_loss", title="eval loss", format=".4f", aggregate="own", in_ranking=30, in_trials=True),
+    Column(name="perplexity", title="perplexity", format=".2f", aggregate="mean", in_ranking=40, in_trials=True),
+    Column(name="bits_per_byte", title="bits/byte", format=".3f", aggregate="mean", in_ranking=50),
+    *_spikes("loss", "loss spikes", 80),
+    *_spikes("gradient", "gradient spikes", 90),
+    Column(name="unigram_entropy", title="unigram entropy", format=".2f", aggregate="mean"),
+    Column(name="tokens", title="tokens", format=",.0f", aggregate="mean", in_ranking=100, in_trials=True),
+    Column(name="steps", title="steps", format=",.0f", aggregate="mean", in_trials=True),
+    Column(
+        name="seconds", title="seconds", format=",.0f", aggregate="mean", in_ranking=120, measured=False, in_trials=True
+    ),
+    Column(name="tokens_per_second", title="tokens/s", format=",.0f", aggregate="mean", in_ranking=110),
+    Column(name="parameters", title="parameters", format=",.0f", aggregate="max"),
+    Column(name="flops", title="FLOPs", format=".3g", aggregate="max"),
+    Column(name="reason", title="reason", aggregate="own", in_trials=True),
+)
+NOTES = ("from", "mix")
+"""What result.json says of some runs beside the columns."""
+
+
+def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
+    """The names of these columns, in their order."""
+    return tuple(column.name for column in columns)
+
+
+def aggregated(how: str) -> tuple[str, ...]:
+    """The names of the columns that the ranking aggregates in this way."""
+    return names(column for column in RESULT_COLUMNS if column.aggregate == how)
+
+
+TEXTS = names(column for column in RESULT_COLUMNS if not column.is_number)
+NUMBERS = names(column for column in RESULT_COLUMNS if column.is_number)
+SPIKES = names(column for column in RESULT_COLUMNS if "_spike" in column.name)
+RANKING = tuple(
+    sorted((column for column in RESULT_COLUMNS if column.in_ranking), key=lambda column: column.in_ranking)
+)
+TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
+
+
+def checked(result: dict[str, object]) -> dict[str, object]:
+    """``result`` as it is. Raises KeyError where a measured column has no value, or a value no column."""
+    measured = {column.name for column in RESULT_COLUMNS if column.measured}
+    missing, extra = measured - set(result), set(result) - measured - set(NOTES)
+    if missing or extra:
+        raise KeyError(
+            f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "
+            "(lamina/jobs/columns.py and lamina/training/outcome.py name the same)"
+        )
+    return result

@@ -1,0 +1,133 @@
+"""A saved model's configuration: read from a folder or the hub, and checked before anything is built of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from lamina.core.values import whole_number
+from lamina.errors import UserError, one_line, unknown
+from lamina.modeling.backbones.quiet import quiet
+from lamina.modeling.backbones.stored import kind_of, read_json
+from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.placements import Plan
+
+# The fields of a configuration that must be sizes before anything is built of it.
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+)
+
+
+def read_config(
+    path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: Any
+) -> PreTrainedConfig:
+    """The configuration of a saved model: a folder's, or that of a name on the hub.
+
+    Args:
+        path: a folder with config.json, or a name on the hub.
+        field: what the user calls it ("model", "checkpoint"); every message begins with it.
+        trust_remote_code: run the code that it asks for, where it does.
+        weights: whether it is to be loaded; a Lamina model then needs its plan.
+        more: for ``AutoConfig.from_pretrained``.
+
+    Raises:
+        UserError: where it is no configuration, of a model that is not known, or with fields that have no meaning.
+    """
+    name, place = str(path), Path(path)
+    says = f"{field} {name!r}: config.json"
+    if not name.strip():
+        raise UserError(f"{field}: '' is no path (allowed: a folder with config.json)")
+    if place.is_file():
+        raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
+    if not more:
+        data = _read_fields(path, field, says)
+        _check_type(data, says, trust_remote_code)
+        _check_sizes(data, says)
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
+        except ImportError as error:
+            allowed = " (allowed: pip install gguf)" if "gguf" in str(error) else ""
+            raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
+        except Exception as error:
+            raise UserError(f"{says}: {one_line(error)}") from error
+    _check_heads(config.get_text_config(), says)
+    _check_quantization(getattr(config, "quantization_config", None), says)
+    if isinstance(config, LaminaConfig) and weights:
+        _check_plan(config, says)
+    return config
+
+
+def _read_fields(path: str | Path, field: str, says: str) -> dict[str, Any]:
+    name, place = str(path), Path(path)
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            raise UserError(f"{field}: {name!r} holds no saved model (config.json is missing)")
+        return read_json(place / "config.json", says)
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0]
+    except Exception as error:
+        raise UserError(f"{field}: {name!r} is no folder and no readable model on the hub") from error
+
+
+def _check_heads(config: PreTrainedConfig, says: str) -> None:
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise UserError(f"{says}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
+
+
+def _check_plan(config: LaminaConfig, says: str) -> None:
+    if config.plan is None:
+        raise UserError(f"{says} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")
+    try:
+        Plan.from_dict(config.plan)
+    except UserError as error:
+        raise UserError(f"{says}: {one_line(str(error))}") from None
+
+
+def _check_quantization(asked: object, says: str) -> None:
+    """Transformers leaves a method that it does not know out, and then reads the weights as if they were plain."""
+    if asked is None:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    method = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", None)
+    name = getattr(method, "value", method)
+    loads_in_bits = isinstance(asked, Mapping) and (asked.get("load_in_4bit") or asked.get("load_in_8bit"))
+    if name not in KNOWN and not loads_in_bits and name != "bitsandbytes":
+        raise UserError(f"{says}: quantization_config: {unknown('quant_method', str(name), KNOWN)}")
+
+
+def _check_type(data: Mapping[str, Any], says: str, trust_remote_code: bool) -> None:
+    model_type, code = data.get("model_type"), data.get("auto_map")
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    if not known and code:
+        if trust_remote_code:
+            return
+        asked = code.get("AutoConfig") if isinstance(code, Mapping) else code
+        raise UserError(
+            f"{says} asks for code of its own ({one_line(asked)}), which is never run unasked (`lamina generate` takes "
+            "--trust-remote-code; from Python load the model yourself)"
+        )
+    if not isinstance(model_type, str):
+        raise UserError(f"{says}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
+    if not known:
+        raise UserError(f"{says}: {unknown('model_type', model_type, transformers.CONFIG_MAPPING)}")
+    if model_type == LaminaConfig.model_type:
+        inner = data.get("backbone_config")
+        if not isinstance(inner, Mapping):
+            raise UserError(f"{says}: backbone_config is {kind_of(inner)} (allowed: the backbone's configuration)")
+        _check_type({"model_type": inner.get("model_type")}, f"{says}: backbone_config", trust_remote_code)
+
+
+def _check_sizes(data: Mapping[str, Any], says: str) -> None:
+    for name, value in data.items():
+        if name in ("backbone_config", "text_config") and isinstance(value, Mapping):
+            _check_sizes(value, f"{says}: {name}")
+        elif name in _SIZES and isinstance(value, bool | int | float | str | dict):
+            whole_number(name, value, says=f"{says}: ")

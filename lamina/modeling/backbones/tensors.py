@@ -1,0 +1,79 @@
+"""The tensors of a converted model: their names on both sides, and a copy of every one of them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from lamina.core.architectures import Conversion, conversions
+from lamina.errors import UserError, unknown
+from lamina.modeling.backbones.loading import refuse_tensors
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
+_MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
+
+
+def conversion_of(model_type: str) -> Conversion:
+    """How a model type is converted. Raises UserError for one that is not."""
+    rows = conversions()
+    if model_type not in rows:
+        raise unknown("model_type", model_type, rows)
+    return rows[model_type]
+
+
+def lamina_name(key: str, conversion: Conversion) -> str:
+    """Where a tensor of transformers' model is in Lamina's."""
+    if match := _LAYER.fullmatch(key):
+        index, part, rest = match.groups()
+        part = conversion.norms.get(part) or _MODULES.get(part, part)
+        return f"model.backbone.layers.{index}.{part}.{rest}"
+    return re.sub(r"^model\.", "model.backbone.", key)
+
+
+def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
+    """Each tensor's name in transformers' model and what its stored gain lacks (0 for all that is no norm of a layer).
+
+    The norms inside an attention module are the module's own and stay as they are stored.
+    """
+    conversion = conversion_of(model.config.model_type)
+    for key in model.state_dict():
+        match = _LAYER.fullmatch(key)
+        is_norm = key == "model.norm.weight" or (match is not None and match[2] in conversion.norms)
+        yield key, conversion.gain_offset if is_norm else 0.0
+
+
+def fill(target: PreTrainedModel, source: PreTrainedModel, renamed: Mapping[str, tuple[str, float]]) -> None:
+    """Copy every tensor of ``source`` into ``target``; ``renamed``: source's name -> target's name, offset."""
+    given, wanted = source.state_dict(), target.state_dict()
+    refuse_tensors("extra", given.keys() - renamed.keys(), f"has no place in {type(target).__name__}")
+    refuse_tensors("missing", renamed.keys() - given.keys(), f"is not in the {type(source).__name__}")
+    places = {new: (key, offset) for key, (new, offset) in renamed.items()}
+    refuse_tensors("missing", wanted.keys() - places.keys(), f"is not in the {type(source).__name__}")
+    refuse_tensors("extra", places.keys() - wanted.keys(), f"has no place in {type(target).__name__}")
+    with torch.no_grad():
+        for new, tensor in wanted.items():
+            key, offset = places[new]
+            value = given[key]
+            if value.shape != tensor.shape:
+                raise UserError(
+                    f"tensor {key!r}: its shape is {list(value.shape)}, the configuration asks for {list(tensor.shape)}"
+                )
+            # The sum in double precision, rounded once: in float32 it is then the very number that Gemma computes.
+            tensor.copy_((value.double() + offset).to(value.dtype) if offset else value)
+    target.tie_weights()
+    target.generation_config = copy.deepcopy(source.generation_config)
+
+
+def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """What no checkpoint holds (the rotary frequencies): a model cast as a whole has them rounded, one loaded has not.
+
+    ``names``: target's name -> source's name.
+    """
+    theirs = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if (value := theirs.get(names.get(name, ""))) is not None and value.shape == buffer.shape:
+            buffer.data = value.detach().clone()

@@ -1,0 +1,49 @@
+"""The page of a single run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lamina.jobs.kinds import Kind
+from lamina.reports import evolution, figures, monitored, sections, tables
+from lamina.reports.page import PAGE, Section, figure, write_page
+from lamina.reports.records import read_run, rows_of
+from lamina.reports.registry import report_of
+from lamina.reports.style import to_html
+
+
+@report_of(Kind.RUN)
+def run_report(folder: Path) -> Path:
+    """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
+    study = read_run(Path(folder))
+    summary, shown, colour = sections.prepare(study)
+    row = rows_of(study.results)[0]
+    course = figures.course(shown[0])
+    return write_page(
+        study.folder / PAGE,
+        title=f"A run with {row['placement']}",
+        facts=[f"status: {row['status']}", *sections.facts(study)],
+        command=str(study.header.get("command") or ""),
+        sections=[
+            sections.what_happened(study, summary, shown, colour),
+            Section(
+                name="Result",
+                title="Result",
+                html=tables.ranking_table(summary, colour) + tables.spike_note(summary),
+            ),
+            sections.loss(study, shown, several=False),
+            Section(
+                name="Course",
+                title="Learning rate and gradient norm",
+                html="" if course is None else figure(to_html(course), _COURSE),
+            ),
+            *sections.by_depth(shown),
+            *monitored.sections(shown),
+            *evolution.sections(shown),
+            sections.diagrams(study, shown),
+            sections.settings(study),
+        ],
+    )
+
+
+_COURSE = "The gradient norm is that of all parameters together, before clipping."

@@ -1,0 +1,78 @@
+"""The page of a study: its placements side by side."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from lamina.jobs.kinds import Kind
+from lamina.reports import evolution, figures, monitored, sections, tables
+from lamina.reports.mixture import refuse_other_experiments
+from lamina.reports.page import PAGE, Section, details, figure, write_page
+from lamina.reports.records import Frame, read_study
+from lamina.reports.registry import report_of
+from lamina.reports.style import to_html
+
+
+@report_of(Kind.STUDY)
+def study_report(folder: Path) -> Path:
+    """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
+    study = read_study(Path(folder))
+    refuse_other_experiments(study)
+    summary, shown, colour = sections.prepare(study)
+    several = bool((summary["learning_rates"] > 1).any())
+    ranking = tables.ranking_table(summary, colour) + details(
+        f"All {len(study.results)} trials", tables.trials_table(study.results, colour)
+    )
+    rates = figures.u_curves(study.results, colour, list(summary["placement"]))
+    return write_page(
+        study.folder / PAGE,
+        title=f"Where the norms sit: {_title(summary)}",
+        facts=sections.facts(study),
+        command=str(study.header.get("command") or ""),
+        sections=[
+            sections.what_happened(study, summary, shown, colour),
+            Section(
+                name="Ranking",
+                title="Ranking by eval loss",
+                html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
+            ),
+            sections.loss(study, shown, several),
+            Section(
+                name="Learning rates",
+                title="Learning rates",
+                html="" if rates is None else figure(to_html(rates), _RATES),
+            ),
+            *sections.by_depth(shown),
+            *monitored.sections(shown),
+            *evolution.sections(shown),
+            sections.diagrams(study, shown),
+            sections.settings(study),
+        ],
+    )
+
+
+def _ranking_note(several: bool, summary: Frame) -> str:
+    one = len(summary) == 1
+    if several:
+        parts = ["At its best learning rate" if one else "Each placement at its best learning rate"]
+    else:
+        same = summary["learning_rate"].nunique() < 2
+        parts = ["At one learning rate" if one else f"Every placement at {'the same' if same else 'one'} learning rate"]
+    if summary["seeds"].max() > 1 and summary["finished"].any():
+        parts.append("mean ± standard deviation over the seeds that finished")
+    if not one and not summary["finished"].all():
+        some = summary["finished"].any()
+        parts.append("those that did not finish stand last" if some else "none finished: ordered by status, then loss")
+    return f"<p>{escape(', '.join(parts))}.</p>"
+
+
+def _title(summary: Frame) -> str:
+    return f"{len(summary)} placements side by side" if len(summary) > 1 else str(summary["placement"].iloc[0])
+
+
+_RATES = (
+    "The lower the better; the bottom of each U is the rate at which a placement is ranked (larger point), and a wide, "
+    "flat U forgives a badly chosen one. Marks along the top edge did not finish at that rate: triangle stuck, "
+    "x diverged, cross failed, square interrupted, circle too short to tell."
+)

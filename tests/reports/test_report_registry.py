@@ -1,0 +1,28 @@
+"""Every kind of folder has its page, whoever asks for it."""
+
+import json
+
+import pytest
+
+from lamina.errors import UserError
+from lamina.jobs.kinds import Kind
+from lamina.reports import registry, report
+
+
+def test_the_kinds_with_a_page():
+    assert registry.kinds() == ["coord-check", "preflight", "probing", "run", "study", "transfer"]
+
+
+def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "result.json").write_text(json.dumps({"status": "finished"}))
+    registry.kinds()  # all registered
+    monkeypatch.setitem(registry._pages, Kind.RUN, lambda folder: folder / "mine.html")
+    assert report(tmp_path) == tmp_path / "mine.html"
+
+
+@pytest.mark.parametrize("content", [{}, {"notes.txt": "mine"}])
+def test_a_folder_that_no_job_wrote_is_refused(tmp_path, content):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=r"holds no job.*\(allowed: the folder of a coord-check, a preflight"):
+        report(tmp_path)

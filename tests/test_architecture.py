@@ -1,0 +1,45 @@
+"""docs/architecture.md is about the package as it is."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def rooms_script():
+    spec = importlib.util.spec_from_file_location("rooms", ROOT / "docs" / "rooms.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_rooms_is_up_to_date():
+    script = rooms_script()
+    assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run python docs/rooms.py"
+
+
+def test_the_picture_shows_a_new_import(tmp_path):
+    script = rooms_script()
+    for room, imported in (("data", "errors"), ("modeling", "errors"), ("errors", "")):
+        (tmp_path / "lamina" / room).mkdir(parents=True)
+        line = f"from lamina.{imported} import UserError\n" if imported else ""
+        (tmp_path / "lamina" / room / "__init__.py").write_text(line)
+    before = script.picture(tmp_path / "lamina")
+    (tmp_path / "lamina" / "modeling" / "uses.py").write_text("def f():\n    from lamina import data\n")
+    assert script.picture(tmp_path / "lamina") != before
+    assert script.floors(script.imports(tmp_path / "lamina")) == [["errors"], ["data"], ["modeling"]]
+
+
+def test_every_room_is_described():
+    table = PAGE.split("## The rooms")[1].split("## Where")[0]
+    described = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+    assert described == set(rooms_script().imports(ROOT / "lamina"))
+
+
+def test_every_file_that_the_page_names_is_there():
+    package = ROOT / "lamina"
+    of_a_run = {"layers/", "model/"}
+    for name in set(re.findall(r"`([\w/]+(?:/|\.py))`", PAGE)) - of_a_run:
+        assert any(package.rglob(name.rstrip("/"))) or (ROOT / name).exists(), name
