@@ -49,9 +49,8 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> dict[str, Any]:
         **({} if settings.from_model is None else {"from": settings.from_model}),
         **({} if mix is None else {"mix": mix}),
         "reason": reason,
-        "rollbacks": run.rollbacks.to_list(),
     }
-    return columns.checked(result)
+    return {**columns.checked(result), "rollbacks": run.rollbacks.to_list()}
 
 
 def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
