@@ -59,7 +59,7 @@ def bare(context: Any) -> None:
     """The forward passes and nothing else (without the head, as the probes' are)."""
     import torch
 
-    from lamina.probes.engine.running import forward
+    from lamina.probes.engine.forward import forward
 
     with torch.no_grad():
         for inputs in context.batches:

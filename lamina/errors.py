@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this, and the message says how."""
+"""UserError: a mistake that the user can fix; the message says how."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: the message names the field, the value and what is allowed.
+    """An invalid input from the user. The message names the field, the value and what is allowed.
 
     The command line prints it as one line and exits with code 2; from Python it is a ValueError.
     """
 
 
 class TrialsFailed(UserError):
-    """Every trial of a study failed: the message has the first one's reason, ``results`` the rows of results.csv.
+    """Every trial of a study failed. The message has the first trial's reason, ``results`` the rows of results.csv.
 
     The command line exits with code 1.
     """
@@ -37,7 +37,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
-    """The error for a name that is not in a list: names the field, the value, the nearest and all the allowed ones."""
+    """The error for a name that is not in a list: names the field, the value, the nearest name and all allowed ones."""
     names = sorted(allowed)
     listed = ", ".join(names) if len(names) <= 40 else f"one of {len(names)} names, {names[0]} to {names[-1]}"
     shown = shortened(repr(value), 200)
@@ -45,7 +45,7 @@ def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, its middle left out where it is longer than that."""
+    """The text, without its middle where it is longer than ``longest`` characters."""
     if len(text) <= longest:
         return text
     head = longest * 2 // 3
@@ -54,7 +54,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """What ran out, where memory is behind an exception (Python's, torch's on the CPU or a GPU), else None."""
+    """Which memory ran out, where that caused the exception (in Python, or in torch on the CPU or a GPU); else None."""
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if "CUDA out of memory" in text or "MPS backend out of memory" in text:

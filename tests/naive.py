@@ -3,9 +3,13 @@
 A formula is one block: x is the block's input, `attention` and `feed_forward` are callables on hidden states, `norms`
 holds the six positions as callables (None where the model has no norm), index counts blocks from 0.
 `FORMULAS[name](x0, attention, feed_forward, norms, num_layers, **options)` gives the states [x0, x1, ..., xN].
+
+A new placement needs one row here, `@formula(...)` above its block or `alike(...)`: all tests of placements read it.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -16,9 +20,42 @@ from transformers import LlamaConfig
 import lamina
 
 FORMULAS = {}
+EXPECTED = {}  # by placement, as FORMULAS
 VOCABULARY, WIDTH, HEADS, KEY_VALUE_HEADS = 61, 32, 4, 2
 HEAD_DIM = WIDTH // HEADS
 EPS = 1e-3  # large enough that a model which ignores the config's eps shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the paper says of a placement beside its equation.
+
+    `norms` are the positions (A on the input, B on the output, C on the sum; - for none) of the attention and the
+    feed-forward, "AC C | C C" where the first layer differs from the others, None where the border is an option.
+    `stream` is what silent branches leave of the stream: it "stays", or is "normed" by every block or by "some".
+    `parameters` counts those of the norms (and learned scales) of n layers, without a final or embedding norm.
+    `heads` are the norms on q and k, and on v: off | head | full.
+    """
+
+    norms: str | None
+    final_norm: bool
+    stream: str
+    parameters: Callable[[int], int]
+    heads: tuple[str, str] = ("off", "off")
+
+    @property
+    def positions(self):
+        """Of the first layer and of every other one: (attention, feed-forward)."""
+        first, *others = (tuple(part.replace("-", "").split(" ")) for part in self.norms.split(" | "))
+        return first, others[0] if others else first
+
+
+def two_norms(n):
+    return 2 * WIDTH * n
+
+
+def four_norms(n):
+    return 4 * WIDTH * n
 
 
 def every_block(block):
@@ -33,24 +70,35 @@ def every_block(block):
     return states
 
 
-def formula(block):
-    FORMULAS[block.__name__.removeprefix("naive_")] = every_block(block)
-    return block
+def formula(norms, **expected):
+    def register(block):
+        name = block.__name__.removeprefix("naive_")
+        FORMULAS[name] = every_block(block)
+        EXPECTED[name] = Expected(norms=norms, **{"parameters": two_norms, **expected})
+        return block
+
+    return register
 
 
-@formula
+def alike(name, other, **changes):
+    """A placement whose blocks have another one's formula."""
+    FORMULAS[name] = FORMULAS[other]
+    EXPECTED[name] = replace(EXPECTED[other], **changes)
+
+
+@formula("A A", final_norm=True, stream="stays")
 def naive_pre_ln(x, attention, feed_forward, norms, index, num_layers):
     y = x + attention(norms.attention.pre(x))
     return y + feed_forward(norms.feed_forward.pre(y))
 
 
-@formula
+@formula("C C", final_norm=False, stream="normed")
 def naive_post_ln(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(x))
     return norms.feed_forward.post(y + feed_forward(y))
 
 
-@formula
+@formula(None, final_norm=True, stream="some")
 def naive_mix_ln(x, attention, feed_forward, norms, index, num_layers, alpha="0.25", num_post_layers=None):
     border = math.floor(Fraction(alpha) * num_layers) if num_post_layers is None else num_post_layers
     if index < border:
@@ -60,16 +108,16 @@ def naive_mix_ln(x, attention, feed_forward, norms, index, num_layers, alpha="0.
     return y + feed_forward(norms.feed_forward.pre(y))
 
 
-@formula
+@formula("AB AB", final_norm=True, stream="stays", parameters=four_norms)
 def naive_peri_ln(x, attention, feed_forward, norms, index, num_layers):
     y = x + norms.attention.out(attention(norms.attention.pre(x)))
     return y + norms.feed_forward.out(feed_forward(norms.feed_forward.pre(y)))
 
 
-FORMULAS["sandwich_ln"] = FORMULAS["peri_ln"]  # the block is the same; the embedding's norm tells them apart
+alike("sandwich_ln", "peri_ln")  # the block is the same; the embedding's norm tells them apart
 
 
-@formula
+@formula("AC C | C C", final_norm=False, stream="normed", parameters=lambda n: two_norms(n) + WIDTH)
 def naive_fusenorm(x, attention, feed_forward, norms, index, num_layers):
     if index == 0:
         y = norms.attention.post(x + attention(norms.attention.pre(x)))
@@ -78,7 +126,7 @@ def naive_fusenorm(x, attention, feed_forward, norms, index, num_layers):
     return norms.feed_forward.post(x + feed_forward(y))
 
 
-@formula
+@formula("A AC | AC AC", final_norm=False, stream="normed", parameters=lambda n: four_norms(n) - WIDTH)
 def naive_keel(x, attention, feed_forward, norms, index, num_layers, alpha=None):
     alpha = 2 * num_layers if alpha is None else alpha
     if index == 0:
@@ -88,20 +136,26 @@ def naive_keel(x, attention, feed_forward, norms, index, num_layers, alpha=None)
     return norms.feed_forward.post(alpha * y + feed_forward(norms.feed_forward.pre(y)))
 
 
-@formula
+@formula("C C", final_norm=False, stream="normed")
 def naive_deepnorm(x, attention, feed_forward, norms, index, num_layers, alpha=None):
     alpha = (2 * num_layers) ** 0.25 if alpha is None else alpha
     y = norms.attention.post(alpha * x + attention(x))
     return norms.feed_forward.post(alpha * y + feed_forward(y))
 
 
-@formula
+@formula("C -", final_norm=True, stream="some", parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n, heads=("head", "head"))
 def naive_hybridnorm(x, attention, feed_forward, norms, index, num_layers):
     z = norms.attention.post(x + attention(x))
     return z + feed_forward(z)
 
 
-@formula
+@formula(
+    "A A | C -",
+    final_norm=True,
+    stream="some",
+    parameters=lambda n: (WIDTH + 3 * HEAD_DIM) * n + WIDTH,
+    heads=("head", "head"),
+)
 def naive_hybridnorm_star(x, attention, feed_forward, norms, index, num_layers):
     if index == 0:
         y = x + attention(norms.attention.pre(x))
@@ -110,36 +164,41 @@ def naive_hybridnorm_star(x, attention, feed_forward, norms, index, num_layers):
     return z + feed_forward(z)
 
 
-@formula
+@formula("A A", final_norm=True, stream="stays")
 def naive_layernorm_scaling(x, attention, feed_forward, norms, index, num_layers):
     root = math.sqrt(index + 1)
     y = x + attention(norms.attention.pre(x) / root)
     return y + feed_forward(norms.feed_forward.pre(y) / root)
 
 
-@formula
+@formula("B B", final_norm=True, stream="stays")
 def naive_out_ln(x, attention, feed_forward, norms, index, num_layers):
     y = x + norms.attention.out(attention(x))
     return y + norms.feed_forward.out(feed_forward(y))
 
 
-FORMULAS["olmo2"] = FORMULAS["out_ln"]  # OLMo2's queries and keys are normed inside its attention
-FORMULAS["group_ln"] = FORMULAS["pre_ln"]  # Group-LN's norms are group norms
+alike(  # OLMo2's queries and keys are normed inside its attention
+    "olmo2",
+    "out_ln",
+    parameters=lambda n: two_norms(n) + (HEADS + KEY_VALUE_HEADS) * HEAD_DIM * n,
+    heads=("full", "off"),
+)
+alike("group_ln", "pre_ln")  # Group-LN's norms are group norms
 
 
-@formula
+@formula("C C", final_norm=False, stream="normed", parameters=four_norms)  # two of them are omegas
 def naive_admin(x, attention, feed_forward, norms, index, num_layers, omegas):
     y = norms.attention.post(omegas[index][0] * x + attention(x))
     return norms.feed_forward.post(omegas[index][1] * y + feed_forward(y))
 
 
-@formula
+@formula("C C", final_norm=False, stream="normed")
 def naive_b2t(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(x))
     return norms.feed_forward.post(x + y + feed_forward(y))
 
 
-@formula
+@formula("AC AC", final_norm=False, stream="normed", parameters=four_norms)
 def naive_pre_post_ln(x, attention, feed_forward, norms, index, num_layers):
     y = norms.attention.post(x + attention(norms.attention.pre(x)))
     return norms.feed_forward.post(y + feed_forward(norms.feed_forward.pre(y)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 from lamina.errors import shortened
 
@@ -45,7 +46,7 @@ class Printing:
     ``progress``: the stream shows progress bars, which go back in a line and up a line.
     """
 
-    def __init__(self, stream: Any, *, progress: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, progress: bool = False) -> None:
         self._stream, self._progress = stream, progress
 
     def write(self, text: str) -> int:
@@ -60,7 +61,7 @@ class Printing:
         self._stream.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         """Write each."""
         for line in lines:
             self.write(line)

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError, shortened
 
 LARGEST = 4 * 2**20  # bytes: a full plan of 512 layers has less than one
@@ -18,7 +19,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _Strict(_Loader):
     """A safe loader that refuses a key that is given twice."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
         """The mapping of a node; YAML would keep the last value of a key without a word."""
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -29,7 +30,7 @@ class _Strict(_Loader):
         return super().construct_mapping(node, deep=deep)
 
 
-def read_mapping(path: Path, needed: str = "a YAML mapping") -> dict[Any, Any]:
+def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
     """The mapping that a YAML file holds. Raises UserError that names the file and what is wrong with it."""
     where = repr(str(path))
     try:

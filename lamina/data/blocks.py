@@ -1,4 +1,4 @@
-"""Token blocks: what training draws from, whether it lies in a file, in memory, in a stream or in several of these."""
+"""Token blocks, the source of all training data: in a file, in memory, in a stream, or mixed from several of these."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(TypedDict):
 
 
 class PartShare(TypedDict):
-    """What one corpus of a mix contributed; ``epochs`` is absent where its text is streamed."""
+    """The contribution of one corpus to a mix; ``epochs`` is absent where its text is streamed."""
 
     wanted: float
     share: float
@@ -36,9 +36,9 @@ class BlockSource(Dataset[Block], ABC):
     """Token blocks by number. Item ``i`` is a :class:`Block`.
 
     Attributes:
-        in_order: item ``i`` is the i-th block that a run trains on, without end (a stream, a mix in a run's order);
-            otherwise the blocks are a finite set that the run shuffles.
-        parts: the single corpora of a mix with their shares; the source itself where it is one corpus.
+        in_order: whether item ``i`` is the i-th block that a run trains on, endlessly (a stream, a mix). Otherwise the
+            blocks are a finite set, which the run shuffles.
+        parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
     """
 
     in_order: bool = False
@@ -55,16 +55,16 @@ class BlockSource(Dataset[Block], ABC):
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Up to ``count`` blocks spread evenly over the text, always the same ones, LongTensor [blocks, length]."""
+        """Up to ``count`` blocks, spread evenly over the text and always the same: LongTensor [blocks, length]."""
 
     @abstractmethod
     def token_counts(self, vocab_size: int) -> np.ndarray:
-        """How often each id occurs in the text, or in the part of it that is known, [vocab_size]."""
+        """How often each id occurs in the text (of a stream, in a part of it), [vocab_size]."""
 
     def frequencies(self, vocab_size: int, count: int) -> np.ndarray:
-        """Add-one smoothed frequency of each id in a sample of ``count`` blocks per corpus, [vocab_size].
+        """The add-one smoothed frequency of each id in a sample of ``count`` blocks per corpus, [vocab_size].
 
-        In a mix each corpus counts by its share.
+        In a mix, each corpus has the weight of its share.
         """
         total = np.zeros(vocab_size)
         for share, part in self.parts:
@@ -72,21 +72,21 @@ class BlockSource(Dataset[Block], ABC):
         return total
 
     def for_run(self, seed: int) -> BlockSource:
-        """These blocks as a run with this seed draws them."""
+        """The blocks in the form that a run with this seed draws them from."""
         return self
 
     def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """Each corpus' contribution to the blocks from start to end of each span; empty where there is only one."""
+        """The contribution of each corpus to the blocks in ``spans`` (start, end); empty where there is only one."""
         return {}
 
     def state_dict(self, index: int) -> object:
-        """Where reading has to begin for block ``index``, of JSON's types; None where any block can be read at once."""
+        """The state from which block ``index`` can be read, of JSON's types; None for a source without state."""
         return None
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
-        """Begin reading at a ``state_dict``, or at the beginning for None.
+        """Continue from a ``state_dict``; None starts at the beginning.
 
-        ``verbose``: log when the corpus ends and is read again.
+        ``verbose``: log where the corpus ends and is read again.
         """
 
 
@@ -122,12 +122,15 @@ class ArrayBlocks(BlockSource):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStats:
-    """What a pair of splits holds. Tokens and bytes are those in whole blocks; remainders are dropped.
+    """The numbers of a pair of splits. Tokens and bytes are counted in whole blocks, without the remainders.
 
-    ``train_bytes`` and ``eval_bytes``: UTF-8 bytes of text; end-of-text tokens count none, and the dropped remainder is
-    taken to have as many bytes a token as the rest (less than a block's worth of approximation).
-    ``unigram_entropy``: nats per token, cross-entropy of the eval split under the train split's add-one smoothed
-    frequencies. ``documents``: in the whole corpus. ``fingerprint``: the hash of corpus, tokenizer and settings.
+    Attributes:
+        train_bytes, eval_bytes: UTF-8 bytes of text. End-of-text tokens count as none; the dropped remainder is assumed
+            to have as many bytes per token as the rest.
+        unigram_entropy: cross-entropy of the eval split under the train split's add-one smoothed frequencies, in nats
+            per token.
+        documents: the number of documents in the whole corpus.
+        fingerprint: a hash of corpus, tokenizer and settings.
     """
 
     train_tokens: int
@@ -156,13 +159,13 @@ class Blocks:
 
 
 def spread(available: int, wanted: int) -> list[int]:
-    """``wanted`` indices (or all) spread evenly over ``available``: the same ones in every run."""
+    """``wanted`` of ``available`` indices (or all), spread evenly: the same in every run."""
     wanted = min(wanted, available)
     return [i * available // wanted for i in range(wanted)]
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss) of a loss in nats per token; infinity where that overflows."""
+    """exp(loss) for a loss in nats per token; infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -172,12 +175,12 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
     """Bits per UTF-8 byte of text: ``loss * eval_tokens / (eval_bytes * ln 2)``, comparable across tokenizers.
 
-    Approximate in three places, each below a part in a hundred for blocks of useful length: the loss is a mean over the
-    predicted tokens (all but each block's first) and stands for all of them; end-of-text tokens cost bits but have no
-    bytes; the dropped remainder is taken to be like the rest.
+    Three approximations, each below one percent for blocks of useful length: the mean loss over the predicted tokens
+    (all but the first of each block) stands for all tokens; end-of-text tokens cost bits but have no bytes; the dropped
+    remainder is assumed to be like the rest.
 
     Args:
         loss_per_token: mean cross-entropy in nats on the eval split.
-        stats: that split's numbers.
+        stats: the numbers of that split.
     """
     return loss_per_token * stats.eval_tokens / (stats.eval_bytes * math.log(2))

@@ -20,20 +20,21 @@ logger = logging.getLogger(__name__)
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.(?:(?P<host>[0-9a-f]{8})\.)?(?P<process>\d+)\.[0-9a-f]{8}")
 _ABANDONED_SECONDS = 86_400.0
-_whole: dict[Path, list[tuple[str, int, int]]] = {}  # what this process has checked, with its files' sizes and times
+# folders that this process has checked: names, sizes and times of their files
+_whole: dict[Path, list[tuple[str, int, int]]] = {}
 
 
 def cache_root(cache_dir: Path | str | None = None) -> Path:
-    """The cache's folder: the one given, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
+    """The folder of the cache: ``cache_dir``, else ``$LAMINA_CACHE``, else ``~/.cache/lamina``."""
     if cache_dir:
         return home("cache_dir", cache_dir)
     return home("LAMINA_CACHE", os.environ.get("LAMINA_CACHE") or "~/.cache/lamina")
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds what was published under its name, by the digests of all its files.
+    """Whether a folder is exactly as it was published, by the digests of its files.
 
-    A damaged one is named in the log; each process reads the files once, and again when they change.
+    A damaged folder is logged. Each process reads the files once, and again when they change.
     """
     if not folder.exists():
         return False
@@ -48,23 +49,23 @@ def is_whole(folder: Path) -> bool:
         state, broken = [], str(error.strerror)
     if broken is None:
         _whole[folder] = state
-    elif (folder / MANIFEST).exists():  # without one it is an older Lamina's, or half deleted
+    elif (folder / MANIFEST).exists():  # without a manifest it is from an older Lamina, or half deleted
         logger.warning("%s: %s; it is made again", folder, broken)
     return broken is None
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make ``folder`` by writing into a folder beside it, sealed with digests, that takes its place in one step.
+    """Create ``folder``: ``write`` fills a draft beside it, which is sealed with digests and renamed in one step.
 
-    Processes may race: one of them wins, and all find a whole folder afterwards. Whatever ``write`` raises leaves
-    nothing behind; a folder that is there and not whole is replaced. What killed processes left beside it is deleted.
+    Processes may race: one of them wins, and afterwards the folder is complete for all. An error in ``write`` leaves
+    nothing behind. A damaged folder is replaced. Drafts of killed processes are deleted.
 
     Raises:
-        UserError: when the cache may not be written to.
-        OSError: a full disk among others, as it came.
+        UserError: the cache is not writable.
+        OSError: any other error of the disk, unchanged; for example, it is full.
     """
     _sweep(folder.parent)
-    # named by hand: tempfile.mkdtemp's folders are closed to the others who share a cache
+    # not tempfile.mkdtemp, whose folders are closed to other users of a shared cache
     draft = folder.parent / f".{folder.name}.{_host()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     try:
         draft.mkdir(parents=True)
@@ -82,7 +83,7 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
             os.replace(draft, folder)
             sync(folder.parent)
         except OSError:
-            # a folder cannot replace one that holds files: another process was first, with the same content
+            # renaming fails where another process was first, with the same content
             if not is_whole(folder):
                 raise
     finally:
@@ -90,7 +91,7 @@ def publish(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete the drafts of processes that were killed: this host's that are gone, others' after a day."""
+    """Delete the drafts of killed processes: on this host at once, of other hosts after a day."""
     for path in parent.glob(".*"):
         match = _DRAFT.fullmatch(path.name)
         if match is None:
@@ -104,7 +105,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _host() -> str:
-    """A short name of this machine (and this container): process numbers mean nothing on another one."""
+    """A short name of this machine (and container): process ids are only valid there."""
     return uuid.uuid5(uuid.NAMESPACE_DNS, f"{socket.gethostname()}-{uuid.getnode()}").hex[:8]
 
 

@@ -1,4 +1,4 @@
-"""Where text comes from, as an object: the embedded corpus, files and folders, data sets of the hub, mixes of these."""
+"""A corpus as an object: the embedded one, files and folders, data sets of the hub, and mixes of these."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from lamina.errors import UserError, nearest
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
-"""The built-in corpus: Jane Austen's six novels and Moby-Dick, a paragraph a line, 5.2 MB, public domain."""
+"""The built-in corpus: Jane Austen's six novels and Moby-Dick, one paragraph per line, 5.2 MB, public domain."""
 
 EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(ABC):
-    """The text of a run: one corpus or a mix of them. Opened by :meth:`parse`, read by way of its ``parts``.
+    """The text of a run: one corpus or a mix. Created by :meth:`parse`; its ``parts`` are what can be read.
 
     Attributes:
         spec: the corpus as the user wrote it.
-        text_field: the field of .jsonl rows and the column of .parquet files and data sets that holds the text.
+        text_field: the field of .jsonl rows, or the column of .parquet files and data sets, that holds the text.
     """
 
     spec: str
@@ -42,12 +42,12 @@ class Corpus(ABC):
 
     @staticmethod
     def parse(spec: str, text_field: str = "text") -> SingleCorpus | Mix:
-        """The corpus of a name: ``embedded``, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, or a mix A:0.7,B:0.3.
+        """The corpus with this name: embedded, a file, a folder, ``hf:NAME[:CONFIG][@SPLIT]``, a mix ``A:0.7,B:0.3``.
 
-        It exists; its text is not read yet.
+        Files and folders must exist; nothing is read yet.
 
         Raises:
-            UserError: the corpus, or a part of the mix, is malformed or missing.
+            UserError: the name is malformed, or a file or folder does not exist.
         """
         parts = tuple(
             Part(corpus=single_corpus(name, text_field), share=share) for name, share in parse_mix(spec).items()
@@ -60,10 +60,10 @@ class Corpus(ABC):
         """The single corpora and their shares, which add up to 1."""
 
     def fingerprint(self) -> str:
-        """A hash that changes when the content, a file's name or the text field do; a mix's shares do not count.
+        """A hash that changes with the content, the name of a file, or the text field, but not with a mix's shares.
 
-        Files and folders: SHA-256 over relative names and bytes, 64 hexadecimal digits. The hub: name, configuration,
-        split and the library's own fingerprint of the data set. A mix: its parts' hashes, joined.
+        Files and folders: SHA-256 of relative names and bytes, 64 hexadecimal digits. The hub: of name, configuration,
+        split and the library's own fingerprint of the data set. A mix: the hashes of its parts, joined.
 
         Raises:
             UserError: the corpus cannot be read.
@@ -71,7 +71,7 @@ class Corpus(ABC):
         return "+".join(part.corpus.fingerprint() for part in self.parts)
 
     def changed_since(self, time: float) -> list[Path]:
-        """The files that were changed later than ``time`` (seconds since 1970); none where there are no files."""
+        """The files changed later than ``time`` (seconds since 1970); empty for a corpus without files."""
         return [path for part in self.parts for path in part.corpus.changed_since(time)]
 
 
@@ -96,20 +96,20 @@ class Mix(Corpus):
 
 @dataclass(frozen=True, kw_only=True)
 class SingleCorpus(Corpus):
-    """A corpus that can be read: whole from its beginning, or shard by shard from any position."""
+    """A corpus that can be read: as a whole, or shard by shard from any position."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return (Part(corpus=self, share=Fraction(1)),)
 
     def documents(self) -> Iterator[Document]:
-        """The documents, always in the same order; those without any text are left out.
+        """The documents with text, always in the same order.
 
-        Folders are walked recursively in the order of their relative names. Hidden files and folders are skipped; so
-        are files that are not text, with one warning that counts them.
+        The files of a folder and its subfolders come in the order of their relative names, without hidden ones. Files
+        that are not text are skipped, with one warning that counts them.
 
         Raises:
-            UserError: a named file is binary, a row has no such field, or there is no text at all.
+            UserError: a file named by the user is binary, a row does not have the field, or there is no text at all.
         """
         empty = True
         for document in self._documents():
@@ -124,10 +124,10 @@ class SingleCorpus(Corpus):
 
     @abstractmethod
     def shards(self) -> Shards:
-        """The corpus in shards, without reading their text.
+        """The shards of the corpus, without reading their text.
 
-        Their fingerprint is the corpus' own for up to 1 GiB of files. For more it is made of the files' names, sizes
-        and times of change; for a data set of the hub, of its name and its builder's hash.
+        Their fingerprint is that of the corpus for up to 1 GiB of files. Beyond that it is a hash of the names, sizes
+        and times of change; for a data set of the hub, of its name and the hash of its builder.
 
         Raises:
             UserError: the corpus cannot be opened.
@@ -145,7 +145,7 @@ class SingleCorpus(Corpus):
 
 @dataclass(frozen=True, kw_only=True)
 class FileCorpus(SingleCorpus):
-    """A file, or all files of a folder."""
+    """A file, or the files of a folder."""
 
     path: Path
     _reported: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -160,7 +160,7 @@ class FileCorpus(SingleCorpus):
 
     def shards(self) -> Shards:
         root, paths = self.path if self.path.is_dir() else None, self._files()
-        states = [state_of(path) for path in paths]  # before their content is hashed: what comes later is a change
+        states = [state_of(path) for path in paths]  # before the content is hashed, so that any later change shows
         shards = [
             FileShard(self.spec, path, root, self.text_field, state, self._warn_once)
             for path, state in zip(paths, states, strict=True)
@@ -191,7 +191,7 @@ class FileCorpus(SingleCorpus):
                     yield document
             except NotTextError as error:
                 if begun:
-                    # what was handed out cannot be taken back, and half a file is not what anyone asked for
+                    # its first documents have been handed out, and nobody wants half a file
                     raise UserError(f"corpus: {str(path)!r} {error}, after some text; fix or remove it") from None
                 skipped.append(f"{name} {error}")
         if skipped:
@@ -199,7 +199,7 @@ class FileCorpus(SingleCorpus):
             self._warn_once(f"{self.path}: {len(skipped)} files skipped that are not text ({examples})")
 
     def _warn_once(self, message: str) -> None:
-        """A corpus is read several times, to be measured, split and streamed; each message is logged once."""
+        """Log a message once, however often the corpus is read."""
         if message not in self._reported:
             self._reported.add(message)
             logger.warning("%s", message)
@@ -218,7 +218,7 @@ class EmbeddedCorpus(FileCorpus):
 
 @dataclass(frozen=True, kw_only=True)
 class HubCorpus(SingleCorpus):
-    """One split of a data set, of the hub or in a folder that the datasets library reads."""
+    """One split of a data set, from the hub or from a folder that the datasets library reads."""
 
     source: HubSource
 
@@ -252,13 +252,13 @@ class HubCorpus(SingleCorpus):
 
 
 def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
-    """The corpus of a name that is no mix; see :meth:`Corpus.parse`."""
+    """The corpus with this name, which is no mix. See :meth:`Corpus.parse`."""
     if spec == EMBEDDED:
         return EmbeddedCorpus(text_field=text_field)
     if hub_datasets.is_hub(spec):
         return HubCorpus(spec=spec, text_field=text_field, source=hub_datasets.parse(spec))
     if not spec:
-        raise UserError(f"corpus: it is empty (allowed: {ALLOWED})")
+        raise UserError(f"corpus: the name is empty (allowed: {ALLOWED})")
     path = Path(spec).expanduser()
     if not path.exists():
         siblings = os.listdir(path.parent) if path.parent.is_dir() else []

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class MixedBlocks(BlockSource):
     """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
 
-    After any number n of blocks each part has given its share of n, to within one block a part. Which of its blocks
-    comes next is a permutation of ``seed``, drawn anew each time the part has been seen whole; with no seed they come
-    as they lie. Nothing but the seed decides, so a run that is resumed at block i goes on with the same ones.
+    After any n blocks, each part has contributed its share of n to within one block. The order of a part's own blocks
+    is a permutation by ``seed``, a new one for each epoch of the part; without a seed they keep their order. Nothing
+    else decides the order, so a run that resumes at block i sees the same blocks.
     """
 
     in_order = True
@@ -39,7 +39,7 @@ class MixedBlocks(BlockSource):
         return list(zip(self.shares, self.blocks, strict=True))
 
     def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
-        """The same mix in the order of a run with this seed; as good as without end."""
+        """The same mix in the order of a run with this seed, practically endless."""
         return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class MixedBlocks(BlockSource):
         return blocks[int(self._order(part, position // count)[position % count])]
 
     def where(self, index: int) -> tuple[int, int]:
-        """The part that block ``index`` is of, and how many of that part came before it."""
+        """The part that block ``index`` belongs to, and how many blocks of that part come before it."""
         if index < 0:
             index += self.length
         if not 0 <= index < self.length:
@@ -64,11 +64,11 @@ class MixedBlocks(BlockSource):
             before, after = (_share_of(n, share / rest) for n in (index, index + 1))
             if after > before:
                 return part, before
-            index, rest = index - before, rest - share  # a block of one of the other parts, counted among those
-        raise AssertionError("the last part has all that is left")
+            index, rest = index - before, rest - share  # it belongs to another part: count among those
+        raise AssertionError("the last part takes every block that remains")
 
     def counts(self, blocks: int) -> list[int]:
-        """How many of the first ``blocks`` blocks are of each part."""
+        """How many of the first ``blocks`` blocks belong to each part."""
         rest, counts = Fraction(1), []
         for share in self.shares:
             counts.append(_share_of(blocks, share / rest))
@@ -91,7 +91,7 @@ class MixedBlocks(BlockSource):
     def sample(self, count: int) -> torch.Tensor:
         if not any(part.in_order for part in self.blocks):
             return torch.stack([self[i]["input_ids"] for i in spread(len(self), count)])
-        rows = torch.cat([part.sample(len(part)) for part in self.blocks])  # all that is known of each stream's text
+        rows = torch.cat([part.sample(len(part)) for part in self.blocks])  # the known text of each stream
         return rows[spread(len(rows), count)]
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
@@ -122,15 +122,15 @@ class MixedBlocks(BlockSource):
 
 
 def _share_of(blocks: int, share: Fraction) -> int:
-    """floor(blocks * share + 1/2) in whole numbers: how many of the first ``blocks`` a part of this share has."""
+    """floor(blocks * share + 1/2) in integers: how many of the first ``blocks`` belong to a part with this share."""
     return (2 * blocks * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
-    """One pair of splits of several: the shares hold in training and in what is held out. One part stays as it is.
+    """Mix several pairs of splits into one, with the same shares in training and held out. One part stays as it is.
 
-    The held-out split has as many blocks as can be had in these shares with none twice. ``train`` is as long as all
-    the parts together; ``MixedBlocks.for_run`` gives a run's own order and length.
+    The held-out split has as many blocks as these shares allow without repeating one. ``train`` is as long as all parts
+    together; ``MixedBlocks.for_run`` gives the order and length for a run.
     """
     if len(blocks) == 1:
         return blocks[0]
@@ -163,7 +163,7 @@ def _stats(parts: Sequence[Part], stats: Sequence[BlockStats], held_out: MixedBl
 
 
 def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
-    """Cross-entropy of the mixed held-out tokens under the mixed train tokens' add-one smoothed frequencies, in nats.
+    """Cross-entropy of the mixed held-out tokens under the mixed, add-one smoothed train frequencies, in nats.
 
     Both are mixed by the shares: p(t) = sum over the parts of share * p_part(t).
     """

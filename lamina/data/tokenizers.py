@@ -39,7 +39,7 @@ def validate_spec(spec: str) -> None:
         UserError: the name is empty, a bpe has no valid size, or a path does not exist.
     """
     if not spec.strip():
-        raise UserError(f"tokenizer: it is empty (allowed: {_ALLOWED})")
+        raise UserError(f"tokenizer: the name is empty (allowed: {_ALLOWED})")
     if is_trained(spec):
         _bpe_size(spec)
         return

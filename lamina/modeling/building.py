@@ -20,7 +20,7 @@ from lamina.modeling.modeling_lamina import (
     HEADS,
     Block,
     LaminaForCausalLM,
-    LaminaRMSNorm,
+    NormStyle,
     Residual,
     adapter_of,
 )
@@ -41,7 +41,7 @@ def build(
     init: str = "recommended",
     profile_ids: torch.Tensor | None = None,
     width_scaling: WidthScaling | None = None,
-    **placement_options: Any,
+    **placement_options: object,
 ) -> PreTrainedModel:
     """A model with the backbone's attention and feed-forward modules, wired as the placement says.
 
@@ -77,29 +77,46 @@ def build(
     if torch.get_default_device().type != "meta":
         fields = "hidden_size, num_layers, vocab_size"
         refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
-    head = str(head or adapter_of(config).heads[0])
-    if head not in HEADS:
-        raise unknown("head", head, HEADS)
+    head = _head(config, head)
     plan = make_plan(placement, config.num_hidden_layers, **placement_options)
     init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
-    try:
-        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **_labels(head, num_labels))
-        outer._attn_implementation = config._attn_implementation  # the outer one decides for both
-        model = HEADS[head].model(outer)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"backbone {config.model_type!r}: it cannot be built ({one_line(error)})") from error
-    base = None
-    if width_scaling is not None:
-        base = {s.weight.name: (s.base, s.std) for s in scaled_weights(model, width_scaling)}
-    initialization.initialize(model, name, profile_ids, base)
+    model = _wired(config, plan, head, num_labels)
+    initialization.initialize(model, name, profile_ids, _base_weights(model, width_scaling))
     from_file = not isinstance(backbone, PreTrainedConfig) and str(backbone) not in PRESETS
     if from_file or config.model_type not in ADAPTERS:
         _check_runs(model)
     return model
+
+
+def _head(config: PreTrainedConfig, head: str | None) -> str:
+    """The head, by default the backbone's first. Raises UserError for an unknown one."""
+    head = str(head or adapter_of(config).heads[0])
+    if head not in HEADS:
+        raise unknown("head", head, HEADS)
+    return head
+
+
+def _base_weights(
+    model: PreTrainedModel, scaling: WidthScaling | None
+) -> dict[str, tuple[initialization.Weight, float]] | None:
+    """For each weight's name, the same weight at the base width and the factor on its standard deviation."""
+    if scaling is None:
+        return None
+    return {s.weight.name: (s.base, s.std) for s in scaled_weights(model, scaling)}
+
+
+def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
+    """The model with the weights that transformers draws. Raises UserError where it cannot be built."""
+    try:
+        outer = LaminaConfig(backbone_config=config, plan=plan.to_dict(), **_labels(head, num_labels))
+        outer._attn_implementation = config._attn_implementation  # the outer one decides for both
+        return HEADS[head].model(outer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
+        raise UserError(f"backbone {config.model_type!r}: it cannot be built ({one_line(error)})") from error
 
 
 @torch.no_grad()
@@ -111,7 +128,7 @@ def _check_runs(model: PreTrainedModel) -> None:
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
-    text_config: Any = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     ids = torch.arange(1, 5, device=next(model.parameters()).device).remainder(text_config.vocab_size)[None]
     says, training = f"backbone {text_config.model_type!r}: wired by a placement it", model.training
     try:
@@ -146,7 +163,7 @@ def recommended(plan: Plan) -> str:
     return plan.initialization or "normal"
 
 
-def make_plan(placement: str | Plan, num_layers: int, **options: Any) -> Plan:
+def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
     """The plan of a placement, or the given one. Raises UserError where a plan is for another depth or gets options."""
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
@@ -181,8 +198,8 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
             raise UserError(f"{name}: {shortened(repr(given), 200)} (allowed: a {kind.__name__})")
     whole_number("hidden_size", hidden_size)
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
-    like = LaminaRMSNorm(1, eps=1e-6)
+    style = NormStyle()
     return Block(
-        Residual(attention, wiring["attention"], hidden_size, like),
-        Residual(feed_forward, wiring["feed_forward"], hidden_size, like),
+        Residual(attention, wiring["attention"], hidden_size, style),
+        Residual(feed_forward, wiring["feed_forward"], hidden_size, style),
     )

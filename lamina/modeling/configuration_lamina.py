@@ -25,8 +25,8 @@ class LaminaConfig(PreTrainedConfig):
 
     model_type = "lamina"
     # transformers reads it off the class; newer versions have a property of the name
-    sub_configs = {"backbone_config": AutoConfig}  # noqa: RUF012 # pyright: ignore
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    sub_configs = {"backbone_config": AutoConfig}  # pyright: ignore
+    keys_to_ignore_at_inference = ["past_key_values"]
 
     backbone_config: dict | PreTrainedConfig | None = None
     plan: dict | None = None

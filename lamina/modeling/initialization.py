@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.profiling import profile_admin
 
+T = TypeVar("T")
 BRANCH_OUT = ("attention_out", "feed_forward_out")
 _WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
@@ -209,7 +210,7 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
-        config: Any = model.config.get_text_config()
+        config = model.config.get_text_config()
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key = weight.fan_out * key_heads // (heads + 2 * key_heads)
@@ -246,7 +247,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         yield Weight(name=name, parameter=parameter, role=role, layer=layer, sublayer=sublayer, wiring=wiring, **common)
 
 
-def _prefixes(name: str, wirings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _prefixes(name: str, wirings: Mapping[str, T]) -> Iterator[tuple[str, T]]:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         key = ".".join(parts[:end]) + "."

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
+from transformers import PreTrainedConfig
 
 from lamina.errors import UserError
 
@@ -38,7 +38,7 @@ def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "c
     )
 
 
-def fewest_weights(config: Any) -> int:
+def fewest_weights(config: PreTrainedConfig) -> int:
     """A lower bound of a backbone's weights: a square matrix a block, and the embedding."""
     width = config.hidden_size
     return config.num_hidden_layers * width * width + getattr(config, "vocab_size", 0) * width

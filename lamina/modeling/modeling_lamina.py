@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import nn
@@ -82,8 +82,8 @@ class LaminaRMSNorm(LaminaNorm):
 class LaminaGroupRMSNorm(LaminaNorm):
     """RMSNorm over each of ``groups`` equal parts of a token's channels on their own, hence causal."""
 
-    def __init__(self, hidden_size: int, *, groups: int, **kwargs: Any):
-        super().__init__(hidden_size, groups=groups, **kwargs)
+    def __init__(self, hidden_size: int, *, groups: int, eps: float, gain: float = 1.0, learnable: bool = True):
+        super().__init__(hidden_size, eps=eps, gain=gain, learnable=learnable, groups=groups)
         if hidden_size % groups:
             raise ValueError(f"groups: {groups} does not divide the hidden size {hidden_size}")
 
@@ -96,8 +96,17 @@ class LaminaGroupRMSNorm(LaminaNorm):
 class LaminaLayerNorm(LaminaNorm):
     """(x - mean) / sqrt(var + eps) * gain + bias over the last axis; no bias where ``bias`` is False (ModernBERT's)."""
 
-    def __init__(self, hidden_size: int, *, learnable: bool = True, bias: bool = True, **kwargs: Any):
-        super().__init__(hidden_size, learnable=learnable, **kwargs)
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float,
+        gain: float = 1.0,
+        learnable: bool = True,
+        groups: int = 1,
+        bias: bool = True,
+    ):
+        super().__init__(hidden_size, eps=eps, gain=gain, learnable=learnable, groups=groups)
         self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(hidden_size)) if learnable and bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,17 +190,40 @@ def check_head(config: PreTrainedConfig, head: str) -> None:
         )
 
 
-def make_norm(spec: dict | None, hidden_size: int, like: nn.Module) -> LaminaNorm | None:
-    """The norm that a plan's record asks for; kind "backbone" and epsilon are those of the backbone's norm ``like``."""
+@dataclass(frozen=True, kw_only=True)
+class NormStyle:
+    """The backbone's own norm: what a plan's norms of kind "backbone" are, and the epsilon of all of them.
+
+    ``kind`` is "rms" or "layer"; ``bias``: whether a LayerNorm has one.
+    """
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    bias: bool = True
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormStyle:
+        """The style of one of the backbone's norms."""
+        return cls(
+            kind="layer" if "LayerNorm" in type(norm).__name__ else "rms",
+            eps=float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or cls.eps),
+            bias=norm.bias is not None if isinstance(norm, nn.LayerNorm) else True,
+        )
+
+
+def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
+    """The norm that a plan's record asks for, in the backbone's style where it says so."""
     if spec is None:
         return None
-    kind = spec["kind"]
-    if kind == "backbone":
-        kind = "layer" if "LayerNorm" in type(like).__name__ else "rms"
-    eps = float(getattr(like, "variance_epsilon", None) or getattr(like, "eps", None) or 1e-6)
-    more = {"bias": like.bias is not None} if kind == "layer" and isinstance(like, nn.LayerNorm) else {}
+    kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
+    bias = {"bias": style.bias} if kind == "layer" else {}
     return NORMS[kind](
-        hidden_size, eps=eps, gain=spec["initial_gain"], learnable=spec["learnable_gain"], groups=spec["groups"], **more
+        hidden_size,
+        eps=style.eps,
+        gain=spec["initial_gain"],
+        learnable=spec["learnable_gain"],
+        groups=spec["groups"],
+        **bias,
     )
 
 
@@ -206,19 +238,22 @@ class NormedProjections(nn.Module):
     backbone_class: type[nn.Module]
     normed: tuple[str, ...]  # of "q", "k" and "v"
     stacked: str | None  # the one projection to all three, where there is one
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
     q_norm: LaminaNorm
     k_norm: LaminaNorm
     v_norm: LaminaNorm
 
     def normed_queries(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, hidden_size] to [batch, tokens, heads * head_dim]; keys and values likewise."""
-        return _in_parts(self.q_norm, self.q_proj(hidden))  # type: ignore[operator]
+        return _in_parts(self.q_norm, self.q_proj(hidden))
 
     def normed_keys(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _in_parts(self.k_norm, self.k_proj(hidden))  # type: ignore[operator]
+        return _in_parts(self.k_norm, self.k_proj(hidden))
 
     def normed_values(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _in_parts(self.v_norm, self.v_proj(hidden))  # type: ignore[operator]
+        return _in_parts(self.v_norm, self.v_proj(hidden))
 
     def normed_stack(self, hidden: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values stacked in the last axis."""
@@ -228,11 +263,11 @@ class NormedProjections(nn.Module):
                 parts[index] = _in_parts(getattr(self, f"{name}_norm"), parts[index])
         return torch.cat(parts, dim=-1)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Copied and pickled by the backbone's class: this one may not have been made yet where it is read."""
         return _empty_normed_projections, (self.backbone_class, self.normed, self.stacked), self.__getstate__()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object, **kwargs: object) -> None:
         for key in [key for key in state_dict if key.startswith(prefix)]:
             if (new := current_key(key)) != key:
                 state_dict[new] = state_dict.pop(key)
@@ -254,12 +289,12 @@ def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | 
     if key not in _NORMED_CLASSES:
         calls = {f"{name}_proj": f"normed_{_PARTS[name]}" for name in normed}
         calls = {stacked: "normed_stack"} if stacked else calls
-        forward: Any = base.forward
-        code: Any = getattr(forward, "__code__", None)
-        for name in calls:
-            if code is None or name not in code.co_names:
-                raise ValueError(f"{base.__name__}.forward does not call {name!r} itself")
-        code = code.replace(co_names=tuple(calls.get(name, name) for name in code.co_names))
+        forward = base.forward
+        called = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+        absent = [name for name in calls if name not in called]
+        if absent or not isinstance(forward, FunctionType):
+            raise ValueError(f"{base.__name__}.forward does not call {absent[0]!r} itself")
+        code = forward.__code__.replace(co_names=tuple(calls.get(name, name) for name in called))
         made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
         made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
         made.__doc__, made.__qualname__ = forward.__doc__, forward.__qualname__
@@ -332,16 +367,16 @@ class Residual(nn.Module):
         module: nn.Module,
         sublayer: dict,
         hidden_size: int,
-        like: nn.Module,
+        style: NormStyle,
         dropout: float = 0.0,
         scaled: Collection[str] = (),
     ):
         super().__init__()
         self.sublayer = Record(sublayer)
         self.module = module
-        self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, like)
-        self.out_norm = make_norm(sublayer["out_norm"], hidden_size, like)
-        self.post_norm = make_norm(sublayer["post_norm"], hidden_size, like)
+        self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
+        self.out_norm = make_norm(sublayer["out_norm"], hidden_size, style)
+        self.post_norm = make_norm(sublayer["post_norm"], hidden_size, style)
         self.dropout = nn.Dropout(dropout) if dropout else None
         self.skip: str = sublayer["skip"]
         self.skip_scale = self._scale("skip_scale", hidden_size)
@@ -361,7 +396,7 @@ class Residual(nn.Module):
             return value
         return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else (), value))
 
-    def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
         """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x itself where not given."""
         hidden = x if self.pre_norm is None else self.pre_norm(x)
         if self._has_pre_scale:
@@ -411,7 +446,7 @@ class Block(GradientCheckpointingLayer):
         self._takes_mask = any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: object
     ) -> torch.Tensor:
         """``hidden_states`` (the stream x^i) and the result: [batch, tokens, hidden_size]; attention gets the rest."""
         if self._takes_mask:  # a module of the user's own may not know of masks
@@ -452,7 +487,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         backbone_config, dtype=torch.get_default_dtype(), **adapter.arguments
     )
     _check_wirable(backbone, adapter)
-    layers, like = getattr(backbone, adapter.layers), getattr(backbone, adapter.norm)
+    layers, style = getattr(backbone, adapter.layers), NormStyle.of(getattr(backbone, adapter.norm))
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     scaled = {
@@ -461,28 +496,28 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     }
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
         attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
-        norm_projections(attention, plan, like, adapter.stacked)
+        norm_projections(attention, plan, style, adapter.stacked)
         block = Block(
-            Residual(attention, wiring["attention"], width, like, dropout, scaled["attention"]),
-            Residual(feed_forward, wiring["feed_forward"], width, like, dropout, scaled["feed_forward"]),
+            Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
+            Residual(feed_forward, wiring["feed_forward"], width, style, dropout, scaled["feed_forward"]),
         )
         if hasattr(layer, "attention_type"):  # some models pick the mask by it
             block.attention_type = layer.attention_type
         layers[index] = block
-    setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, like) or nn.Identity())
+    setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, style) or nn.Identity())
     if adapter.embedding_norm:
         backbone.set_submodule(adapter.embedding_norm, nn.Identity())
-    return backbone, make_norm(plan["embedding_norm"], width, like)
+    return backbone, make_norm(plan["embedding_norm"], width, style)
 
 
-def _backbone_class(config: PreTrainedConfig) -> Any:
+def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """A subclass of the backbone's model that records Blocks as its hidden states.
 
     transformers keys its output recorders by the class, so it must exist before the model is built; it is kept in this
     module under its name, so that models can be pickled.
     """
     try:
-        base: Any = MODEL_MAPPING[type(config)]
+        base = cast(type[PreTrainedModel], MODEL_MAPPING[type(config)])
     except KeyError:
         raise ValueError(f"backbone {config.model_type!r}: transformers has no base model for it") from None
     name = "Lamina" + base.__name__
@@ -516,7 +551,7 @@ def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
         )
 
 
-def norm_projections(attention: nn.Module, plan: dict, like: nn.Module, stacked: str | None = None) -> None:
+def norm_projections(attention: nn.Module, plan: dict, style: NormStyle, stacked: str | None = None) -> None:
     """Put the plan's norms on an attention's queries, keys and values, beside its projections.
 
     ``stacked`` names the one projection to all three, where there is one. Raises ValueError, having changed nothing,
@@ -550,7 +585,7 @@ def norm_projections(attention: nn.Module, plan: dict, like: nn.Module, stacked:
         raise ValueError(f"{'qk_norm' if 'q' in dims else 'v_norm'}: {error}") from None
     spec = plan.get("qkv_norm") or QKV_NORM
     in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
-    norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, like) for p, dim in dims.items()}
+    norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, style) for p, dim in dims.items()}
     module.__class__ = made
     for part, norm in norms.items():
         setattr(module, f"{part}_norm", norm)
@@ -566,8 +601,8 @@ class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
     config_class = LaminaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _no_split_modules = ["Block"]
+    _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -628,7 +663,7 @@ class LaminaModel(LaminaPreTrainedModel):
             x = x * self.embedding_scale
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _after_embeddings(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         """For a backbone that takes no embeddings. A bound method: a copied or pickled model hooks its own norm."""
         return self._scaled_and_normed(output)
 
@@ -639,7 +674,7 @@ class LaminaModel(LaminaPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BaseModelOutputWithPast:
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) is None and getattr(self.config, name, False):
@@ -689,6 +724,33 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
     return register
 
 
+class LogitsStyle(NamedTuple):
+    """What some backbones do to their logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None for none."""
+
+    factor: float | None
+    divisor: float | None
+    softcap: float | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LogitsStyle:
+        """What a backbone's configuration says."""
+        fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        return cls(*(getattr(config, name, None) or None for name in fields))
+
+    @property
+    def scale(self) -> float:
+        """The factor and the divisor as one number."""
+        return float(self.factor or 1.0) / float(self.divisor or 1.0)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The backbone's logits from those of the head."""
+        if self.factor:
+            logits = logits * self.factor
+        if self.divisor:
+            logits = logits / self.divisor
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
 @head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given.
@@ -698,13 +760,13 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
-    _tied_weights_keys = {"lm_head.weight": "model.backbone.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.backbone.embed_tokens.weight"}
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
         check_head(config.get_text_config(), "causal_lm")
         self.model = LaminaModel(config)
-        text_config: Any = config.get_text_config()
+        text_config = config.get_text_config()
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self.post_init()
 
@@ -719,7 +781,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> CausalLMOutputWithPast:
         # Named one by one: Trainer and TRL keep only the columns whose names they find in this signature.
         if kwargs.get("output_router_logits"):
@@ -734,11 +796,11 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden = outputs.last_hidden_state
+        hidden, style = outputs.last_hidden_state, LogitsStyle.of(self.config.get_text_config())
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and all_logits and self.linear_loss is not None:
-            scale, cap = _logits_scale(self.config.get_text_config())
-            loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=cap, **loss_kwargs)
+            scale, softcap = style.scale, style.softcap
+            loss = self.linear_loss(hidden, self.lm_head, labels, scale=scale, softcap=softcap, **loss_kwargs)
             if loss is not None:
                 return CausalLMOutputWithPast(
                     loss=loss,
@@ -747,7 +809,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
                     attentions=outputs.attentions,
                 )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = _scaled_logits(self.lm_head(hidden[:, keep]), self.config.get_text_config())
+        logits = style.apply(self.lm_head(hidden[:, keep]))
         loss = None
         if labels is not None:
             vocab_size = self.config.get_text_config().vocab_size
@@ -759,22 +821,6 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def _logits_scale(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """What some backbones do to their logits: Cohere's and Granite's scale, Gemma 2's soft-cap."""
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return scale, getattr(config, "final_logit_softcapping", None)
-
-
-def _scaled_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if scale := getattr(config, "logits_scaling", None):
-        logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    return logits
 
 
 @head("sequence_classification", "AutoModelForSequenceClassification")
@@ -794,7 +840,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
 class LaminaPredictionHead(nn.Module):
     """What ModernBERT has between its states and its decoder: norm(activation(dense(x)))."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.classifier_bias)
         self.act = ACT2FN[config.classifier_activation]
@@ -811,11 +857,11 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
     Logits [batch, tokens, vocab_size]; the loss is the mean over the labels that are not -100.
     """
 
-    _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"decoder.weight": "model.backbone.embeddings.tok_embeddings.weight"}
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
-        text_config: Any = config.get_text_config()
+        text_config = config.get_text_config()
         check_head(text_config, "masked_lm")
         self.model = LaminaModel(config)
         self.head = LaminaPredictionHead(text_config)
@@ -836,7 +882,7 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> MaskedLMOutput:
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch",) if k in kwargs}
         outputs = self.model(
@@ -878,7 +924,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
         labels: torch.Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> ImageClassifierOutput:
         kwargs.pop("num_items_in_batch", None)  # Trainer's; the mean over the batch needs none
         outputs = self.model(

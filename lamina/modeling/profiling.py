@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,7 +54,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
 
 def _made_up(base: LaminaModel) -> torch.Tensor:
-    config: Any = base.config.get_text_config()
+    config = base.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     if base.main_input_name == "input_ids":
         return torch.randint(0, config.vocab_size, (8, 64), generator=generator)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.width_schemes import PARAMETRIZATIONS, SCHEMES
 from lamina.errors import UserError, unknown
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.initialization import Weight, weights
+from lamina.modeling.parts import body_of
 
 Kind = Literal["embedding", "hidden", "readout", "vector"]
 KINDS = ("embedding", "hidden", "readout")
@@ -90,7 +91,7 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
     """
     check_untied(model.config)
     base = base_model(model, scaling)
-    ours: Any = model.config.get_text_config()
+    ours = model.config.get_text_config()
     m = ours.hidden_size / scaling.base_width
     growth = embedding_scale(model) / embedding_scale(base)
     for weight, narrow in zip(weights(model), weights(base), strict=True):
@@ -114,7 +115,7 @@ def kind_of(weight: Weight) -> Kind:
 
 def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel:
     """The same model at the base width on the meta device: shapes only. Raises UserError where there is none."""
-    outer: Any = model.config
+    outer = model.config
     try:
         config = resolve_backbone(outer.get_text_config(), hidden_size=scaling.base_width)
         with torch.device("meta"):
@@ -123,7 +124,7 @@ def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel
         raise UserError(f"base_width: {scaling.base_width} cannot be this model's width ({error})") from error
 
 
-def check_untied(config: Any) -> None:
+def check_untied(config: PreTrainedConfig) -> None:
     """Raise UserError where one tensor is both embedding and readout, which need rates of their own."""
     if config.tie_word_embeddings:
         raise UserError(
@@ -134,5 +135,5 @@ def check_untied(config: Any) -> None:
 
 def embedding_scale(model: PreTrainedModel) -> float:
     """What the embedding is multiplied by in the forward pass: by the plan, and by the backbone (Gemma's sqrt(d))."""
-    base: Any = getattr(model, "model", model)
+    base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

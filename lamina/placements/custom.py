@@ -6,10 +6,10 @@ registers a scheme with ``@placement``. It runs as code, with the rights of whoe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from lamina.core.json_types import Json
 from lamina.core.python_files import guarded
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, nearest, shortened
@@ -71,7 +71,7 @@ def _load_yaml(path: Path) -> Placement:
     )
 
 
-def _texts(data: Mapping[object, object]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
     """The file's texts that describe the placement, by field, and its equations. Raises UserError."""
     for key in data if "layers" not in data else ():  # Plan.from_dict checks those of a full plan
         if key not in _FIELDS:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from lamina.core.json_types import Json
 from lamina.core.values import is_finite
 from lamina.errors import UserError, nearest
 
@@ -50,7 +51,7 @@ class Norm:
     """A norm at one position.
 
     ``kind`` "backbone" is the family that the backbone uses itself (RMSNorm in Llama, LayerNorm in ViT); "group"
-    normalises ``groups`` equal parts of each token's channels on their own, so it is causal.
+    normalizes ``groups`` equal parts of each token's channels on their own, so it is causal.
     """
 
     kind: NormKind = "backbone"
@@ -85,7 +86,7 @@ def _as_norm(where: str, value: object) -> Norm | None:
 class Sublayer:
     """One residual sub-layer (attention or feed-forward).
 
-    ``weight_gain`` is a factor that an initialiser with gains (DeepNorm's beta) applies to the sub-layer's value and
+    ``weight_gain`` is a factor that an initializer with gains (DeepNorm's beta) applies to the sub-layer's value and
     output projections; ``gate_gain`` is the same for a gated feed-forward's gate. They do not act in the forward pass.
     """
 
@@ -141,8 +142,8 @@ class Plan:
 
     ``placement`` is its name; a scheme leaves it out, ``resolve`` sets it.
     ``embedding_scale`` multiplies the embedding; "sqrt_hidden_size" stands for the square root of the model's width.
-    ``initialization`` is the recommended initialiser's name ("" leaves it to the placement's registration).
-    ``qk_norm`` and ``v_norm`` normalise queries and keys, or values: per head, or over the full projected width.
+    ``initialization`` is the recommended initializer's name ("" leaves it to the placement's registration).
+    ``qk_norm`` and ``v_norm`` normalize queries and keys, or values: per head, or over the full projected width.
     ``qkv_norm`` is the norm that stands there; of kind "group" it is an RMSNorm where it is per head, which is a group.
     """
 
@@ -155,7 +156,7 @@ class Plan:
     v_norm: HeadNorm = "off"
     qkv_norm: Norm = Norm(kind="rms")
     initialization: str = ""
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: Json = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Raise UserError for a plan without layers or with fields that have no meaning."""
@@ -191,7 +192,7 @@ class Plan:
             found.setdefault(layer, []).append(index)
         return list(found.items())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
 
         Without ``qkv_norm`` where it is the default, so that a plan written before there was the field stays the same.
@@ -202,7 +203,7 @@ class Plan:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, object]) -> Plan:
         """Read a plan from plain dicts. Raises UserError that names an unknown field or a value with no meaning."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
@@ -223,7 +224,7 @@ def _read(cls: type[_Record], data: object, where: str) -> _Record:
         if entry.default is MISSING and entry.default_factory is MISSING and name not in data:
             raise UserError(f"{where}: field {name!r} is missing")
     hints = get_type_hints(cls)
-    values: dict[str, Any] = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    values: Json = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
     try:
         return cls(**values)
     except UserError as error:

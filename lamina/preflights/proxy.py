@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,7 +12,7 @@ from lamina.modeling.backbones import count_parameters
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
-from lamina.training.optimizer import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config
 from lamina.training.settings import PretrainSettings
 
@@ -109,15 +108,4 @@ def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrai
         init=proxy.settings.init,
         profile_ids=profile,
         width_scaling=proxy.scaling,
-    )
-
-
-def optimizer_groups(model: PreTrainedModel, proxy: Proxy) -> list[dict[str, Any]]:
-    """AdamW's groups as pretraining has them: matrices decay, gains and biases don't; rates by role where scaled."""
-    if proxy.scaling is None:
-        factors = {name: 1.0 for name, _ in model.named_parameters()}
-    else:
-        factors = rate_factors(model, proxy.scaling)
-    return parameter_groups(
-        model, factors, learning_rate=proxy.settings.learning_rate, weight_decay=proxy.settings.weight_decay
     )

@@ -155,13 +155,16 @@ def burn_in_of(
         device=device,
         tick=tick,
     )
-    burning.advance(steps // 2)
-    burning.advance(steps)
-    more = max(1, settings.burn_in // 4)
-    while not burning.stopped and len(burning.losses) + more <= min(3 * settings.burn_in, 0.6 * run.steps):
-        if not go_on(features(burning.seen())):
-            break
-        burning.advance(len(burning.losses) + more)
+
+    def looks() -> Iterator[int]:
+        yield steps // 2
+        yield steps
+        step, more = steps, max(1, settings.burn_in // 4)
+        while step + more <= min(3 * settings.burn_in, 0.6 * run.steps) and go_on(features(burning.seen())):
+            step += more
+            yield step
+
+    burning.train(looks())
     return burning.seen()
 
 

@@ -1,1 +1,1 @@
-"""What each layer does, on any Hugging Face checkpoint: one file a probe."""
+"""What each layer does, on any Hugging Face checkpoint: one file per probe."""

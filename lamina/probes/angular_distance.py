@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import torch
 
-from lamina.probes.directions import Directions, check_tokens, note_streams, once
+from lamina.core.frames import Frame
+from lamina.probes.directions import DirectionsProbe, note_streams, once
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, heat_map
 from lamina.probes.engine.ratio import Ratio
-from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.discovery import Point
+from lamina.probes.engine.registry import probe
 
 WHOSE = {
     "last": "each sequence's last token (Gromov et al. 2024)",
@@ -24,7 +24,7 @@ WHOSE = {
 
 
 @probe
-class AngularDistance(Probe):
+class AngularDistance(DirectionsProbe):
     """d(l, l + n) = arccos(cos(x^l, x^(l+n))) / pi, the mean over sequences of the angle (not the angle of the mean).
 
     Gromov et al. 2024; Mix-LN Eq 8, Fig 5. x^l is the stream before layer l, so d(l, l + n) is what dropping the
@@ -54,30 +54,23 @@ class AngularDistance(Probe):
     over_steps = ("angular_distance",)
 
     def __init__(self, tokens: str | None = None, tokens_per_batch: int | None = None):
-        check_tokens(tokens, tokens_per_batch)
-        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+        super().__init__(tokens, tokens_per_batch)
         self._angles = Ratio()
 
     def begin(self, context: Context) -> None:
-        tokens = self.tokens or ("all" if "step" in context.state else None)
-        self._directions = Directions(context, tokens, self.tokens_per_batch)
+        super().begin(context)
         self._whose = WHOSE[self._directions.tokens]
         once(context.notes, f"The angles are those of {self._whose}.")
-        self._states = context.structure.states()
-        self._pairs = np.triu_indices(len(self._states), k=1)
         note_streams(context)
 
-    def points(self) -> Mapping[Any, Point]:
-        return self._states
+    def _tokens(self, context: Context) -> str | None:
+        return self.tokens or ("all" if "step" in context.state else None)
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
-        self._directions.see(key, value)
+    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._directions.angles()
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
-        totals, counts = self._directions.angles()
-        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
-        self._angles.add(totals[:, first, second], counts)
-        self._directions.end()
+    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        self._angles.add(sums, counts)
 
     def standard_error(self) -> float | None:
         mean, error = self._angles.mean, self._angles.standard_error
@@ -98,9 +91,7 @@ class AngularDistance(Probe):
         ).sort_values(["size", "start"], ignore_index=True)
         return pd.concat([frame, best_blocks(frame)], ignore_index=True)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import heat_map
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         distances = frame[frame["metric"] == "angular_distance"]
         captions = (
             "Angular distance d(l, l + n) of the streams before and behind the block of n layers that starts at layer "
@@ -124,7 +115,7 @@ class AngularDistance(Probe):
             found.append((figure, f"{caption} Angles of {whose}." if whose else caption))
         return found
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         distances = frame[frame["metric"] == "angular_distance"]
         num_layers = int(distances["size"].max())
         by_block = distances.set_index(["size", "start"])["value"]
@@ -141,7 +132,7 @@ class AngularDistance(Probe):
         return [*said, *_early_or_deep(by_block[1].to_numpy())]
 
 
-def best_blocks(frame: Any) -> pd.DataFrame:
+def best_blocks(frame: Frame) -> pd.DataFrame:
     """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are no minimum."""
     rows = []
     for size, group in frame.groupby("size"):
@@ -151,10 +142,10 @@ def best_blocks(frame: Any) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(frame.columns))
 
 
-def scaled_rows(distances: Any) -> pd.DataFrame:
+def scaled_rows(distances: Frame) -> pd.DataFrame:
     """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 where they are all the same."""
 
-    def scale(values: Any) -> Any:
+    def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)
         return (values.clip(low, high) - low) / (high - low) if high > low else values * 0.0
 

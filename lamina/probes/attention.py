@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lamina.core.frames import Frame
 from lamina.errors import UserError
+from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, heat_map, lines
+from lamina.probes.engine.outputs import Args, Kwargs, Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.discovery import LayerSite
+from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
 _FARTHEST = 9000.0  # old models mask by adding -10,000
@@ -108,9 +111,7 @@ class Attention(Probe):
         for head in range(heads):
             yield layer, "attention", "head", head, "max_logit", float(largest[head]), math.nan
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import heat_map, lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         every = frame[frame["role"] == "all"]
         shares = every[every["metric"].isin(["entropy_share", "first_token_share"])]
         made = [
@@ -118,7 +119,7 @@ class Attention(Probe):
                 lines(
                     shares,
                     *("layer", "value"),
-                    colour="metric",
+                    color="metric",
                     title="How spread attention is, and what the first token gets",
                     y_title="share",
                     band="standard_error",
@@ -148,7 +149,7 @@ class Attention(Probe):
         made.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all alike."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]
         spread, first, logit = (every[name] for name in ("entropy_share", "first_token_share", "max_logit"))
         heads = frame[(frame["role"] == "head") & (frame["metric"] == "max_logit")]
@@ -230,28 +231,28 @@ def softmaxes(layers: Sequence[LayerSite], see: Callable[[int, torch.Tensor, tor
     calls = dict.fromkeys(sites, 0)
     inside: list[int] = []
 
-    def enter(module: nn.Module, args: tuple) -> None:
+    def enter(module: nn.Module, args: Args) -> None:
         inside.append(sites[module][calls[module] % len(sites[module])])
         calls[module] += 1
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+    def leave(module: nn.Module, args: Args, output: Output) -> None:
         inside.pop()
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Callable[..., Output], types: object, args: Args = (), kwargs: Kwargs | None = None
+        ) -> Output:
             output = func(*args, **(kwargs or {}))
             if func in _SOFTMAX and inside and args[1] in (-1, args[0].ndim - 1):
                 see(inside[-1], args[0], output)
             return output
 
-    handles = [module.register_forward_pre_hook(enter) for module in sites]
-    handles += [module.register_forward_hook(leave) for module in sites]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention in one kernel has no softmax to see
     try:
-        with Watch():
+        with temporary_hooks() as hooks, Watch():
+            hooks += [module.register_forward_pre_hook(enter) for module in sites]
+            hooks += [module.register_forward_hook(leave) for module in sites]
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
+from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
 from lamina.probes.spectral_norm import Jacobian, SpectralNorm, largest_singular_value, spectral_norm, start_vector
 
 
@@ -27,14 +27,14 @@ def block_norms(
     inputs = short_inputs(context, sequences, tokens)
     found = []
     with context.eager_attention(), frozen(context.model):
-        for block in record_blocks(context, inputs):
+        for block in record_layer_calls(context, inputs):
             options = {"batch_dims": 1, "identity": identity, "tolerance": tolerance, "iterations": iterations}
             found.append(spectral_norm(block, block.stream, **options).value)
     return torch.stack(found)
 
 
 def log10_total_norm(
-    blocks: Sequence[Block], *, tolerance: float, iterations: int
+    blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
     """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how it was found.
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.last_layer import LastLayer, last_layer_sides
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ _STATEMENTS = {
 
 @probe
 class Bounds(Probe):
-    """Left and right side of the papers' statements on this model, a row a side, and their ratio: metric left, right,
-    ratio; role = the statement. Means over ``sequences`` texts of ``tokens`` tokens, with their standard error.
+    """The papers' statements on this model: one row per side and one of their ratio (metric left, right, ratio; role =
+    the statement). Means over ``sequences`` texts of ``tokens`` tokens, with their standard error.
 
     Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
     and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see
@@ -92,7 +94,7 @@ class Bounds(Probe):
         except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
             context.notes.append(f"bounds: Proposition 3.1 is left out: {error}")
         with context.eager_attention(), frozen(context.model):
-            self._blocks(context, record_blocks(context, inputs))
+            self._blocks(context, record_layer_calls(context, inputs))
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
     def _last_layer(self, context: Context, inputs: dict[str, torch.Tensor]) -> None:
@@ -112,8 +114,7 @@ class Bounds(Probe):
         for metric, value in zip(("left", "right", "ratio"), worst, strict=True):
             self._rows.append((layer, "feed_forward", f"{role}_token", 0, metric, value, math.nan))
 
-    def _blocks(self, context: Context, blocks: Sequence[Block]) -> None:
-        options = {"tolerance": self.tolerance}
+    def _blocks(self, context: Context, blocks: Sequence[LayerCall]) -> None:
         variances: dict[str, list[Sides]] = {}
         plain: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         for block in blocks:
@@ -122,10 +123,10 @@ class Bounds(Probe):
                 if sides.role == "fusenorm_eq_21":
                     variances.setdefault(sides.sublayer, []).append(sides)
             if fused(block):
-                for sides in jacobian_sides(block, options):
+                for sides in jacobian_sides(block, self.tolerance):
                     self._add(sides)
             if unnormed(block):
-                plain.append((block.site.index, *identity_distance(block, options)))
+                plain.append((block.site.index, *identity_distance(block, self.tolerance)))
             context.progress(block.site.index + 1, len(blocks), "bounds")
         for kind, found in variances.items():
             left = torch.stack([sides.left for sides in found]).mean(0)
@@ -156,22 +157,20 @@ class Bounds(Probe):
             error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
             self._rows.append((sides.layer, sides.sublayer, sides.role, 0, metric, float(values.mean()), error))
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """Both sides by layer, for each statement about layers."""
-        from lamina.probes.engine.figures import lines
-
-        found, table = [], cast("Any", frame)
+        found, table = [], frame
         layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()
         layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
         for role, part in layers.groupby("role", sort=False):
             title = _STATEMENTS[str(role)]
-            figure = lines(part, "layer", "value", colour="side", title=title, y_title="side", log_y=True)
+            figure = lines(part, "layer", "value", color="side", title=title, y_title="side", log_y=True)
             found.append((figure, f"{title}: left and right side by layer."))
         return found
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         """One line a statement: the sides, or how the ratio lies over the layers."""
-        said, table = [], cast("Any", frame)
+        said, table = [], frame
         values = table.set_index(["role", "metric", "layer", "sublayer"]).value
         for role, part in table[table.metric == "ratio"].groupby("role", sort=False):
             ratios = part[part.layer >= 0].value

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lamina.probes.engine.replay import Block
+from lamina.probes.engine.layer_calls import LayerCall
 from lamina.probes.residual_path import Wiring, largest_gain, norm_scale, wirings_of
 from lamina.probes.spectral_norm import largest_singular_value, spectral_norm
-from lamina.probes.structure.discovery import FeedForward, NormSite, Point
+from lamina.probes.structure.sites import FeedForward, NormSite, Point
 from lamina.probes.weight_spectra import stacked_side
 
 
@@ -27,12 +27,12 @@ class Sides:
     right: torch.Tensor
 
 
-def variance_sides(block: Block, num_layers: int, constant: float) -> list[Sides]:
+def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
     """Eq 13 and 21, Var(F) against constant / L, for each branch; Eq 20, Var(Z) against Var(skip) + Var(F), at norms.
 
     L is the number of blocks. Variances are over a token's channels, their mean over the tokens of a sequence.
     """
-    points: dict[Any, Point] = {}
+    points: dict[Hashable, Point] = {}
     for index, sublayer in enumerate(block.site.sublayers):
         points["branch", index] = sublayer.contribution
         if (norm := post_norm(block, index)) is not None:
@@ -53,13 +53,13 @@ def variance_sides(block: Block, num_layers: int, constant: float) -> list[Sides
     return sides
 
 
-def identity_distance(block: Block, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def identity_distance(block: LayerCall, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
     """||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9's sides but for a constant."""
-    distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, **options).value
+    distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, tolerance=tolerance).value
     return distance, _variance(block.stream).sqrt()
 
 
-def jacobian_sides(block: Block, options: Mapping[str, Any]) -> list[Sides]:
+def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     """Eq 19: the block's Jacobian against the bound, as the paper approximates it and by the chain rule alone.
 
     For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
@@ -70,8 +70,8 @@ def jacobian_sides(block: Block, options: Mapping[str, Any]) -> list[Sides]:
     """
     attention, feed_forward = block.site.sublayers
     norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
-    wirings, options = wirings_of(block.site), dict(options)
-    whole = spectral_norm(block, block.stream, batch_dims=1, **options).value
+    wirings = wirings_of(block.site)
+    whole = spectral_norm(block, block.stream, batch_dims=1, tolerance=tolerance).value
     points = {"after": norms[0].output, 0: norms[0].input, 1: norms[1].input}
     with torch.no_grad():
         _, found = block.watch(points, block.stream)
@@ -85,8 +85,8 @@ def jacobian_sides(block: Block, options: Mapping[str, Any]) -> list[Sides]:
         end = feed_forward.contribution
         return block.between(norms[0].output, end, y) * _factor(end)
 
-    mixing = spectral_norm(branch, block.stream, batch_dims=1, **options).value
-    measured = spectral_norm(inner, found["after"], batch_dims=1, **options).value
+    mixing = spectral_norm(branch, block.stream, batch_dims=1, tolerance=tolerance).value
+    measured = spectral_norm(inner, found["after"], batch_dims=1, tolerance=tolerance).value
     scales = [abs(wiring.skip_scale) for wiring in wirings]
 
     def bound(inverse: Sequence[torch.Tensor], jacobian: Any) -> torch.Tensor:
@@ -106,25 +106,25 @@ def jacobian_sides(block: Block, options: Mapping[str, Any]) -> list[Sides]:
     return sides
 
 
-def fused(block: Block) -> bool:
+def fused(block: LayerCall) -> bool:
     """Whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
     wirings: list[Wiring] = wirings_of(block.site)
     return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
 
 
-def unnormed(block: Block) -> bool:
+def unnormed(block: LayerCall) -> bool:
     """Whether no norm stands on a block's sums, so that its residual path is the identity; they must be known."""
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
 
 
-def post_norm(block: Block, index: int) -> NormSite | None:
+def post_norm(block: LayerCall, index: int) -> NormSite | None:
     """The norm on the sum behind a sub-layer."""
     return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
 
 
-def product_norm(block: Block, feed_forward: FeedForward) -> float:
+def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
     """||W_2 W_1||_2 of a feed-forward's weights, without the product; W_1 is the up-projection, not the gate's."""
     down = _matrix(feed_forward.down[1])
     module = _up_projection(block, feed_forward)
@@ -136,12 +136,12 @@ def product_norm(block: Block, feed_forward: FeedForward) -> float:
     return float(found.value)
 
 
-def _up_projection(block: Block, feed_forward: FeedForward) -> nn.Module:
+def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     """Of two projections the one whose output is not what goes into the nonlinearity."""
     modules = [module for _, module in feed_forward.up]
     if len(modules) == 1 or feed_forward.pre is None:
         return modules[-1]
-    points: dict[Any, Point] = {"pre": feed_forward.pre}
+    points: dict[int | str, Point] = {"pre": feed_forward.pre}
     for number, (path, module) in enumerate(feed_forward.up):
         points[number] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():

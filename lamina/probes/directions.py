@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.structure.discovery import Sublayer
+from lamina.probes.engine.outputs import Output
+from lamina.probes.engine.registry import Probe
+from lamina.probes.structure.sites import Point, SublayerSite
 
 TOKENS = ("last", "first", "all")
 # Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.
@@ -146,13 +150,13 @@ def note_streams(context: Context) -> None:
     if inner:
         which = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
         text = (
-            f"The stream is normalised inside {which} but not behind them (HybridNorm): the states compared are the "
+            f"The stream is normalized inside {which} but not behind them (HybridNorm): the states compared are the "
             "layers' outputs, before that norm."
         )
         once(context.notes, text)
 
 
-def _ends_normed(sublayer: Sublayer) -> bool:
+def _ends_normed(sublayer: SublayerSite) -> bool:
     return any(norm.role == "post_norm" for norm in sublayer.norms)
 
 
@@ -162,20 +166,46 @@ def once(notes: list[str], text: str) -> None:
         notes.append(text)
 
 
-def ranges(indices: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
 def check_tokens(tokens: str | None, tokens_per_batch: int | None) -> None:
     """Raise UserError for options that a probe of directions doesn't take."""
     if tokens is not None and tokens not in TOKENS:
         raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
     if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
         raise UserError(f"tokens_per_batch: {tokens_per_batch!r} (allowed: a whole number above 0)")
+
+
+class DirectionsProbe(Probe):
+    """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens."""
+
+    def __init__(self, tokens: str | None, tokens_per_batch: int | None):
+        check_tokens(tokens, tokens_per_batch)
+        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+
+    def begin(self, context: Context) -> None:
+        self._directions = Directions(context, self._tokens(context), self.tokens_per_batch)
+        self._states = context.structure.states()
+        self._pairs = np.triu_indices(len(self._states), k=1)  # the earlier and the later state of each pair
+
+    def points(self) -> Mapping[int, Point]:
+        return self._states
+
+    def see(self, key: int, value: torch.Tensor) -> None:
+        self._directions.see(key, value)
+
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
+        totals, counts = self._compare()
+        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
+        self._add(totals[:, first, second], counts, first, second)
+        self._directions.end()
+
+    def _tokens(self, context: Context) -> str | None:
+        """Which tokens are compared; None: those that ``Directions`` takes by default."""
+        return self.tokens
+
+    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch's sums over tokens [sequences, states, states], and the tokens that each is of [sequences]."""
+        raise NotImplementedError
+
+    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Take in the sums of the pairs, [sequences, pairs]; ``first`` and ``second`` are the pairs' states."""
+        raise NotImplementedError

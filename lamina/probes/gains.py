@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 
+from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.discovery import LayerSite
+from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
 
@@ -38,7 +39,7 @@ class Gains(Probe):
     over_steps = ("gain_mean",)
 
     def finish(self, context: Context) -> pd.DataFrame:
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, object]] = []
         places: dict[tuple, int] = {}
         for layer, sublayer, role, path, gain in _gains(context):
             index = places.get((layer, sublayer, role), 0)
@@ -51,9 +52,7 @@ class Gains(Probe):
         columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error", "path"]
         return pd.DataFrame(rows, columns=columns)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         made = []
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
             shown = frame[(frame["metric"] == metric) & (frame["layer"] >= 0)].copy()
@@ -61,11 +60,11 @@ class Gains(Probe):
                 shown["norm"] = shown["sublayer"] + ", " + shown["role"]
                 many = shown["index"] > 0
                 shown.loc[many, "norm"] += " " + (shown.loc[many, "index"] + 1).astype(str)
-                figure = lines(shown, "layer", "value", colour="norm", title=title, y_title=metric.replace("_", " "))
+                figure = lines(shown, "layer", "value", color="norm", title=title, y_title=metric.replace("_", " "))
                 made.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         said = []
         means = frame[frame["metric"] == "gain_mean"]
         for (sublayer, role, index), part in means[means["layer"] >= 0].groupby(

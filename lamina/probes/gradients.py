@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
-from lamina.probes.directions import ranges
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.parameters import places, shared_layers
 from lamina.probes.engine.registry import Probe, check_sequences, probe
-from lamina.probes.engine.watching import watch
 from lamina.probes.spikes import spike_scores
 
 _CHUNK = 2**20
@@ -117,9 +119,7 @@ class Gradients(Probe):
             context.notes.append(f"The spike score of {name} is that of the {count} values that the run logged.")
         return [(-1, "model", name, "spike_score", score) for name, (score, _) in scores.items()]
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         layers = frame[frame["layer"] >= 0]
         by_sublayer = layers[layers["role"] == "all"]
         states = layers[layers["role"] == "state"]
@@ -131,7 +131,7 @@ class Gradients(Probe):
                     shown,
                     x="layer",
                     y="value",
-                    colour="sublayer",
+                    color="sublayer",
                     title=f"Gradient {word} of the layers' parameters",
                     x_title="layer",
                     y_title=f"gradient {word}",
@@ -152,7 +152,7 @@ class Gradients(Probe):
         )
         return [*found, (figure, caption)]
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
         said = []
         for role, what in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
@@ -208,7 +208,7 @@ class _Moments:
         return max(0.0, self.squares / self.count - (self.total / self.count) ** 2) if self.count else math.nan
 
 
-def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Any]) -> float:
+def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
     """Leave the gradient of the mean loss in the parameters, up to the factor that is returned.
 
     The factor is 1 where every sequence has as many predicted tokens as the first.
@@ -233,7 +233,7 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Any]
 
 
 @contextmanager
-def _fresh_gradients(parameters: Any) -> Iterator[None]:
+def _fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Every parameter without a gradient and asking for one; afterwards as it was in a training step."""
     parameters = list(parameters)
     before = [(p.grad, p.requires_grad) for p in parameters]
@@ -249,7 +249,7 @@ def _fresh_gradients(parameters: Any) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _along_depth(what: str, norms: Any) -> list[str]:
+def _along_depth(what: str, norms: Frame) -> list[str]:
     if len(norms) < 2:
         return []
     first, last = float(norms.iloc[0]), float(norms.iloc[-1])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
-from lamina.probes.directions import ranges
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
+from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.removal import BRANCH, REMOVE
 
 _MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its norms kept"}
 
 
-def figures(frame: Any) -> list[tuple[Any, str]]:
+def figures(frame: Frame) -> list[tuple[Figure, str]]:
     """A line by layer for each metric, and for each meaning where they are not one."""
-    from lamina.probes.engine.figures import lines
-
     found = []
     for metric, group in _harm(frame).groupby("metric", sort=False):
         several, size = _differ(group), int(group["size"].iloc[0])
@@ -24,7 +22,7 @@ def figures(frame: Any) -> list[tuple[Any, str]]:
             shown,
             x="layer",
             y="value",
-            colour="meaning" if several else None,
+            color="meaning" if several else None,
             title=f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
             x_title="layer dropped" if size == 1 else "first layer dropped",
             y_title=_words(metric),
@@ -34,7 +32,7 @@ def figures(frame: Any) -> list[tuple[Any, str]]:
     return found
 
 
-def sentences(frame: Any) -> list[str]:
+def sentences(frame: Frame) -> list[str]:
     """Which layers are missed least and most, which could go, and whether the angular distance says the same."""
     harm = _harm(frame)
     harm = harm[harm["metric"] == harm["metric"].iloc[0]]
@@ -63,15 +61,15 @@ def sentences(frame: Any) -> list[str]:
     return said + _agreement(frame, harm)
 
 
-def _harm(frame: Any) -> Any:
+def _harm(frame: Frame) -> Frame:
     return frame[frame["metric"].str.endswith(("_increase", "_drop"))]
 
 
-def _words(metric: Any) -> str:
+def _words(metric: str) -> str:
     return str(metric).replace("_", " ")
 
 
-def _differ(harm: Any) -> bool:
+def _differ(harm: Frame) -> bool:
     wide = harm.pivot_table(index=["metric", "layer"], columns="meaning", values="value")
     return len(wide.columns) > 1 and bool((wide.nunique(axis=1) > 1).any())
 
@@ -81,7 +79,7 @@ def _which(layer: float, size: int) -> str:
     return f"layer {first}" if size == 1 else f"layers {first} to {first + size - 1}"
 
 
-def _could_go(group: Any, whole: float, unit: str) -> list[str]:
+def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     """The layers whose harm is below 1 % of the whole, or lost in the noise."""
     border = (2 * group["standard_error"].fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
@@ -96,10 +94,10 @@ def _could_go(group: Any, whole: float, unit: str) -> list[str]:
     ]
 
 
-def _agreement(frame: Any, harm: Any) -> list[str]:
+def _agreement(frame: Frame, harm: Frame) -> list[str]:
     angles = frame[frame["metric"] == "angular_distance"].set_index("layer")["value"]
     first = harm[harm["meaning"] == harm["meaning"].iloc[0]].set_index("layer")["value"]
-    both: Any = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
+    both: Frame = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
     if len(both) < 4 or both.nunique().min() < 2:
         return []
     size = int(harm["size"].iloc[0])

@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.magnitudes import Seen, as_tokens, moments
 from lamina.probes.stream_sentences import FP16_MAX, growth, headroom, massive
 from lamina.probes.stream_totals import BAND, StateTotals, Totals
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 
 _MASSIVE_ROWS = 20
 
@@ -34,7 +37,7 @@ class HiddenStates(Probe):
     - abs_max: the largest |x|, with ``channel``, ``position`` (of the token in its sequence) and ``token`` (its text).
       top_magnitude: the index-th largest |x| of a sequence (1 is the largest) and median: the exact median |x| of a
       sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: their
-      ratio in each sequence, averaged: a normalised stream bounds |x|, so only the ratio tells there.
+      ratio in each sequence, averaged: a normalized stream bounds |x|, so only the ratio tells there.
     - massive_count: elements of a sequence with |x| > 100 and |x| >= 1000 x its median (Sun et al. 2024), averaged.
       massive_activation: one row a channel and position where there are any (the 20 largest of a state): the value,
       signed, that is largest; massive_sequences: in how many sequences it is massive.
@@ -90,10 +93,10 @@ class HiddenStates(Probe):
         if point is not None:
             self._places[layer, sublayer, role, index] = point
 
-    def points(self) -> Mapping[Any, Point]:
+    def points(self) -> Mapping[tuple, Point]:
         return self._places
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
+    def see(self, key: tuple, value: torch.Tensor) -> None:
         totals, inputs = self._totals[key], self._context.batches[self._batch]
         found = self._seen.get(value)
         if found is not None and totals.magnitudes and found.abs_max is None:
@@ -115,7 +118,7 @@ class HiddenStates(Probe):
             self._buffer = torch.empty_like(x)
         return torch.abs(x, out=self._buffer)
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         self._seen.clear()
         self._batch += 1
 
@@ -123,7 +126,7 @@ class HiddenStates(Probe):
         return max(t.relative_error() for t in self._totals.values() if isinstance(t, StateTotals))
 
     def finish(self, context: Context) -> pd.DataFrame:
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, object]] = []
         for (layer, sublayer, role, index), totals in self._totals.items():
             place = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
             if isinstance(totals, StateTotals):
@@ -141,11 +144,13 @@ class HiddenStates(Probe):
         rows.append(place | _row("growth_exponential_r2", r_squared(logarithms)))
         return _frame(rows)
 
-    def _state_rows(self, totals: StateTotals, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    def _state_rows(
+        self, totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Iterator[dict[str, object]]:
         for name in ("variance", "token_variance", "mean", "abs_mean", "rms"):
             yield _row(name, *_average(totals, name))
         largest = float(totals.abs_max)
-        where: dict[str, Any] = {}
+        where: dict[str, object] = {}
         if totals.place is not None:
             channel, position, identifier = totals.place
             where = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
@@ -169,9 +174,7 @@ class HiddenStates(Probe):
             yield _row("top100_min", float(totals.band[-1]))
             yield _row("top100_max", float(totals.band[0]))
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         around = frame[frame["role"].isin(["contribution", "after"]) & (frame["metric"] == "variance")].copy()
         around["what"] = around["sublayer"] + ", " + around["role"]
@@ -183,7 +186,7 @@ class HiddenStates(Probe):
                 lines(
                     states[states["metric"].isin(["variance", "token_variance"])],
                     *("layer", "value"),
-                    colour="metric",
+                    color="metric",
                     title="Variance of the hidden states",
                     x_title="state",
                     y_title="variance",
@@ -196,7 +199,7 @@ class HiddenStates(Probe):
                 lines(
                     states[shown],
                     *("layer", "value"),
-                    colour="metric",
+                    color="metric",
                     title="Magnitudes of the hidden states",
                     x_title="state",
                     y_title="|x|",
@@ -208,7 +211,7 @@ class HiddenStates(Probe):
                 lines(
                     around,
                     *("layer", "value"),
-                    colour="what",
+                    color="what",
                     title="Variance of what each sub-layer adds, and of the stream behind it",
                     x_title="layer",
                     y_title="variance",
@@ -221,7 +224,7 @@ class HiddenStates(Probe):
             figure = lines(
                 sigma,
                 *("layer", "value"),
-                colour="norm",
+                color="norm",
                 title="Standard deviation at the norms' inputs",
                 x_title="layer",
                 y_title="sigma",
@@ -230,7 +233,7 @@ class HiddenStates(Probe):
             made.append((figure, "A norm's Jacobian is proportional to 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         model = frame[frame["layer"] == -1].set_index("metric")["value"]
         variance = states[states["metric"] == "variance"].set_index("layer")["value"].sort_index()
@@ -258,14 +261,14 @@ def r_squared(values: Sequence[float]) -> float:
     return float(np.corrcoef(np.arange(len(y)), y)[0, 1] ** 2)
 
 
-def token_text(tokenizer: Any, identifier: int | None) -> str | None:
+def token_text(tokenizer: PreTrainedTokenizerBase | None, identifier: int | None) -> str | None:
     """What a token id stands for, None where there is no tokenizer or no token."""
     if tokenizer is None or identifier is None:
         return None
     return str(tokenizer.decode([identifier]))
 
 
-def _row(metric: str, value: float, error: float = math.nan) -> dict[str, Any]:
+def _row(metric: str, value: float, error: float = math.nan) -> dict[str, object]:
     return {"metric": metric, "value": value, "standard_error": error}
 
 
@@ -281,7 +284,7 @@ def _average(totals: Totals, name: str) -> tuple[float, float]:
     return totals.average(name)
 
 
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def _frame(rows: list[dict[str, object]]) -> pd.DataFrame:
     columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
     frame = pd.DataFrame(rows, columns=[*columns, "channel", "position", "token"])
     return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})

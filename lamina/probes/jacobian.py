@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.block_norms import block_norms, log10_total_norm
-from lamina.probes.directions import ranges
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.replay import Block, frozen, record_blocks, short_inputs
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
 from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectral_norm, typical_stretch
 
@@ -98,7 +100,7 @@ class JacobianProbe(Probe):
         self._rows, self._unfinished = [], 0
         inputs = short_inputs(context, self.sequences, self.tokens)
         with context.eager_attention(), frozen(context.model):
-            blocks = record_blocks(context, inputs)
+            blocks = record_layer_calls(context, inputs)
             wirings = [wirings_of(block.site) for block in blocks]
             start = blocks[0].stream.float().square().mean().sqrt().item()
             expected = expected_sigmas(wirings, start)
@@ -135,7 +137,7 @@ class JacobianProbe(Probe):
             )
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
-    def _block(self, block: Block, *, path: bool) -> dict[str, torch.Tensor]:
+    def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
         """The norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
         layer, x = block.site.index, block.stream
         jacobian = Jacobian(block, x)
@@ -151,7 +153,7 @@ class JacobianProbe(Probe):
             norms["residual_path"] = 10 ** found.value.log10().flatten(1).mean(1)
         return norms
 
-    def _measured_sigmas(self, block: Block, wirings: Sequence[Wiring]) -> torch.Tensor:
+    def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
         """The residual path's factor, [sequences], from the sigmas at its norms' inputs."""
         norms = {
             index: norm
@@ -161,11 +163,12 @@ class JacobianProbe(Probe):
         }
         with torch.no_grad():
             _, inputs = block.watch({index: norm.input for index, norm in norms.items()}, block.stream)
-        sigmas: list[Any] = [1.0] * len(wirings)
+        sigmas: list[torch.Tensor | float] = [1.0] * len(wirings)
         for index, norm in norms.items():
-            sigmas[index] = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
+            scale = norm_scale(norm.module, inputs[index]).double().cpu().reshape(block.stream.shape[:-1])
+            sigmas[index] = scale
             kind = block.site.sublayers[index].kind
-            self._add(block.site.index, kind, "post_norm", "sigma", sigmas[index].flatten(1).mean(1))
+            self._add(block.site.index, kind, "post_norm", "sigma", scale.flatten(1).mean(1))
         factor = block_factor(wirings, sigmas).expand(block.stream.shape[:-1])
         return 10 ** factor.log10().flatten(1).mean(1)
 
@@ -179,23 +182,21 @@ class JacobianProbe(Probe):
         self._rows.append((layer, sublayer, role, 0, "iterations", float(found.iterations), math.nan))
         self._rows.append((layer, sublayer, role, 0, "residual", float(found.residual.max()), math.nan))
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """The norm by layer, the distance to the identity, and the cumulative products."""
-        from lamina.probes.engine.figures import lines
-
-        table: Any = frame
+        table = frame
         blocks = table[table.sublayer == "block"]
         norms = blocks[blocks.metric.isin(["norm", "formula"])].copy()
         norms["which"] = norms.role.map({**_PATHS, "identity": "distance to the identity"})
         products = blocks[blocks.metric == "log10_product"].copy()
         products["which"] = products.role.map(_PATHS)
         one = lines(
-            norms, "layer", "value", colour="which", title="Spectral norms", x_title="layer", y_title="norm", log_y=True
+            norms, "layer", "value", color="which", title="Spectral norms", x_title="layer", y_title="norm", log_y=True
         )
         two = lines(
             products,
             *("layer", "value"),
-            colour="which",
+            color="which",
             title="Products from the first layer on",
             x_title="layer",
             y_title="log10 of the product",
@@ -208,9 +209,9 @@ class JacobianProbe(Probe):
             ),
         ]
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         """Where the norms are largest, what the product bounds, whether layers approach the identity, and the path."""
-        table: Any = frame
+        table = frame
         norms = table[(table.sublayer == "block") & (table.metric == "norm")].set_index("layer")
         norm, distance = (norms[norms.role == role].value for role in ("jacobian", "identity"))
         model = {(row.role, row.metric): row.value for row in table[table.layer == -1].itertuples()}

@@ -9,9 +9,10 @@ import torch
 
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.replay import frozen, intercept
+from lamina.probes.engine.hooks import intercept
+from lamina.probes.engine.layer_calls import frozen
 from lamina.probes.residual_path import largest_gain, norm_scale
-from lamina.probes.structure.discovery import FeedForward, LayerSite, NormSite, Point, Sublayer
+from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class LastLayer:
     """
 
     site: LayerSite
-    sublayer: Sublayer
+    sublayer: SublayerSite
     feed_forward: FeedForward
     norms: tuple[NormSite, ...]
     statement: str
@@ -80,7 +81,7 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
         found[key] = tensor
         return None
 
-    with frozen(context.model), torch.enable_grad(), intercept(points, change, root=context.model):
+    with frozen(context.model), torch.enable_grad(), intercept(points, change, roots=[context.model]):
         loss = context.loss(inputs)
         by_a, by_o = torch.autograd.grad(loss, [found["a"], found["o"]])
     tokens = [_by_token(tensor) for tensor in (found["h"], by_a, by_o)]

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import nn
 
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
-from lamina.probes.directions import ranges
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.hooks import watch
+from lamina.probes.engine.outputs import stream_of
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
-from lamina.probes.engine.running import forward
-from lamina.probes.engine.watching import watch
-from lamina.probes.structure.tracing import first_tensor
 from lamina.probes.suffixes import Suffixes
 
 METRICS = ("loss", "perplexity")
@@ -161,7 +162,7 @@ class LayerDrop(Probe):
             rows.append((-1, 0, "", metric, *level(whole)))
             for (start, meaning), losses in dropped.items():
                 rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
-        frame: Any = angles.finish(context)
+        frame: Frame = angles.finish(context)
         frame = frame[(frame["metric"] == "angular_distance") & (frame["size"] == self.block)]
         wanted = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
         return rows + list(wanted.itertuples(index=False, name=None))
@@ -171,7 +172,7 @@ class LayerDrop(Probe):
         """Mean loss of each sequence [batch]."""
         return context.token_losses(inputs).double().mean(1)
 
-    def _precise(self, whole: list[float], dropped: Mapping[Any, list[float]]) -> bool:
+    def _precise(self, whole: list[float], dropped: Mapping[tuple[int, str], list[float]]) -> bool:
         pairs = [paired.increase(whole, losses) for losses in dropped.values()]
         return all(error <= self.tolerance * max(abs(value), 0.1) for value, error in pairs)
 
@@ -201,10 +202,10 @@ class LayerDrop(Probe):
         assert self.score is not None
         return float(self.score(context.model)), math.nan
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         return harm.figures(frame)
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         return harm.sentences(frame)
 
 
@@ -218,16 +219,10 @@ def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
     """The starts at which the two meanings are one: the layers hand on what they get once nothing is added to it."""
     inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
     same = set()
-    with Suffixes(context, lambda: _first_output(forward(context.base, inputs))) as passes:
+    with Suffixes(context, lambda: stream_of(forward(context.base, inputs))) as passes:
         passes.full()
         for start in starts:
             passes.without(start, size)
             if passes.without_branches(start, size) is None:
                 same.add(start)
     return same
-
-
-def _first_output(output: Any) -> torch.Tensor:
-    found = first_tensor(output)
-    assert found is not None
-    return found

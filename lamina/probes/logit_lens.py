@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +11,18 @@ import pandas as pd
 import torch
 from torch import nn
 
+from lamina.core.frames import Frame
 from lamina.errors import UserError
+from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.hooks import watch
+from lamina.probes.engine.losses import logits_of, masked_positions
+from lamina.probes.engine.outputs import Args, Output, refill
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.removal import refill
-from lamina.probes.engine.running import forward, logits_of, masked_positions
 from lamina.probes.engine.statistics import Running
-from lamina.probes.engine.watching import watch
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
@@ -78,7 +82,7 @@ class LogitLens(Probe):
         context.check_head()
         ids = context.batches[0]["input_ids"][:1].to(context.device)
         self._causal = is_causal(model, ids)
-        self._mask: Any = getattr(context.tokenizer, "mask_token_id", None)
+        self._mask: int | None = getattr(context.tokenizer, "mask_token_id", None)
         if not self._causal and self._mask is None:
             raise UserError(
                 "logit_lens: a masked language model needs its tokenizer's mask token (allowed: --tokenizer)"
@@ -125,6 +129,7 @@ class LogitLens(Probe):
             chosen = text[masked_positions(len(text)).to(ids.device)] if len(text) else text
             targets = ids[0, chosen]
             ids = ids.clone()
+            assert self._mask is not None  # checked at the beginning
             ids[0, chosen] = self._mask
         states: dict[int, torch.Tensor] = {}
 
@@ -147,9 +152,7 @@ class LogitLens(Probe):
                         sums[state] += compare(logits, final, targets[part]).cpu()
         return sums, len(chosen)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         made = []
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
@@ -158,7 +161,7 @@ class LogitLens(Probe):
             figure = lines(
                 frame[frame["metric"].isin(metrics)],
                 *("layer", "value"),
-                colour="metric",
+                color="metric",
                 title=title,
                 x_title="state",
                 y_title=unit,
@@ -167,7 +170,7 @@ class LogitLens(Probe):
             made.append((figure, f"{caption}, read off each state through the model's own final norm and head."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         table = frame[frame["layer"] >= 0].pivot(index="layer", columns="metric", values="value")
         loss, agreement = table["cross_entropy"], table["top1_agreement"]
         last = table.index[-1]
@@ -217,20 +220,17 @@ class Tail:
         Raises UserError where the model's own last state does not give the model's own logits.
         """
         self.model, self._modules = context.model, {site.module for site in context.structure.layers}
-        self._forms: dict[nn.Module, Any] = {}
+        self._forms: dict[nn.Module, Output] = {}
         last: list[torch.Tensor] = []
 
-        def note(module: nn.Module, args: tuple, output: Any) -> None:
+        def note(module: nn.Module, args: Args, output: Output) -> None:
             self._forms[module] = output
 
-        handles = [module.register_forward_hook(note) for module in self._modules]
         point = context.structure.states()[context.structure.num_layers]
-        try:
-            with torch.no_grad(), watch({0: point}, lambda key, value: last.append(value), root=self.model):
-                wanted = logits_of(context.forward({"input_ids": ids}))[0].float()
-        finally:
-            for handle in handles:
-                handle.remove()
+        watching = watch({0: point}, lambda key, value: last.append(value), root=self.model)
+        with torch.no_grad(), temporary_hooks() as hooks, watching:
+            hooks += [module.register_forward_hook(note) for module in self._modules]
+            wanted = logits_of(context.forward({"input_ids": ids}))[0].float()
         self.vocabulary = wanted.shape[-1]
         self.chunk = max(1, _LOGITS // self.vocabulary)
         with torch.no_grad(), self.instead_of_the_layers(ids):
@@ -263,8 +263,8 @@ class Tail:
                 else:
                     module.forward = own
 
-    def _stub(self, form: Any) -> Any:
-        def stub(*args: Any, **kwargs: Any) -> Any:
+    def _stub(self, form: Output) -> Callable[..., Output]:
+        def stub(*args: object, **kwargs: object) -> Output:
             return refill(form)(self._states)
 
         return stub

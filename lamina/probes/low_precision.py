@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 import torch
-from torch import nn
 
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.hooks import intercept
+from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
-from lamina.probes.engine.removal import refill
+from lamina.probes.engine.removal import roots_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.magnitudes import as_tokens
-from lamina.probes.structure.discovery import Point
-from lamina.probes.structure.tracing import first_tensor
+from lamina.probes.structure.sites import Point
 
 _FLOATS = {
     "fp16": torch.float16,
@@ -122,10 +125,10 @@ class LowPrecision(Probe):
         self._counts = {key: torch.zeros(2, dtype=torch.int64) for key in self._errors}  # overflowed, rounded to 0
         self._elements = dict.fromkeys(self._places, 0)
 
-    def points(self) -> Mapping[Any, Point]:
+    def points(self) -> Mapping[tuple, Point]:
         return self._places
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
+    def see(self, key: tuple, value: torch.Tensor) -> None:
         if self._enough():
             return
         tokens = as_tokens(value, self._context.batches[self._batch])
@@ -146,7 +149,7 @@ class LowPrecision(Probe):
             relative = torch.where(size == 0, 0.0, _norms(error, tokens.valid) / size)  # 0 comes back as 0
             self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         self._seen += len(next(iter(inputs.values())))
         self._batch += 1
 
@@ -177,9 +180,7 @@ class LowPrecision(Probe):
         columns = ["layer", "sublayer", "role", "index", "format", "metric", "value", "standard_error"]
         return pd.DataFrame(rows, columns=columns)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         made = []
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
             shown = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
@@ -188,7 +189,7 @@ class LowPrecision(Probe):
                 figure = lines(
                     shown,
                     *("layer", "value"),
-                    colour="format",
+                    color="format",
                     title=f"Relative error of the {title} in low precision",
                     x_title="state" if role == "state" else "layer",
                     y_title="||q(x) - x|| / ||x||",
@@ -197,7 +198,7 @@ class LowPrecision(Probe):
                 made.append((figure, f"Round trips of the {title} by format; a gap is an overflow to inf."))
         return made
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         errors = states[states["metric"] == "token_error"]
         said = [
@@ -211,7 +212,7 @@ class LowPrecision(Probe):
         ]
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
-            said.append(f"{kind} overflows to inf in states {_ranges(part['layer'])}.")
+            said.append(f"{kind} overflows to inf in states {ranges(part['layer'])}.")
         table = errors.pivot_table(index="layer", columns="format", values="value")
         broken = table.index[table["int8_tensor"] > 5 * table["int8_token"]]
         if len(broken):
@@ -219,7 +220,7 @@ class LowPrecision(Probe):
             lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
             share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
             said.append(
-                f"In states {_ranges(broken)} a few massive values break INT8 per tensor: in state {worst} it rounds "
+                f"In states {ranges(broken)} a few massive values break INT8 per tensor: in state {worst} it rounds "
                 f"{share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a token's norm, "
                 f"{table.loc[worst, 'int8_token']:.2g} with a step for each token)."
             )
@@ -257,35 +258,8 @@ def _losses(context: Context, scaled: bool) -> Iterator[tuple]:
 @contextmanager
 def changed_states(context: Context, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Every state x^0 ... x^N is replaced by ``change(x)`` where a layer reads it, and behind the last layer."""
-    sites = context.structure.layers
-    last, calls = sites[-1], 0
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any], argument: int | str) -> tuple:
-        if isinstance(argument, str):
-            return args, {**kwargs, argument: change(kwargs[argument])}
-        return (*args[:argument], change(args[argument]), *args[argument + 1 :]), kwargs
-
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % (last.call + 1):  # a shared layer's earlier calls: the next one reads their output
-            return None
-        found = first_tensor(output)
-        assert found is not None
-        return refill(output)(change(found))
-
-    handles = [last.module.register_forward_hook(after)]
-    for module, argument in {site.module: site.input.argument for site in sites}.items():
-        handles.append(
-            module.register_forward_pre_hook(
-                lambda m, args, kwargs, argument=argument: before(m, args, kwargs, argument), with_kwargs=True
-            )
-        )
-    try:
+    with intercept(context.structure.states(), lambda state, x: change(x), roots=roots_of(context)):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _like(x: torch.Tensor, kind: str, scaled: bool) -> torch.Tensor:
@@ -302,15 +276,3 @@ def _may_overflow(kind: str, scaled: bool) -> bool:
 
 def _largest(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
-
-
-def _ranges(layers: Any) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
-    numbers = sorted({int(n) for n in layers})
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -127,7 +127,7 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
 class Seen:
     """What was computed of the tensors of one forward pass: one tensor is often watched at several points.
 
-    A layer's output is the next one's input and that of its first norm. Recognised by identity and version, without
+    A layer's output is the next one's input and that of its first norm. Recognized by identity and version, without
     keeping the tensor alive.
     """
 

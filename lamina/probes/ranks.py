@@ -10,7 +10,7 @@ FLOOR = 1e-12  # eigenvalues below it are rounding
 
 
 class Covariance:
-    """The centred covariance of samples [n, channels] that come batch by batch: one matrix of channels x channels.
+    """The centered covariance of samples [n, channels] that come batch by batch: one matrix of channels x channels.
 
     Each batch's products are formed in float32 at least, about the first batch's mean, so that a channel with a massive
     mean costs the others no digits; they are summed in float64.
@@ -101,7 +101,7 @@ def condition_number(weight: torch.Tensor) -> float:
 
 
 def row_covariance_eigenvalues(weight: torch.Tensor, rows: int = 8192) -> torch.Tensor:
-    """Eigenvalues of the covariance of a matrix' rows, centred, divisor n - 1: descending, float64; by chunks."""
+    """Eigenvalues of the covariance of a matrix' rows, centered, divisor n - 1: descending, float64; by chunks."""
     weight = weight.detach()
     total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
     for chunk in weight.split(rows):
@@ -109,6 +109,6 @@ def row_covariance_eigenvalues(weight: torch.Tensor, rows: int = 8192) -> torch.
     mean = total / len(weight)
     products = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=weight.device)
     for chunk in weight.split(rows):
-        centred = chunk.double() - mean
-        products += centred.T @ centred
+        centered = chunk.double() - mean
+        products += centered.T @ centered
     return torch.linalg.eigvalsh(products / (len(weight) - 1)).flip(0).cpu()

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from lamina.modeling.modeling_lamina import skip_source
-from lamina.probes.structure.discovery import LayerSite, NormSite, Sublayer
+from lamina.probes.structure.sites import LayerSite, NormSite, SublayerSite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Wiring:
     path_scale: torch.Tensor | float = 1.0
 
 
-def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[Any]) -> torch.Tensor:
+def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """The residual path's Jacobian norm through one block, from the standard deviations at its post-norms' inputs.
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a
@@ -79,7 +78,7 @@ def wirings_of(site: LayerSite) -> list[Wiring]:
     return [_wiring(site, sublayer) for sublayer in site.sublayers]
 
 
-def _wiring(site: LayerSite, sublayer: Sublayer) -> Wiring:
+def _wiring(site: LayerSite, sublayer: SublayerSite) -> Wiring:
     gains = {norm.role: _gain(norm) for norm in sublayer.norms}
     sizes = {role: float(gain.square().mean().sqrt()) for role, gain in gains.items()}
     residual = next((m for m in site.module.modules() if _is_residual(m, sublayer)), None)
@@ -96,7 +95,7 @@ def _wiring(site: LayerSite, sublayer: Sublayer) -> Wiring:
     )
 
 
-def _is_residual(module: nn.Module, sublayer: Sublayer) -> bool:
+def _is_residual(module: nn.Module, sublayer: SublayerSite) -> bool:
     """Whether a module adds this sub-layer by a plan's record: Lamina's Residual, whichever copy of its code."""
     added = sublayer.contribution.module
     return hasattr(module, "skip") and hasattr(module, "skip_scale") and any(m is added for m in module.modules())

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import torch
 
-from lamina.probes.directions import Directions, check_tokens, note_streams, ranges
+from lamina.core.frames import Frame
+from lamina.core.text import ranges
+from lamina.probes.directions import DirectionsProbe, note_streams
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, heat_map, lines
 from lamina.probes.engine.ratio import Ratio
-from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.structure.discovery import Point
+from lamina.probes.engine.registry import probe
 
 
 @probe
-class Similarity(Probe):
+class Similarity(DirectionsProbe):
     """The cosine between every two states of the stream, its mean by distance, and each layer's block influence.
 
     - ``cosine``: E cos(x^i, x^j) over all tokens, ``start`` = i, ``size`` = j - i > 0.
@@ -30,7 +31,7 @@ class Similarity(Probe):
     tokens' cosines, each state's length divided out by token, so a few huge channels or tokens do not decide it; a
     padded text's padding is left out. Standard errors are over sequences.
 
-    Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centred (not a correlation),
+    Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centered (not a correlation),
     so a mean direction common to all tokens counts as similarity.
 
     Args:
@@ -46,31 +47,22 @@ class Similarity(Probe):
     over_steps = ("cosine_by_distance", "block_influence")
 
     def __init__(self, tokens: str = "all", tokens_per_batch: int | None = None):
-        check_tokens(tokens, tokens_per_batch)
-        self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+        super().__init__(tokens, tokens_per_batch)
         self._cosines, self._by_distance = Ratio(), Ratio()
 
     def begin(self, context: Context) -> None:
-        self._directions = Directions(context, self.tokens, self.tokens_per_batch)
-        self._states = context.structure.states()
-        self._pairs = np.triu_indices(len(self._states), k=1)
+        super().begin(context)
         note_streams(context)
 
-    def points(self) -> Mapping[Any, Point]:
-        return self._states
+    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._directions.cosines()
 
-    def see(self, key: Any, value: torch.Tensor) -> None:
-        self._directions.see(key, value)
-
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
-        totals, counts = self._directions.cosines()
-        first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
-        pairs = totals[:, first, second].double()
+    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+        pairs = sums.double()
         self._cosines.add(pairs, counts)
         if len(self._states) > 2:
             outputs = first > 0
             self._by_distance.add(_mean_by((second - first)[outputs], pairs[:, outputs]), counts)
-        self._directions.end()
 
     def standard_error(self) -> float | None:
         if self._cosines.samples < 2:
@@ -84,13 +76,11 @@ class Similarity(Probe):
         found = [cosines.sort_values(["size", "start"], ignore_index=True)]
         if len(self._states) > 2:
             found.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
-        neighbours: Any = cosines[cosines["size"] == 1]
-        found.append(neighbours.assign(metric="block_influence", value=1.0 - neighbours["value"]))
+        neighbors: Frame = cosines[cosines["size"] == 1]
+        found.append(neighbors.assign(metric="block_influence", value=1.0 - neighbors["value"]))
         return pd.concat(found, ignore_index=True)
 
-    def figures(self, frame: Any) -> Sequence[tuple[Any, str]]:
-        from lamina.probes.engine.figures import heat_map, lines
-
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])
         by_distance = frame[frame["metric"] == "cosine_by_distance"]
@@ -126,7 +116,7 @@ class Similarity(Probe):
         ]
         return found if len(by_distance) else found[1:]
 
-    def sentences(self, frame: Any) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
         influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
         farthest = int(curve.index.max()) if len(curve) else 0
@@ -156,6 +146,6 @@ def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     return sums / counts
 
 
-def _rows(start: Any, size: Any, metric: str, ratio: Ratio) -> Any:
+def _rows(start: Frame, size: Frame, metric: str, ratio: Ratio) -> Frame:
     value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
     return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
+from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.figures import Figure, lines
+from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.watching import watch
 from lamina.probes.ranks import Covariance, spectral_utilisation
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
 from lamina.probes.weight_spectra import Row, condition_rows, embedding_rows, inner_width
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class Spectra(Probe):
 
     Rows of the model (layer -1):
         role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the covariance of the embedding's
-            rows, centred over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
+            rows, centered over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
         roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and tokens, how many they are over.
     Rows of a layer, sublayer feed_forward:
         role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
@@ -52,8 +54,8 @@ class Spectra(Probe):
             (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff, in [1 / D_ff, 1]), edr
             (200 h s / (h + s)) and eee (top-heaviness): the last two are our definitions.
 
-    Traps: the covariance is centred (massive activations would make its first direction the whole of it), its rank is
-    at most tokens - 1 and the normalised ranks are biased low while tokens / D_ff is small, so with no more tokens than
+    Traps: the covariance is centered (massive activations would make its first direction the whole of it), its rank is
+    at most tokens - 1 and the normalized ranks are biased low while tokens / D_ff is small, so with no more tokens than
     D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
     and role; where they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
     Experts have no ranks here: each sees few tokens. The covariances take the first batches until they have
@@ -126,7 +128,7 @@ class Spectra(Probe):
             return True
         text = (
             f"{tokens:g} tokens for the {width} channels of the feed-forward: the rank of their covariance is at most "
-            f"{tokens - 1:g}, and the normalised ranks are biased low"
+            f"{tokens - 1:g}, and the normalized ranks are biased low"
         )
         if self.few_tokens == "warn":
             if f"spectra: {text}" not in context.notes:
@@ -214,11 +216,9 @@ class Spectra(Probe):
                 raise UserError(f"spectra: activations of layer {key[0]} are not finite ({key[1]})")
             self._ranks[key] = spectral_utilisation(values)
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
-        from lamina.probes.engine.figures import lines
-
-        found, table = [], cast("Any", frame)
+        found, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"]
         if len(spectrum):
             axes = {"x_title": "rank", "y_title": "eigenvalue / median", "log_y": True}
@@ -229,19 +229,19 @@ class Spectra(Probe):
         conditions = table[table.metric == "condition_number"]
         if len(conditions):
             axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
-            figure = lines(conditions, "layer", "value", colour="role", title="Condition numbers", **axes)
+            figure = lines(conditions, "layer", "value", color="role", title="Condition numbers", **axes)
             found.append((figure, "Condition number of each projection of the feed-forward."))
         ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
         for metric in RANKS if len(ranks) else ():
             figure = lines(
-                ranks[ranks.metric == metric], "layer", "value", colour="role", title=_TITLES[metric], y_title=metric
+                ranks[ranks.metric == metric], "layer", "value", color="role", title=_TITLES[metric], y_title=metric
             )
             found.append((figure, _CAPTIONS[metric]))
         return found
 
-    def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
+    def sentences(self, frame: Frame) -> Sequence[str]:
         """The spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
-        said, table = [], cast("Any", frame)
+        said, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"].value
         if len(spectrum):
             said.append(

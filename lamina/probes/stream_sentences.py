@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+
+from lamina.core.frames import Frame
 
 FP16_MAX = 65504.0
 FITS = 0.7  # R^2 from which a curve's shape is named
 
 
-def growth(variance: Any, linear: float, exponential: float) -> str:
+def growth(variance: Frame, linear: float, exponential: float) -> str:
     """How the variance goes over depth; ``variance`` is a series by state, the others R^2."""
     last = variance.index[-1]
     if not np.isfinite(variance).all():
@@ -30,7 +31,7 @@ def growth(variance: Any, linear: float, exponential: float) -> str:
     return text + f"; over depth it is closer to {kind} {fits}."
 
 
-def headroom(peak: Any) -> str:
+def headroom(peak: Frame) -> str:
     """The largest |x|, a row of the frame, and FP16's limit."""
     token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
     text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
@@ -43,7 +44,7 @@ def headroom(peak: Any) -> str:
     return text + f"FP16's limit of 65504 is {factor:.3g} times as large ({math.log2(factor):.1f} bits of headroom)."
 
 
-def massive(states: Any) -> str:
+def massive(states: Frame) -> str:
     """Where the states' rows have massive activations."""
     found = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]

@@ -6,27 +6,18 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.removal import (
-    BRANCH,
-    REMOVE,
-    argument_of,
-    as_written,
-    contributions,
-    refill,
-    removed,
-    replaced,
-    roots_of,
-    with_argument,
-    zeros,
-)
-from lamina.probes.structure.discovery import LayerSite, Point
-from lamina.probes.structure.tracing import first_tensor
+from lamina.probes.engine.outputs import Args, Kwargs, Output, argument_of, refill, stream_of, with_argument
+from lamina.probes.engine.removal import BRANCH, REMOVE, as_written, contributions, removed, replaced, roots_of, zeros
+from lamina.probes.structure.sites import LayerSite, Point
+
+Forward: TypeAlias = Callable[..., Output]
 
 
 class _Unchanged(Exception):
@@ -47,7 +38,7 @@ class Suffixes:
         self.chained = True
         self._mode, self._start, self._size = "full", 0, 1
         self._calls: dict[int, int] = {}
-        self._refill: dict[int, Callable[[torch.Tensor], Any]] = {}
+        self._refill: dict[int, Callable[[torch.Tensor], Output]] = {}
         self._bases: dict[int, dict[int, int]] = {}
         self._counts: dict[int, int] = {}
         self._state = self._next = self._last = torch.zeros(0)
@@ -57,13 +48,12 @@ class Suffixes:
         """The whole model's result."""
         self._mode, self._counts = "full", {}
         modules = {id(p.module): p.module for site in self.context.structure.layers for p in _points(site)}
-        handles = [m.register_forward_pre_hook(partial(self._count, key)) for key, m in modules.items()]
         try:
-            return self.run()
+            with temporary_hooks() as hooks:
+                hooks += [m.register_forward_pre_hook(partial(self._count, key)) for key, m in modules.items()]
+                return self.run()
         finally:
             self._last = torch.zeros(0)
-            for handle in handles:
-                handle.remove()
 
     def without(self, start: int, size: int) -> torch.Tensor:
         """The result without the layers ``start`` ... ``start + size - 1``; starts go up by one from 0."""
@@ -93,32 +83,30 @@ class Suffixes:
 
     def __enter__(self) -> Suffixes:
         """Let the layers' calls come by here."""
-        self._uncompiled = as_written(self.context.model)
-        self._uncompiled.__enter__()
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._opened = ExitStack()
+        self._opened.enter_context(as_written(self.context.model))
+        self._before: list[tuple[nn.Module, Forward | None]] = []
         for module in {id(site.module): site.module for site in self.context.structure.layers}.values():
             self._before.append((module, module.__dict__.get("forward")))
             module.forward = partial(self._call, module, module.forward)
-        self._handles = [
-            root.register_forward_pre_hook(lambda *_: self._calls.clear()) for root in roots_of(self.context)
-        ]
+        hooks = self._opened.enter_context(temporary_hooks())
+        for root in roots_of(self.context):
+            hooks.append(root.register_forward_pre_hook(lambda *_: self._calls.clear()))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Leave the layers as they were."""
-        for handle in self._handles:
-            handle.remove()
         for module, forward in self._before:
             if forward is None:
                 del module.forward
             else:
                 module.forward = forward
-        self._uncompiled.__exit__(None, None, None)
+        self._opened.close()
 
-    def _count(self, key: int, module: nn.Module, args: Any) -> None:
+    def _count(self, key: int, module: nn.Module, args: Args) -> None:
         self._counts[key] = self._counts.get(key, 0) + 1
 
-    def _call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, module: nn.Module, original: Forward, *args: object, **kwargs: object) -> Output:
         number = self._calls.get(id(module), 0)
         self._calls[id(module)] = number + 1
         site = self.sites.get((id(module), number))
@@ -141,19 +129,19 @@ class Suffixes:
         # Computed for the next start; and what else it hands on is the model's own.
         args, kwargs = with_argument(args, kwargs, site.argument, self._state.clone())
         output = original(*args, **kwargs)
-        self._next = _first(output)
+        self._next = stream_of(output)
         return refill(output)(self._state.clone())
 
-    def _record(self, site: LayerSite, given: torch.Tensor, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _record(self, site: LayerSite, given: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
         if site.index and (self._last.shape != given.shape or not torch.equal(self._last, given)):
             self.chained = False
         self._bases[site.index] = {id(p.module): self._counts.get(id(p.module), 0) for p in _points(site)}
         output = original(*args, **kwargs)
         self._refill[site.index] = refill(output)
-        self._last = _first(output)
+        self._last = stream_of(output)
         return output
 
-    def _bare(self, site: LayerSite, given: torch.Tensor, original: Callable, args: tuple, kwargs: dict) -> Any:
+    def _bare(self, site: LayerSite, given: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
         args, kwargs = with_argument(args, kwargs, site.argument, given)
         before = given.clone()
         bases = self._bases[site.index]
@@ -162,7 +150,7 @@ class Suffixes:
                 point = dataclasses.replace(point, call=point.call - bases[id(point.module)])
                 stack.enter_context(replaced(roots_of(self.context), point, zeros))
             output = original(*args, **kwargs)
-        self._changed = self._changed or not torch.equal(_first(output), before)
+        self._changed = self._changed or not torch.equal(stream_of(output), before)
         if site.index == self._start + self._size - 1 and not self._changed:
             raise _Unchanged
         return output
@@ -170,9 +158,3 @@ class Suffixes:
 
 def _points(site: LayerSite) -> list[Point]:
     return [sublayer.contribution for sublayer in site.sublayers]
-
-
-def _first(output: Any) -> torch.Tensor:
-    found = first_tensor(output)
-    assert found is not None
-    return found

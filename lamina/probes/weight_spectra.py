@@ -10,7 +10,7 @@ import torch
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.ranks import condition_number, row_covariance_eigenvalues
-from lamina.probes.structure.discovery import FeedForward, LayerSite
+from lamina.probes.structure.sites import FeedForward, LayerSite
 
 Row = tuple[int, str, str, int, str, float, float]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,9 +20,11 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from lamina.data import prepare_blocks
+from lamina.data.blocks import Block
 from lamina.jobs import digests
 from lamina.jobs.files import writing
 from lamina.jobs.folder import Resume
@@ -31,9 +34,10 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.width_settings import CoordCheckSettings
-from lamina.training.optimizer import parameter_groups, rate_factors, width_scaling_of
+from lamina.training.optimizer import rate_factors, width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
+from lamina.training.short_run import ShortRun
 
 # pandas' own annotations make every selection a union of all it could ever be.
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ else:
     Frame = pd.DataFrame
 
 TABLE, SLOPES, RESULT = "coordinates.parquet", "slopes.csv", "result.json"
+Measurement: TypeAlias = tuple[int, int, str, str, float]
+"""(step, layer, module, metric, value): the layer is 0-based, -1 outside the blocks; "block" is a whole block."""
 COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
 METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
@@ -85,7 +91,7 @@ def coord_check(
         with tqdm(total=len(todo) * (checked.steps + 1), unit="step", disable=not bar, dynamic_ncols=True) as progress:
             for (width, seed), run in todo.items():
                 progress.set_description(f"width {width}, seed {seed}")
-                rows = [(width, seed, *row) for row in measure(run, ids, len(tokenizer), progress)]
+                rows = [(width, seed, *row) for row in measure(run, ids, len(tokenizer), progress.update)]
                 new = pd.DataFrame(rows, columns=list(COLUMNS))
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
                 _write(folder, table)
@@ -99,42 +105,72 @@ def _stored(folder: Path) -> dict[str, Any] | None:
     return stored_study(folder) if has_study(folder) else None
 
 
-def measure(settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, progress: Any = None) -> Iterator[tuple]:
-    """Rows (step, layer, module, metric, value) of one width and seed; ``ids``: token ids [batch, tokens].
+def measure(
+    settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
+) -> list[Measurement]:
+    """The measurements of one width and seed; ``ids``: the batch' token ids [blocks, tokens].
 
-    ``layer`` counts from 0 and is -1 outside the blocks; the module of a whole block is "block".
+    The steps are those of a run whose every batch is this one, at a constant rate.
     """
     torch.manual_seed(settings.seed)
     config = backbone_config(settings, vocab_size=vocab_size)
     scaling = width_scaling_of(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
     model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=ids, width_scaling=scaling)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, ids = model.to(device).train(), ids.to(device)  # type: ignore[arg-type]
-    names = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
-    factors = names if scaling is None else rate_factors(model, scaling)
-    optimiser = torch.optim.AdamW(
-        parameter_groups(model, factors, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay),
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)  # type: ignore[arg-type]  # transformers annotates it for the device's index only
+    run = ShortRun(
+        replace(settings, batch_size=len(ids), trainer={"optim": "adamw_torch"}),
+        model,
+        OneBatch(ids),
+        in_order=True,
+        device=device,
+        rate_factors=None if scaling is None else rate_factors(model, scaling),
+        schedule=lambda done: 1.0,
     )
     first: dict[str, torch.Tensor] = {}
-    for step in range(settings.steps + 1):
-        with outputs_of(model) as outputs, torch.set_grad_enabled(step < settings.steps):
-            loss = model(input_ids=ids, labels=ids).loss
-        first = first or outputs
+    measurements: list[Measurement] = []
+
+    def record(step: int) -> None:
+        first.update(outputs if step == 0 else {})
         for name, value in outputs.items():
-            yield *_row(step, name), "size", value.abs().mean().item()
+            place = _place(step, name)
+            measurements.append((*place, "size", value.abs().mean().item()))
             if step:
-                yield *_row(step, name), "change", (value - first[name]).abs().mean().item()
-        if step < settings.steps:
-            optimiser.zero_grad()
-            loss.backward()
-            if settings.max_grad_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-            optimiser.step()
-        if progress is not None:
-            progress.update(1)
+                measurements.append((*place, "change", (value - first[name]).abs().mean().item()))
+        tick()
+
+    def after_step(done: int) -> bool:
+        record(done - 1)
+        return True
+
+    with outputs_of(model) as outputs:
+        run.train(after_step)
+        if run.stopped:
+            taken = len(run.losses)
+            record(taken - 1)
+            outputs.update({name: torch.full_like(value, math.nan) for name, value in outputs.items()})
+            for step in range(taken, settings.steps + 1):  # what weights that are not finite would give
+                record(step)
+        else:
+            with torch.no_grad():
+                model.train()(input_ids=ids.to(device))
+            record(settings.steps)
+    return measurements
+
+
+class OneBatch(Dataset[Block]):
+    """A batch of token ids [blocks, tokens] that comes again and again."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Block:
+        row = self.ids[index % len(self.ids)]
+        return {"input_ids": row, "labels": row}
 
 
 @contextmanager
@@ -142,8 +178,8 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """What each module below the model gives in the forward pass, by its name, in float32."""
     outputs: dict[str, torch.Tensor] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def keep(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             value = output[0] if isinstance(output, tuple) else output
             if torch.is_tensor(value) and value.is_floating_point():
                 outputs[name] = value.detach().float()
@@ -214,7 +250,7 @@ def _verdict(slope: float, tolerance: float) -> str:
     return "grows" if slope > tolerance else "shrinks" if slope < -tolerance else "flat"
 
 
-def _row(step: int, name: str) -> tuple[int, int, str]:
+def _place(step: int, name: str) -> tuple[int, int, str]:
     match = _LAYER.fullmatch(name)
     assert match is not None
     layer, rest = match.groups()

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import torch
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import RunSettings
 
@@ -22,6 +25,23 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
         low=settings.min_learning_rate,
         shape=settings.decay_shape,
     )
+
+
+def planned_shares(settings: RunSettings) -> Callable[[int], float]:
+    """The share of the peak rate by steps done, whether the schedule is the Trainer's or the run's own."""
+    schedule = schedule_of(settings)
+    if schedule is not None:
+        return schedule
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    warmup = in_steps(settings.warmup, settings.steps)
+    return get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, warmup, settings.steps, min_lr_rate=settings.min_learning_rate
+    ).lr_lambdas[0]
+
+
+def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
+    """The share of the peak rate after ``done`` steps of a schedule whose warm-up takes fewer steps than planned."""
+    return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:

@@ -67,7 +67,7 @@ class BlockSettings(TextSettings):
     tokenizer: str = changed(
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
     )
-    sequence_length: int = changed(64, help="tokens per block")
+    sequence_length: int = changed(64, help="tokens per block", check=at_least(2))
     eval_fraction: float = setting(0.05, "share of the corpus that is held out", between(0.0, 0.5, open_low=True))
 
 

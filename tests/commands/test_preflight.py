@@ -133,7 +133,7 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
     def stopped(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lamina.preflights.burn_in.BurningIn.advance", stopped)
+    monkeypatch.setattr("lamina.preflights.burn_in.BurningIn.train", stopped)
     assert main(argv(corpus, output=tmp_path / "out")) == 130
     assert [x for x in capsys.readouterr().err.splitlines() if x.startswith("lamina: ")] == [
         "lamina: interrupted; a preflight keeps nothing of what it has not finished"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from naive import FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_norms, observe, token_ids
+from naive import EXPECTED, FORMULAS, HEAD_DIM, VOCABULARY, built, naive_norm, naive_norms, observe, token_ids
 
 import lamina
 
@@ -13,7 +13,6 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 # The growth is exponential in depth: (3e-5 / 6e-8) ** (32 / 12) would pass 1e-4 by far there, and 1e-2 still tells any
 # wrong wiring, whose difference is of order 1.
 DEEP = {"rtol": 1e-2, "atol": 1e-2}
-NO_FINAL_NORM = {"post_ln", "fusenorm", "keel", "deepnorm", "admin", "b2t", "pre_post_ln"}
 
 
 def rotated(x, cos, sin):
@@ -54,8 +53,7 @@ def attentions(model, seen, scopes, kind="rms"):
 
 def scopes_of(name, options):
     """HybridNorm norms q, k and v head by head, OLMo2 q and k over their full width; an option changes either."""
-    default = {"hybridnorm": ("head", "head"), "hybridnorm_star": ("head", "head"), "olmo2": ("full", "off")}
-    qk, v = default.get(name, ("off", "off"))
+    qk, v = EXPECTED[name].heads
     qk, v = options.get("qk_norm", qk), options.get("v_norm", v)
     return {p: scope for p, scope in (("q_proj", qk), ("k_proj", qk), ("v_proj", v)) if scope != "off"}
 
@@ -86,7 +84,7 @@ def assert_follows_the_formula(name, num_layers, *, formula=None, formula_option
         torch.testing.assert_close(state, expected, **close, msg=lambda text, index=index: f"x^{index}: {text}")
 
     final_norm = naive_norm(model.model.norm, **norm)
-    assert (final_norm is not None) == options.get("final_norm", name not in NO_FINAL_NORM)
+    assert (final_norm is not None) == options.get("final_norm", EXPECTED[name].final_norm)
     last = states[-1] if final_norm is None else final_norm(states[-1])
     torch.testing.assert_close(seen.logits, last @ model.lm_head.weight.T, **close)
     assert seen.logits.shape == (*ids.shape, VOCABULARY)

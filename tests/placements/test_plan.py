@@ -4,15 +4,10 @@ import dataclasses
 import json
 
 import pytest
+from naive import EXPECTED
 
 from lamina.errors import UserError
 from lamina.placements import Layer, Norm, Plan, Sublayer, get, names, resolve
-
-FINAL_NORM = dict.fromkeys(
-    ("pre_ln", "peri_ln", "mix_ln", "sandwich_ln", "hybridnorm", "hybridnorm_star", "layernorm_scaling", "olmo2"), True
-)
-FINAL_NORM |= dict.fromkeys(("group_ln", "out_ln"), True)
-FINAL_NORM |= dict.fromkeys(("post_ln", "fusenorm", "keel", "deepnorm", "admin", "b2t", "pre_post_ln"), False)
 
 COMMON = [
     {},
@@ -65,7 +60,7 @@ def test_a_plan_has_a_record_for_each_layer(name, num_layers):
 
 @pytest.mark.parametrize("name", names())
 def test_the_final_norm_is_there_by_default_as_the_design_says(name):
-    assert (resolve(name, 3).final_norm is not None) == FINAL_NORM[name]
+    assert (resolve(name, 3).final_norm is not None) == EXPECTED[name].final_norm
 
 
 @pytest.mark.parametrize("record", [Norm(), Sublayer(), Layer(), Plan(placement="mine", layers=(Layer(),))])

@@ -9,12 +9,13 @@ from training.tiny_runs import SMALL, records
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
-from lamina.preflights.burn_in import BurningIn, rate_factor, rates_until, unigram_losses, warmup_steps
+from lamina.preflights.burn_in import BurningIn, rates_until, unigram_losses, warmup_steps
 from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
 from lamina.preflights.running import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
 from lamina.training.pretrain import pretrain, read_blocks
+from lamina.training.schedule import planned_shares, with_shorter_warmup
 from lamina.training.settings import PretrainSettings
 
 
@@ -29,7 +30,7 @@ def burning(corpus, blocks, **changed):
 
 def test_it_takes_the_steps_of_adamw_on_the_runs_own_batches(corpus, blocks):
     made = burning(corpus, blocks, max_grad_norm=0.3, weight_decay=0.2, learning_rate=0.02)
-    made.advance(5)
+    made.train(iter([5]))
     torch.manual_seed(0)
     model = lamina.build(
         "llama-nano", "peri_ln", num_layers=2, hidden_size=16, num_heads=2, vocab_size=blocks.stats.vocab_size
@@ -90,13 +91,12 @@ def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch, ch
     logged = [r for r in records(tmp_path / "run") if r.get("loss") is not None]
     own, _ = read_blocks(settings, False)
     made = BurningIn(choose(settings, own.stats.vocab_size, 8, 1e12), own, sequences=2, longest_warmup=4)
-    made.advance(4)
-    made.advance(8)
+    made.train(iter([4, 8]))
     seen = made.seen()
-    # float32: the Trainer divides by the number of tokens where the model's own loss takes the mean
-    assert seen.losses == pytest.approx([r["loss"] for r in logged], rel=1e-5)
-    assert seen.gradient_norms == pytest.approx([r["grad_norm"] for r in logged], rel=1e-4)
-    assert seen.learning_rates == pytest.approx([r["learning_rate"] for r in logged])
+    # the Trainer logs a step's loss in float32
+    assert seen.losses == pytest.approx([r["loss"] for r in logged], rel=2e-7)
+    assert seen.gradient_norms == [r["grad_norm"] for r in logged]
+    assert seen.learning_rates == [r["learning_rate"] for r in logged]
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 0.25])
@@ -107,24 +107,30 @@ def test_the_rate_is_that_of_transformers_schedule(corpus, warmup):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, steps, 20, min_lr_rate=0.1)
     for step in range(20):
-        ours = rate_factor(step, warmup=steps, planned_warmup=steps, planned_steps=20, low=0.1)
-        assert ours == pytest.approx(schedule.get_last_lr()[0])
+        assert planned_shares(settings)(step) == schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
+
+
+def test_a_shorter_warmup_leaves_the_rest_of_the_schedule_as_it_is(corpus):
+    settings = planned(corpus, warmup=10, steps=20)
+    shares = planned_shares(settings)
+    shorter = [with_shorter_warmup(shares, done, warmup=4, planned_warmup=10) for done in range(14)]
+    assert shorter[:4] == [0.0, 0.25, 0.5, 0.75]
+    assert shorter[4:] == [shares(done) for done in range(10, 20)]
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 20), (3, 20), (0.25, 7), (5, 5), (0, 1)])
 def test_the_rates_summed(corpus, warmup, steps):
     settings = planned(corpus, warmup=warmup, steps=steps)
-    rising = warmup_steps(settings)
-    rates = [rate_factor(s, warmup=rising, planned_warmup=rising, planned_steps=steps, low=0.1) for s in range(steps)]
+    rates = [planned_shares(settings)(step) for step in range(steps)]
     for step in range(steps + 1):
         assert rates_until(settings, step) == pytest.approx(sum(rates[:step]), abs=1e-9)
 
 
 def test_what_share_of_the_run_was_spent_and_the_step_of_a_share(corpus, blocks):
     made = burning(corpus, blocks, warmup=2, steps=20)
-    made.advance(8)
+    made.train(iter([8]))
     seen = made.seen()
     settings = seen.proxy.settings
     assert seen.spent(8) == pytest.approx(rates_until(settings, 8) / rates_until(settings, 20))
@@ -148,7 +154,7 @@ def test_it_takes_in_the_warmup(steps, warmup, expected):
 
 def test_a_long_warmup_is_shortened_so_that_the_peak_is_seen(corpus, blocks):
     made = burning(corpus, blocks, warmup=0.5, learning_rate=0.02)
-    made.advance(6, measure=False)
+    made.train(iter([6]))
     assert made.warmup == 4
     assert made.seen().learning_rates == pytest.approx([0.0, 0.005, 0.01, 0.015, 0.02, 0.02], rel=0.05)
 
@@ -157,7 +163,7 @@ def test_a_loss_that_is_not_finite_ends_it(corpus, blocks):
     made = burning(corpus, blocks, placement="pre_ln")
     with torch.no_grad():
         made.model.model.layers[1].feed_forward.module.down_proj.weight.fill_(math.inf)
-    made.advance(8)
+    made.train(iter([8]))
     seen = made.seen()
     assert seen.stopped == "the loss was not finite at step 1"
     assert len(seen.losses) == 1

@@ -23,9 +23,9 @@ from lamina.errors import UserError
 from lamina.probes.bounds import Bounds
 from lamina.probes.depth_bounds import variance_sides
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.replay import record_blocks
+from lamina.probes.engine.layer_calls import record_layer_calls
 from lamina.probes.last_layer import LastLayer, last_layer_sides
-from lamina.probes.structure.discovery import FeedForward, LayerSite, NormSite, Point, Structure, Sublayer
+from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 
 WIDTH, INNER = 12, 20
 
@@ -76,7 +76,7 @@ def toy_context(toy):
         (("up", toy.up),), ("down", toy.down), Point(toy.relu, "relu", "input"), Point(toy.down, "down", "input")
     )
     branch = Point(toy.norm, "norm", "output") if role == "out_norm" else Point(toy.down, "down", "output")
-    site = LayerSite(0, toy, "", 0, (Sublayer("feed_forward", branch, None, norms, feed_forward),))
+    site = LayerSite(0, toy, "", 0, (SublayerSite("feed_forward", branch, None, norms, feed_forward),))
     structure = Structure((site,), WIDTH, None, None, None, None)
     return ToyContext(model=toy, base=toy, structure=structure, batches=[])
 
@@ -252,7 +252,7 @@ def test_the_condition_holds_over_depths_with_scaled_weights_only(init, holds):
 
     def constant(num_layers):
         context = context_of(lamina.build(llama(num_layers, hidden_size=32), "fusenorm", init=init).eval(), tokens=16)
-        blocks = record_blocks(context, context.batches[0])
+        blocks = record_layer_calls(context, context.batches[0])
         found = [sides for block in blocks for sides in variance_sides(block, num_layers, 1.0)]
         ratios = [sides.left / sides.right for sides in found if sides.role == "fusenorm_eq_21"]
         return float(torch.cat(ratios[1::2]).mean())  # attention and feed-forward take turns

@@ -13,10 +13,11 @@ from torch import nn
 
 from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
+from lamina.probes.engine.losses import loss, masked_positions, token_losses
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.measure import probe as run_probe
 from lamina.probes.engine.registry import Probe
-from lamina.probes.engine.running import loss, masked_positions, run, token_losses
+from lamina.probes.engine.running import run
 from lamina.probes.engine.statistics import Running
 from lamina.probes.job.settings import ProbeSettings
 

@@ -143,7 +143,7 @@ def test_masked_models_are_measured_on_their_masked_tokens():
     model = small_model("bert")
     ids = small_inputs(model, tokens=12)["input_ids"]
     found = table(probe(model, "gradients", ids, tokenizer=Masks())["gradients"])
-    from lamina.probes.engine.running import masked_positions
+    from lamina.probes.engine.losses import masked_positions
 
     chosen = masked_positions(12)
     hidden = ids.clone()

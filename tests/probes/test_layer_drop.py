@@ -18,9 +18,11 @@ import lamina
 from lamina.errors import UserError
 from lamina.placements import names
 from lamina.probes.engine import registry
+from lamina.probes.engine.losses import token_losses
 from lamina.probes.engine.measure import probe
-from lamina.probes.engine.removal import refill, removed
-from lamina.probes.engine.running import run, token_losses
+from lamina.probes.engine.outputs import refill
+from lamina.probes.engine.removal import removed
+from lamina.probes.engine.running import run
 from lamina.probes.layer_drop import LayerDrop
 from lamina.probes.suffixes import Suffixes
 

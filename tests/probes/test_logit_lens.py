@@ -11,8 +11,8 @@ import lamina
 from lamina.errors import UserError
 from lamina.probes import logit_lens
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.losses import masked_positions
 from lamina.probes.engine.measure import make_context, probe
-from lamina.probes.engine.running import masked_positions
 from lamina.probes.job.settings import ProbeSettings
 from lamina.probes.logit_lens import LogitLens
 

@@ -14,7 +14,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.measure import make_context
 from lamina.probes.job.settings import ProbeSettings
-from lamina.probes.structure.tracing import effective_gain
+from lamina.probes.structure.norms import effective_gain
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 GATED = {f"linear_{what}": 4 for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
@@ -146,7 +146,7 @@ def test_a_head_that_is_not_in_the_checkpoint_measures_nothing(tmp_path):
     assert {"gradients", "layer_drop", "logit_lens"}.isdisjoint(frames)
     assert {"hidden_states", "angular_distance", "gains"} <= set(frames)
     assert not frames["low_precision"]["metric"].isin(["loss", "loss_increase"]).any()
-    with pytest.raises(UserError, match="not in the checkpoint but newly initialised"):
+    with pytest.raises(UserError, match="not in the checkpoint but newly initialized"):
         lamina.probe(tmp_path, "gradients", _ids())
     small_model("bert").save_pretrained(tmp_path)
     assert not make_context(tmp_path, ProbeSettings(), _ids()).warnings

@@ -5,15 +5,16 @@ import torch
 from tiny_contexts import context_of, lamina_model, transformers_model
 
 from lamina.errors import UserError
-from lamina.probes.engine.replay import frozen, intercept, record_blocks, short_inputs
-from lamina.probes.structure.discovery import Point
+from lamina.probes.engine.hooks import intercept
+from lamina.probes.engine.layer_calls import frozen, record_layer_calls, short_inputs
+from lamina.probes.structure.sites import Point
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "AlbertForMaskedLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
 def test_each_block_hands_on_what_the_next_one_was_handed(name):
     changes = {"embedding_size": 8} if name.startswith("Albert") else {}
     context = context_of(transformers_model(name, **changes))
-    blocks = record_blocks(context, context.batches[0])
+    blocks = record_layer_calls(context, context.batches[0])
     assert [block.site.index for block in blocks] == [0, 1]
     with torch.no_grad():
         torch.testing.assert_close(blocks[0](blocks[0].stream), blocks[1].stream)
@@ -22,7 +23,7 @@ def test_each_block_hands_on_what_the_next_one_was_handed(name):
 
 def test_a_shared_layer_is_watched_in_the_call_that_is_meant():
     context = context_of(transformers_model("AlbertForMaskedLM", embedding_size=8))
-    sites, blocks = context.structure.layers, record_blocks(context, context.batches[0])
+    sites, blocks = context.structure.layers, record_layer_calls(context, context.batches[0])
     assert sites[0].module is sites[1].module
     seen = {}
     points = {layer: site.sublayers[0].contribution for layer, site in enumerate(sites)}
@@ -50,7 +51,7 @@ def test_a_tensor_is_replaced_on_its_way_and_only_in_its_call():
 def test_calls_are_counted_anew_in_each_forward_pass_of_the_root():
     root = torch.nn.Sequential(torch.nn.Linear(2, 2))
     seen = []
-    with intercept({"a": Point(root[0], "0", "output")}, lambda key, tensor: seen.append(1), root=root):
+    with intercept({"a": Point(root[0], "0", "output")}, lambda key, tensor: seen.append(1), roots=[root]):
         root(torch.ones(2))
         root(torch.ones(2))
     assert len(seen) == 2

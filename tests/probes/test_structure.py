@@ -10,11 +10,11 @@ from transformers import BertConfig, LlamaConfig, SwinConfig, SwinForImageClassi
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.engine.running import forward
-from lamina.probes.engine.watching import watch
-from lamina.probes.structure.discovery import Structure
-from lamina.probes.structure.tracing import effective_gain
-from lamina.probes.structure.wiring import find_structure
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.hooks import watch
+from lamina.probes.structure.discovery import find_structure
+from lamina.probes.structure.norms import effective_gain
+from lamina.probes.structure.sites import Structure
 
 # What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
 ROLES = {

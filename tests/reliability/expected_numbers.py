@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lamina.probes.engine.running import masked_positions
+from lamina.probes.engine.losses import masked_positions
 
 UNCHECKED = "unchecked"
 ONE_PLUS = re.compile(r"1(\.0)? \+ self\.weight|self\.weight(\.float\(\))? \+ 1")  # a gain stored without its 1

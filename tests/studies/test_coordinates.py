@@ -95,6 +95,15 @@ def test_the_sizes_are_the_mean_magnitudes_of_the_modules_outputs():
     assert not model[0]._forward_hooks
 
 
+def test_a_width_that_diverges_has_a_row_for_every_step_and_is_broken(corpus, tmp_path):
+    folder = tmp_path / "check"
+    found = of_size(coord_check(settings(corpus, folder, widths="16,32", learning_rate=1e30, seeds="0"), bar=False))
+    assert set(found.index.get_level_values("step")) == {0, 1, 2, 3}
+    assert found.verdict["lm_head", 0] != "broken"
+    assert found.verdict["lm_head", 3] == "broken"
+    assert json.loads((folder / "result.json").read_text())["verdict"] == "broken"
+
+
 def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
     folder = tmp_path / "check"
     argv = ["coord-check", *flags(**TINY, corpus=corpus, output=folder, widths="16,32", steps=1)]

@@ -1,1 +1,1 @@
-"""A corpus packed into token blocks once, and kept on disk."""
+"""Token blocks packed once and cached on disk."""

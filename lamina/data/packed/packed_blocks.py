@@ -1,4 +1,4 @@
-"""Token blocks in a file."""
+"""Token blocks in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PackedBlocks(ArrayBlocks):
 
     @property
     def array(self) -> np.ndarray:
-        """The token ids, [num_blocks, sequence_length] of uint16 or uint32, read-only and mapped when first used."""
+        """The token ids, [num_blocks, sequence_length] of uint16 or uint32, read-only, mapped at first use."""
         if self._array is None:
             self._array = np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.shape)
         return self._array

@@ -1,4 +1,4 @@
-"""Packed token blocks: prepared once, kept on disk under a hash of content and settings, memory-mapped by every run."""
+"""Packed token blocks: prepared once, cached on disk under a hash of content and settings, memory-mapped by runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# goes up whenever the same corpus and settings would give other blocks
+# increases whenever the same corpus and settings would give other blocks
 _FORMAT = "blocks-1"
 _META, _TRAIN, _EVAL = "meta.json", "train.bin", "eval.bin"
 
@@ -42,26 +42,26 @@ def prepare_blocks(
     cache_dir: Path | str | None = None,
     progress: bool = True,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """Tokenise a corpus, hold out a part of it, and pack both parts into blocks; or find all that in the cache.
+    """Tokenize a corpus, hold out a part of it, and pack both parts into blocks, or read the blocks from the cache.
 
-    The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora), and every so
-    many-th piece is held out, so that the eval split is spread over the whole corpus and no training block holds any
-    of it. In each split, an end-of-text token stands between documents and wherever a piece is missing.
+    The corpus is cut at line ends into pieces of 1 to 64 thousand characters (fewer in tiny corpora). Every n-th piece
+    is held out, so the eval split is spread over the whole corpus and no training block contains any of it. In each
+    split, an end-of-text token stands between documents and wherever a piece is missing.
 
-    A small corpus whose share of ``eval_fraction`` would not fill one block holds out as much more as that takes.
+    A small corpus, of which ``eval_fraction`` would not fill one block, holds out more.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
         tokenizer_spec: see :func:`lamina.data.load_tokenizer`.
-        sequence_length: tokens a block.
+        sequence_length: tokens per block.
         eval_fraction: the held-out share of the text, above 0 and up to 0.5.
         text_field: the field of .jsonl rows that holds the text.
         cache_dir: default ``$LAMINA_CACHE`` or ``~/.cache/lamina``.
-        progress: show a bar on a terminal when it takes more than two seconds.
+        progress: show a progress bar on a terminal after two seconds.
 
     Raises:
-        UserError: the corpus is missing, empty, binary or shorter than a block a split; an argument is out of range.
-        OSError: the disk is full; nothing is left behind.
+        UserError: the corpus is missing, empty, binary or too short for a block per split; an argument is out of range.
+        OSError: the disk is full. Nothing is left in the cache.
     """
     check_split(sequence_length, eval_fraction)
     root = cache_root(cache_dir)
@@ -75,7 +75,7 @@ def prepare_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Packing:
-    """How a corpus becomes blocks."""
+    """The settings with which a corpus becomes packed blocks."""
 
     encoder: Encoder
     sequence_length: int
@@ -83,7 +83,7 @@ class _Packing:
     progress: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path) -> Blocks:
-        """The blocks of a corpus from the cache in ``root``; packed first where they are not in it."""
+        """The blocks of a corpus from the cache in ``root``, packed first where the cache does not have them."""
         identity = f"{_FORMAT}|{corpus.fingerprint()}|{self.encoder.content_hash()}"
         key = hashlib.sha256(f"{identity}|{self.sequence_length}|{self.eval_fraction!r}".encode()).hexdigest()
         folder = root / "blocks" / key[:32]

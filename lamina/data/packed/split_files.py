@@ -1,4 +1,4 @@
-"""A corpus' segments to two files of token blocks, train and held out, written piece by piece."""
+"""The segments of a corpus, written to two files of token blocks: train and held out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BATCH_CHARS = 1024 * 1024
 
 @dataclass
 class SplitFile:
-    """The file of one split while it is written: its tokens in the corpus' order, as a :class:`TokenJoiner` joins them.
+    """The file of one split while it is written: its tokens in the order of the corpus, joined by a TokenJoiner.
 
-    ``tokens`` counts those written, ``bytes`` the UTF-8 bytes of the text added.
+    ``tokens`` counts the tokens written, ``bytes`` the UTF-8 bytes of the text added.
     """
 
     path: Path
@@ -32,18 +32,18 @@ class SplitFile:
         self.joiner = TokenJoiner(self.encoder)
 
     def add(self, segment: Segment) -> None:
-        """Take a segment; ``flush`` writes it."""
+        """Add a segment, which ``flush`` writes."""
         self.joiner.add(segment)
         self.bytes += len(segment.text.encode())
 
     def flush(self) -> None:
-        """Write the tokens of what was added."""
+        """Write the tokens of the added segments."""
         ids = self.joiner.encode()
         self.file.write(ids.tobytes())
         self.tokens += len(ids)
 
     def finish(self, sequence_length: int) -> None:
-        """Drop what does not fill a block; ``bytes`` shrinks in the same proportion, ``tokens`` to what is left."""
+        """Cut the file to whole blocks and close it; ``tokens`` and, in proportion, ``bytes`` shrink with it."""
         whole = self.tokens // sequence_length * sequence_length
         self.file.truncate(whole * self.encoder.dtype.itemsize)
         self.file.close()
@@ -53,7 +53,7 @@ class SplitFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What packing wrote: tokens and bytes in whole blocks, and how many there were before the remainders went."""
+    """The sizes of both splits in whole blocks. ``all_tokens`` counts the dropped remainders, too."""
 
     train_tokens: int
     train_bytes: int
@@ -73,17 +73,17 @@ def pack(
     total_chars: int,
     progress: bool,
 ) -> Packed:
-    """Tokenise segments and write the two splits' blocks, [blocks, sequence_length] of the encoder's dtype, row by row.
+    """Tokenize segments and write the blocks of both splits, [blocks, sequence_length] of the encoder's dtype.
 
-    The progress bar counts characters; it appears after two seconds and on a terminal only.
+    The progress bar counts characters. It appears after two seconds, and only on a terminal.
 
     Raises:
-        OSError: when the disk is full.
+        OSError: the disk is full.
     """
     train, held_out = SplitFile(train_path, encoder), SplitFile(eval_path, encoder)
     documents = 0
     bar = tqdm(
-        desc="tokenising",
+        desc="tokenizing",
         total=total_chars,
         unit="char",
         unit_scale=True,

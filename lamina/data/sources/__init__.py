@@ -1,4 +1,4 @@
-"""Where documents come from: files, folders and data sets of the hub."""
+"""Sources of documents: files, folders and data sets of the hub."""
 
 ALLOWED = (
     "embedded, a UTF-8 text file, a .jsonl file with a text field, either with .gz, .xz or .zst, a .parquet file, a "

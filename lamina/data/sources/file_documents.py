@@ -1,4 +1,4 @@
-"""The documents of one file, from its beginning or from any position on."""
+"""The documents of one file, from its beginning or from any position."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lamina.data.sources.file_text import PART_CHARS, NotTextError, inner_suffix
 from lamina.errors import UserError, nearest, unknown
 
 Position = tuple[int, int]
-"""Where the next document of a file begins: the byte of its text (of .parquet files the row), and how many lines, rows
-or parts came before it."""
+"""Where the next document of a file begins: the byte of its text (in .parquet files: the row), and the number of lines,
+rows or parts before it."""
 
 _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A text that stands by itself: a file, a row of a .jsonl or .parquet file, a row of a data set.
+    """A self-contained text: a file, or a row of a .jsonl file, a .parquet file or a data set.
 
-    A long file (16 million characters and more; a million where it is streamed) comes as several Documents; all but the
-    first have ``continues``.
+    A long file (more than 16 million characters; one million when streamed) comes as several Documents, of which all
+    but the first have ``continues``.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Document:
 def read_file(
     path: Path, name: str, text_field: str, start: Position = (0, 0), *, part_chars: int = PART_CHARS
 ) -> Iterator[tuple[Document, Position]]:
-    """The documents of a file from ``start`` on, each with the position behind it.
+    """The documents of a file from ``start`` on, each with the position after it.
 
-    ``part_chars``: text that is no rows comes in parts of about so many characters.
+    ``part_chars``: plain text comes in parts of about this many characters.
 
     Raises:
-        NotTextError: the file is binary, not UTF-8, damaged, or a .parquet file that isn't one.
-        UserError: a row has no such field, or it holds something other than text; the file may not be read.
+        NotTextError: the file is binary, not UTF-8, damaged, or no valid .parquet file.
+        UserError: a row does not have the field, or its value is no text; or reading the file is not permitted.
     """
     suffix = inner_suffix(path)
     if suffix in (".jsonl", ".ndjson"):
@@ -50,12 +50,12 @@ def read_file(
 
 
 def has_text(document: Document) -> bool:
-    """Whether a document counts: those of white space alone are left out, unless they go on with another one."""
+    """Whether a document counts: one of white space alone does not, unless it continues another."""
     return bool(document.text) and (document.continues or not document.text.isspace())
 
 
 def encodable(document: Document) -> Document:
-    """JSON may hold half a surrogate pair, which no UTF-8 has: it becomes U+FFFD."""
+    """The document with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
     try:
         document.text.encode()
     except UnicodeEncodeError:
@@ -96,7 +96,7 @@ def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[t
 
 
 def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
-    """The rows of a .parquet file, a row group at a time at most; null counts as an empty text, as in data sets."""
+    """The rows of a .parquet file, read at most one row group at a time; null is an empty text, as in data sets."""
     import pyarrow
     from pyarrow import parquet
 
@@ -126,7 +126,7 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
     except pyarrow.ArrowInvalid as error:
         raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
     except PermissionError as error:
-        raise UserError(f"corpus: {str(path)!r} may not be read ({error.strerror})") from None
+        raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
 
 
 def _kind(value: object) -> str:

@@ -1,4 +1,4 @@
-"""One file to text: gzip, xz and zstandard are undone, UTF-8 is required, and large files come in parts."""
+"""The text of one file: decompressed (gzip, xz, zstandard), required to be UTF-8, in parts where it is large."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, TextIO, cast
 from lamina.errors import UserError
 
 PART_CHARS = 16 * 1024 * 1024
-"""Files longer than this many characters are read in parts, so that memory stays bounded."""
+"""Files longer than this many characters are read in parts to bound memory."""
 
 _SNIFF_BYTES = 8192
 _MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\x00", "zstandard": b"\x28\xb5\x2f\xfd"}
@@ -24,11 +24,11 @@ _WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class NotTextError(Exception):
-    """The file is not text that can be read, and the message says why. A folder skips it, a file named is an error."""
+    """The file is no readable text, and the message says why. Folders skip it; naming it is an error."""
 
 
 def inner_suffix(path: Path) -> str:
-    """The suffix under the compression's: ``.jsonl`` for ``rows.jsonl.gz``, in lower case."""
+    """The suffix before that of the compression, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
     name = path.name.lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -36,10 +36,10 @@ def inner_suffix(path: Path) -> str:
 
 
 def compression(path: Path) -> str | None:
-    """The compression of a file by its first bytes, or None; the name only matters when it promises what is not there.
+    """The compression of a file, or None, decided by its first bytes.
 
     Raises:
-        NotTextError: when the name ends in a compression's suffix and the content is something else.
+        NotTextError: the name has the suffix of a compression, but the content is something else.
     """
     with path.open("rb") as file:
         head = file.read(8)
@@ -81,13 +81,13 @@ def _decompression_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
-    r"""The decompressed file as UTF-8 text: a byte order mark is dropped, line ends (``\n``) stay as they are.
+    r"""The decompressed file as UTF-8 text, without a byte order mark and with its line ends (``\n``) unchanged.
 
-    ``start``: the byte of the text to begin at. A compressed file is decompressed up to there, and nothing more.
+    ``start``: the byte of the text to begin at. A compressed file is decompressed up to there.
 
     Raises:
-        NotTextError: binary, not UTF-8 or damaged; also from inside the with block, whenever reading reaches the fault.
-        UserError: zstandard is needed and not installed, or the file may not be read.
+        NotTextError: the file is binary, not UTF-8 or damaged; raised inside the with block, too.
+        UserError: zstandard is needed and not installed, or reading the file is not permitted.
     """
     damaged = _decompression_errors()
     try:
@@ -101,7 +101,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
             if b"\x00" in head:
                 raise NotTextError("is binary or not UTF-8")
             _skip(buffered, start + len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8), seekable=kind is None)
-            # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as the file has them
+            # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as in the file
             with io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") as text:
                 yield text
     except UnicodeDecodeError:
@@ -109,7 +109,7 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
     except damaged as error:
         raise NotTextError(f"is damaged ({error})") from None
     except PermissionError as error:
-        raise UserError(f"corpus: {str(path)!r} may not be read ({error.strerror})") from None
+        raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
 
 
 def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
@@ -121,14 +121,11 @@ def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
 
 
 def read_parts(path: Path, part_chars: int = PART_CHARS, start: int = 0) -> Iterator[str]:
-    """The file's text in parts of about ``part_chars`` characters, which end at a line's end if one is near.
+    """The text of a file in parts of about ``part_chars`` characters, each ending with a line if its end is near.
 
-    ``start``: as of :func:`open_text`.
-
-    Raises:
-        NotTextError, UserError: as :func:`open_text`.
+    ``start`` and errors: see :func:`open_text`.
     """
     with open_text(path, start) as text:
         while part := text.read(part_chars):
-            # a bounded look for the end of the line: a file may be one line of gigabytes
+            # the search for the end of the line is bounded: a file may be one line of gigabytes
             yield part if part.endswith("\n") else part + text.readline(part_chars)

@@ -1,4 +1,4 @@
-"""The files of a folder: which, in which order, and hashes of them."""
+"""The files of a folder in order, and hashes of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from lamina.errors import UserError
 
 FileState = tuple[int, int]
-"""A file's size in bytes and time of change in nanoseconds."""
+"""The size of a file in bytes and the time of its last change in nanoseconds."""
 
 _HASHED_BYTES = 2**30
 
@@ -30,23 +30,23 @@ def hash_files(digest: hashlib._Hash, root: Path) -> None:
         name = os.fsencode(path.relative_to(root if root.is_dir() else root.parent).as_posix())
         try:
             with path.open("rb") as file:
-                # each file's own hash, so that bytes cannot move from one file to the next unnoticed
+                # a hash per file, so that bytes cannot move from one file to the next unnoticed
                 content = hashlib.file_digest(file, "sha256").digest()
         except PermissionError as error:
-            raise UserError(f"corpus: {str(path)!r} may not be read ({error.strerror})") from None
+            raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
         digest.update(name + b"\0" + content)
 
 
 def state_of(path: Path) -> FileState:
-    """The file's size and time of change."""
+    """The size of a file and the time of its last change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
-    """A hash of files' names, sizes and times of change; None where there is so little that its content can be hashed.
+    """A hash of the names, sizes and times of change of files over 1 GiB in all.
 
-    Content is hashed up to 1 GiB.
+    None for less than that: then the content itself can be hashed.
     """
     if sum(size for size, _ in states) <= _HASHED_BYTES:
         return None

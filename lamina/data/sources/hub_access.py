@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub is worth asking: its clients retry for half a minute where there is no network."""
+"""Access to the Hugging Face hub: checked first, because its clients retry for half a minute without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.request import getproxies
 
 
 def hub_resolves() -> bool:
-    """Whether the hub's host has an address; taken to be so behind a proxy, which looks names up itself."""
+    """Whether the host name of the hub resolves; assumed behind a proxy, which resolves names itself."""
     from huggingface_hub import constants
 
     if getproxies():
@@ -25,9 +25,9 @@ def hub_resolves() -> bool:
 
 @contextmanager
 def local_when_unreachable() -> Iterator[bool]:
-    """Inside, the hub's libraries use only what is on disk if the hub has no address; yields whether it is asked.
+    """In this context the hub's libraries use only local files if the hub is unreachable. Yields whether it is used.
 
-    They read their offline switch from the environment when imported, so it is turned in place, and back afterwards.
+    The libraries read their offline switch from the environment at import, so it is set in place and restored.
     """
     from huggingface_hub import constants
 
@@ -45,6 +45,6 @@ def local_when_unreachable() -> Iterator[bool]:
 
 
 def one_line(error: Exception) -> str:
-    """An exception as ``Type: first line``, for a message that must be one line."""
+    """An exception as ``Type: first line``, for messages of one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.:')}" if lines else type(error).__name__

@@ -22,7 +22,7 @@ ALLOWED = "hf:NAME[:CONFIG][@SPLIT]"
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """``hf:NAME[:CONFIG][@SPLIT]`` taken apart; ``folder`` is set when NAME is a folder on this machine."""
+    """The parts of ``hf:NAME[:CONFIG][@SPLIT]``; ``folder`` is set when NAME is a local folder."""
 
     spec: str
     name: str
@@ -40,14 +40,14 @@ class HubData:
 
     @property
     def fingerprint(self) -> str:
-        """The library's own hash of what the data set was made from."""
+        """The library's own hash of the data set's origin."""
         return self.dataset._fingerprint
 
     def texts(self, text_field: str) -> Iterator[str]:
-        """The texts of a column, row by row; null counts as an empty text.
+        """The texts of a column, row by row; null is an empty text.
 
         Raises:
-            UserError: when there is no such column or it holds something other than text.
+            UserError: the column does not exist or holds something other than text.
         """
         if text_field not in self.dataset.column_names:
             raise unknown(f"text_field of the corpus {self.spec!r}:", text_field, self.dataset.column_names)
@@ -62,13 +62,13 @@ def is_hub(corpus: str) -> bool:
 
 
 def parse(corpus: str) -> HubSource:
-    """Take ``hf:NAME[:CONFIG][@SPLIT]`` apart.
+    """Split ``hf:NAME[:CONFIG][@SPLIT]`` into its parts.
 
     Raises:
-        UserError: when there is no name.
+        UserError: the name is missing.
     """
     name, config, split = corpus.removeprefix(PREFIX), "", ""
-    # a folder's own name may hold ':' or '@', so what exists as it stands is not taken apart
+    # the name of a folder may contain ':' or '@', so the name of an existing folder is not split
     if not Path(name).expanduser().is_dir() and "@" in name:
         name, _, split = name.rpartition("@")
     if not Path(name).expanduser().is_dir() and ":" in name:
@@ -82,19 +82,19 @@ def parse(corpus: str) -> HubSource:
 
 
 def load(source: HubSource) -> HubData:
-    """Load one split: the one asked for, else ``train``, else the only one.
+    """Load one split: the requested one, else ``train``, else the only one.
 
     Raises:
-        UserError: datasets is missing, the hub cannot be reached, there is no such data set, configuration or split.
+        UserError: datasets is not installed, the hub is unreachable, or the data set or split does not exist.
     """
     return HubData(spec=source.spec, dataset=cast("Dataset", _one_split(source, _loaded(source))))
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:
-    """One split as the library streams it, and a hash of what it is made from.
+    """One split as a stream of the library, and a hash of its origin.
 
     Raises:
-        UserError: as :func:`load`.
+        UserError: see :func:`load`.
     """
     if source.folder is not None and _was_saved_to_disk(source.folder):
         saved = load(source)
@@ -107,10 +107,10 @@ def stream(source: HubSource) -> tuple[IterableDataset, str]:
 
 
 def streamed_texts(spec: str, dataset: IterableDataset, text_field: str) -> Iterator[str]:
-    """The texts of a streamed data set's column, row by row; null counts as an empty text.
+    """The texts of a streamed data set's column, row by row; null is an empty text.
 
     Raises:
-        UserError: when there is no such column or it holds something other than text.
+        UserError: the column does not exist or holds something other than text.
     """
     for row in dataset:
         if text_field not in row:
@@ -137,7 +137,7 @@ def _loaded(source: HubSource, *, streaming: bool = False) -> Loaded:
         if _was_saved_to_disk(source.folder):
             return datasets.load_from_disk(str(source.folder))
         return datasets.load_dataset(str(source.folder), source.config, split=source.split, streaming=streaming)
-    # dozens of types come out of datasets, huggingface_hub, fsspec and httpx; none tells the user more than its text
+    # datasets, huggingface_hub, fsspec and httpx raise dozens of types; only the text matters to the user
     except Exception as error:
         reason = one_line(error) if reachable else "the hub cannot be reached, and no copy of it is on this machine"
         raise UserError(

@@ -1,4 +1,4 @@
-"""A mix of corpora in fixed shares, as it is written: ``A:0.7,B:0.3``."""
+"""The notation for a mix of corpora in fixed shares: ``A:0.7,B:0.3``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT, each weight a number above 0"
 def parse_mix(corpus: str) -> dict[str, Fraction]:
     """The corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
 
-    A mix is a comma-separated list of two or more corpora, each with a colon and a number behind it; what stands
-    before its last colon is the corpus, so paths and hub names may hold colons (and commas). A file or folder of that
-    very name is no mix. Weights are taken relative to their sum.
+    A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. The text before the
+    last colon is the corpus, so paths and hub names may contain colons and commas. An existing file or folder with the
+    whole name is no mix. The share of a corpus is its weight divided by the sum of all weights.
 
     Raises:
-        UserError: a part without a weight, a weight that is not above 0, a corpus named twice.
+        UserError: a part has no weight, a weight is not above 0, or a corpus is named twice.
     """
     if "," not in corpus or Path(corpus).expanduser().exists():
         return {}

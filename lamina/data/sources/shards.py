@@ -1,4 +1,4 @@
-"""A corpus as shards that can be read from any position on: its files, or the shards of a data set of the hub."""
+"""The shards of a corpus, each readable from any position: its files, or the shards of a hub data set."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lamina.errors import UserError
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_PART_CHARS = 2**20  # a run that is resumed reads one of them twice
+_PART_CHARS = 2**20  # a resumed run reads one of them again
 
 
 class Shard(Protocol):
-    """A part of a corpus, read from its beginning or from a position (made of JSON's types) that it gave itself."""
+    """A part of a corpus, readable from its beginning or from a position that an earlier read returned (JSON types)."""
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        """The documents from a position on, those without text left out, each with the position behind it.
+        """The documents with text from a position on, each with the position after it.
 
         Raises:
-            UserError: the shard can't be read.
+            UserError: the shard cannot be read.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file. One that is not text is passed over with a warning where it came with a folder (``root``).
+    """A file. In a folder (``root``), a file that is not text is skipped with a warning.
 
-    ``state``: when the run began. ``warn`` logs a message.
+    ``state``: the file's state at the beginning of the run. ``warn`` logs a message.
     """
 
     corpus: str
@@ -78,7 +78,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a data set that the datasets library streams; its positions are that library's own."""
+    """A shard of a data set that the datasets library streams; the positions are that library's."""
 
     corpus: str
     dataset: IterableDataset
@@ -86,7 +86,7 @@ class HubShard:
     text_field: str
 
     def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
-        # made anew: two readers of one would share a position
+        # a new object for each read: two readers of one object would share a position
         dataset = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.index)
         if position is not None:
             dataset.load_state_dict(cast("dict", position))
@@ -99,7 +99,7 @@ class HubShard:
                     yield encodable(document), dataset.state_dict()
         except UserError:
             raise
-        # the network's and the formats' errors are of dozens of types
+        # networks and formats raise dozens of types
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(f"corpus: {self.corpus!r} stopped being readable ({reason}); resume when it is") from error
@@ -107,7 +107,7 @@ class HubShard:
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus' shards, in order. ``bytes``: on disk, None where not known. ``fingerprint``: changes with the text."""
+    """The shards of a corpus in order; ``bytes``: their size on disk, None if unknown; ``fingerprint``: of the text."""
 
     shards: Sequence[Shard]
     bytes: int | None

@@ -1,4 +1,4 @@
-"""The held-out text of a stream, set apart before training in a bounded part of the corpus."""
+"""The held-out text of a stream, chosen before training from a bounded part of the corpus."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lamina.data.sources.shards import Shards
 from lamina.data.split import Segment, Splitter, is_held_out, piece_chars
 from lamina.errors import UserError
 
-_LOOKED_THROUGH = 64 * 2**20  # characters that the held-out text is spread over
-_SHARDS = 64  # and shards
+_SCANNED = 64 * 2**20  # the held-out text is spread over this many characters
+_SHARDS = 64  # and over this many shards
 _PIECES, _SMALLEST_PIECE, _CHARS_PER_TOKEN = 64, 1024, 4
 
 
 @dataclass
 class Excerpt:
-    """Some of a corpus' segments, by shard, as ids."""
+    """Some segments of a corpus as ids, by shard."""
 
     encoder: Encoder
     ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Excerpt:
     bytes: int = 0
 
     def __post_init__(self) -> None:
-        # every shard's first segment has its end-of-text token: which shard comes first is only known at the end
+        # the first segment of every shard has an end-of-text token: which shard comes first is known only at the end
         self._joiner = TokenJoiner(self.encoder, TokenJoiner.ELSEWHERE)
         self._shard: int | None = None
 
@@ -53,14 +53,14 @@ class Excerpt:
 
 @dataclass
 class Division:
-    """What was set apart of a stream.
+    """The division of a stream into held-out text and the rest.
 
     Attributes:
-        chars: characters in a piece.
-        fraction: the share of the pieces looked at that is held out.
+        chars: characters per piece.
+        fraction: the share of the scanned pieces that is held out.
         held_out: the text to evaluate on.
-        known: some text to train on, from between.
-        limits: of each shard with something held out, the number of pieces looked at.
+        known: some of the text to train on, from between the held-out pieces.
+        limits: for each shard with held-out pieces, how many of its pieces were scanned.
     """
 
     chars: int
@@ -73,15 +73,15 @@ class Division:
 def hold_out(
     corpus: str, shards: Shards, encoder: Encoder, sequence_length: int, *, blocks: int, eval_fraction: float
 ) -> Division:
-    """Hold out pieces of up to ``eval_fraction`` of the text looked through, until they fill ``blocks`` blocks.
+    """Hold out pieces until they fill ``blocks`` blocks, at most ``eval_fraction`` of the scanned text.
 
     Raises:
-        UserError: there is too little text for one block of each kind.
+        UserError: the text is too short for one block to train on and one held out.
     """
     needed = blocks * sequence_length * _CHARS_PER_TOKEN
-    total = _LOOKED_THROUGH if shards.bytes is None else max(1, shards.bytes)
+    total = _SCANNED if shards.bytes is None else max(1, shards.bytes)
     chars = min(piece_chars(total), max(_SMALLEST_PIECE, needed // _PIECES))
-    fraction = min(eval_fraction, needed / min(total, _LOOKED_THROUGH))
+    fraction = min(eval_fraction, needed / min(total, _SCANNED))
     while True:
         division = Division(chars, fraction, Excerpt(encoder), Excerpt(encoder))
         held_out, known = division.held_out, division.known
@@ -106,9 +106,9 @@ def hold_out(
 def _pieces(
     shards: Shards, division: Division, blocks: int, sequence_length: int
 ) -> Iterator[tuple[int, Segment, int]]:
-    """Shard, segment and number of the piece in it, until enough is held out: a like part of each of some shards."""
+    """Shard, segment and piece number, until enough is held out: about as much from each of up to 64 shards."""
     count = len(shards.shards)
-    share = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
+    per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
     for shard in np.random.default_rng(0).permutation(count).tolist():
         before = division.held_out.tokens
         if before > blocks * sequence_length:
@@ -116,7 +116,7 @@ def _pieces(
         splitter = Splitter()
         for document, _ in shards.shards[shard].read():
             for segment, piece in splitter.cut(document, division.chars):
-                if division.held_out.tokens - before > share and piece >= division.limits[shard]:
+                if division.held_out.tokens - before > per_shard and piece >= division.limits[shard]:
                     break
                 yield shard, segment, piece
             else:

@@ -1,4 +1,4 @@
-"""A corpus to train on while it is read: the held-out text is set apart first, the rest becomes a stream."""
+"""A corpus that is read while training goes on: the held-out text is chosen first, the rest becomes a stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SHUFFLE_BUFFER = 2048
-# goes up whenever the same corpus and settings would give other blocks
+# increases whenever the same corpus and settings would give other blocks
 _FORMAT = "stream-1"
-_EVAL_BLOCKS, _FEWEST = 1000, 64  # held out where all are evaluated; at the least
+_EVAL_BLOCKS, _FEWEST = 1000, 64  # held-out blocks: by default, at least
 
 
 def stream_blocks(
@@ -38,24 +38,24 @@ def stream_blocks(
     buffer: int = SHUFFLE_BUFFER,
     seed: int = 0,
 ) -> tuple[Blocks, PreTrainedTokenizerFast]:
-    """The blocks of ``lamina.data.prepare_blocks`` without preparing them: ``train`` is a StreamedBlocks without end.
+    """Blocks of a corpus without preparing them first: ``train`` is an endless :class:`StreamedBlocks`.
 
-    Held out are pieces from the beginnings of up to 64 files, spread over 64 million characters, as many as fill
-    ``eval_blocks``; they are never trained on. The unigram entropy is the cross-entropy of these under twice as
-    much text from between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0: nobody counted them.
+    The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters; there are as
+    many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
+    much text from between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
 
     Args:
         corpus: see :meth:`lamina.data.Corpus.parse`.
         tokenizer_spec: ``bytes``, or a tokenizer of transformers: a ``bpe:SIZE`` would have to read the corpus first.
-        sequence_length: tokens a block.
-        eval_fraction: the share of the text looked through that is held out, at the most.
-        eval_blocks: how many blocks to hold out, 64 at the least; 0 for 1,000.
+        sequence_length: tokens per block.
+        eval_fraction: the largest share of the scanned text to hold out.
+        eval_blocks: how many blocks to hold out, at least 64; 0 for 1,000.
         text_field: the field of rows that holds the text.
-        buffer: how many consecutive blocks are shuffled among themselves; 1 to leave all in the corpus' order.
-        seed: of the order.
+        buffer: how many consecutive blocks are shuffled among themselves; 1 keeps the order of the corpus.
+        seed: the seed of the order.
 
     Raises:
-        UserError: the corpus is missing, empty, binary or shorter than a block a split; an argument is out of range.
+        UserError: the corpus is missing, empty, binary or too short for a block per split; an argument is out of range.
     """
     check_split(sequence_length, eval_fraction)
     if is_trained(tokenizer_spec):
@@ -79,7 +79,7 @@ def stream_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Streaming:
-    """How a corpus becomes a stream of blocks."""
+    """The settings with which a corpus becomes a stream of blocks."""
 
     encoder: Encoder
     sequence_length: int

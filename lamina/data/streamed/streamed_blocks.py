@@ -1,4 +1,4 @@
-"""A token stream's blocks by number, shuffled within a buffer, that can be resumed at any block."""
+"""The blocks of a token stream by number, shuffled within a buffer; reading can resume at any block."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lamina.data.token_counts import count_tokens
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1024  # blocks read at a time, at the least
-_ANCHORS = 64  # chunks back to which a reader can return without starting over
+_CHUNK = 1024  # the least number of blocks read at a time
+_ANCHORS = 64  # how many chunks a reader can go back without starting over
 _ENDLESS = 2**40
 _READING: weakref.WeakSet[StreamedBlocks] = weakref.WeakSet()
 
 
 class StreamedBlocks(BlockSource):
-    """A stream's blocks by number, asked for in rising order; item ``i`` is the i-th block that a run trains on.
+    """The blocks of a stream by number, requested in increasing order; item ``i`` is the i-th block of a run.
 
-    Each ``buffer`` consecutive blocks are shuffled among themselves by the seed and their place alone. A chunk of
-    blocks is in memory, and a thread reads the next one. A Place is kept for the last chunks, so that ``state_dict``
-    has one at or shortly before any block that training has reached, and ``load_state_dict`` takes it up there.
+    Each group of ``buffer`` consecutive blocks is shuffled; the seed and the group's number alone decide how. One chunk
+    of blocks is in memory while a thread reads the next. The Places of the last chunks are stored, so ``state_dict``
+    has one at or shortly before any block that training has reached.
 
     Args:
-        stream: of the corpus.
-        buffer: blocks shuffled among themselves; 1 for none.
-        seed: of the shuffles.
-        known: some of the corpus' text in blocks, [blocks, sequence_length]: what ``sample`` and ``token_counts`` see.
+        stream: the stream of the corpus.
+        buffer: how many consecutive blocks are shuffled among themselves; 1 for none.
+        seed: the seed of the shuffles.
+        known: some of the corpus' text, [blocks, sequence_length]; ``sample`` and ``token_counts`` use it.
     """
 
     in_order = True
@@ -69,7 +69,7 @@ class StreamedBlocks(BlockSource):
         return count_tokens(self.known, vocab_size)
 
     def state_dict(self, index: int) -> Json:
-        chunk = max(known for known in self._anchors if known <= index // self.size)
+        chunk = max(anchor for anchor in self._anchors if anchor <= index // self.size)
         return {"size": self.size, "chunk": chunk, **dataclasses.asdict(self._anchors[chunk])}
 
     def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
@@ -85,7 +85,7 @@ class StreamedBlocks(BlockSource):
             return self._held[1]
         if self._chunks is None or number < self._next:
             self._drop()
-            self._next = max(known for known in self._anchors if known <= number)
+            self._next = max(anchor for anchor in self._anchors if anchor <= number)
             self._chunks = self.stream.chunks(self._anchors[self._next], self.size)
         while self._next <= number:
             chunk, after = next(self._chunks) if self._coming is None else self._coming.result()
@@ -103,7 +103,7 @@ class StreamedBlocks(BlockSource):
         return self._held[1]
 
     def _drop(self) -> None:
-        """Forget what was read; a chunk that is being read is waited for, its generator being in use."""
+        """Forget all chunks. Waits for one that is being read, because its generator is in use."""
         if (coming := getattr(self, "_coming", None)) is not None and not coming.cancel():
             coming.exception()
         self._held: tuple[int, np.ndarray] = (-1, np.empty(0))
@@ -114,6 +114,6 @@ class StreamedBlocks(BlockSource):
 
 @atexit.register
 def _stop_reading() -> None:
-    """Files are closed while what closes them is still there."""
+    """Close all files while the modules that close them still exist."""
     for blocks in list(_READING):
         blocks._drop()

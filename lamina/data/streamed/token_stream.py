@@ -1,4 +1,4 @@
-"""A corpus as token blocks without end, read, tokenised and packed from any place on."""
+"""An endless stream of a corpus' token blocks that can start at any place."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BATCH_CHARS = 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a stream stands before a batch of text, of JSON's types all through.
+    """Where a stream stands before a batch of text. All fields have JSON's types.
 
     Attributes:
-        turn: how often the corpus was read to its end.
-        shard: in the turn's order.
-        position: of the shard's next document, as the shard gave it; None for its beginning.
+        turn: how many times the corpus has been read to its end.
+        shard: the index of the shard in this turn's order.
+        position: where the shard's next document begins, as the shard itself encodes it; None for its beginning.
         split: the Splitter's fields before that document.
-        segments: how many of that document's segments are read already.
-        last: document and end of the last segment that was packed, to see where the text jumps.
-        carry: the tokens that did not fill a block yet.
-        skip: how many of the blocks from here on were handed out before.
+        segments: how many of that document's segments have been read.
+        last: the document and the character at which the last packed segment ended (see TokenJoiner).
+        carry: the tokens that do not fill a block yet.
+        skip: how many of the blocks from here on have been handed out.
     """
 
     turn: int = 0
@@ -43,7 +43,7 @@ class Place:
 
 
 class _Document(TypedDict):
-    """The fields of a Place that say where in a shard it is."""
+    """The fields of a Place inside a shard."""
 
     position: object
     split: Sequence[int]
@@ -52,20 +52,20 @@ class _Document(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """A corpus without its held-out pieces as blocks without end, always the same ones from a Place on.
+    """The blocks of a corpus without its held-out pieces, endless, and the same each time from a Place on.
 
-    The segments are joined by a :class:`TokenJoiner`. What does not fill a block at the corpus' end begins the first
-    block of the next turn.
+    A :class:`TokenJoiner` joins the segments. Tokens left over at the end of the corpus begin the first block of the
+    next turn.
 
     Args:
-        corpus: its name, for errors.
-        shards: read one after the other.
-        encoder: gives the ids.
-        sequence_length: tokens in a block.
-        chars: characters in a piece.
-        held_out: of each shard that has any, the number of pieces at its beginning among which some are held out.
-        eval_fraction: the share of those that is.
-        seed: shuffles the shards anew in each turn; None for their own order.
+        corpus: the name of the corpus, for errors.
+        shards: the shards of the corpus, read one after the other.
+        encoder: turns text into ids.
+        sequence_length: tokens per block.
+        chars: characters per piece.
+        held_out: for each shard with held-out pieces, the number of pieces at its beginning that contains them.
+        eval_fraction: the share of those pieces that is held out.
+        seed: shuffles the shards in each turn; None keeps their order.
     """
 
     corpus: str
@@ -78,7 +78,7 @@ class TokenStream:
     seed: Sequence[int] | None
 
     def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
-        """Blocks from a place on, [size, sequence_length] of the encoder's dtype, and the place behind them."""
+        """Chunks of blocks [size, sequence_length] of the encoder's dtype, each with the place after it."""
         length = self.sequence_length
         carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
         chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
@@ -96,7 +96,7 @@ class TokenStream:
             carry, skip, before = ids[whole * length :], 0, after
 
     def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Tokens of about a million characters at a time, and the place behind them (without carry and skip)."""
+        """Tokens of about a million characters at a time, and the place after them (without carry and skip)."""
         turn, first = place.turn, place.shard
         joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
         while True:
@@ -116,7 +116,7 @@ class TokenStream:
                 yield Place(turn=turn, last=joiner.last), joiner.encode()
 
     def _segments(self, number: int, place: Place) -> Iterator[tuple[_Document, Segment]]:
-        """The segments of a shard from a place on that are not held out, each with where it ends."""
+        """The segments of a shard from a place on, without held-out ones, each with the place after it."""
         position, split, passed = place.position, tuple(place.split), place.segments
         limit, splitter = self.held_out.get(number, 0), Splitter(*split)
         for document, after in self.shards[number].read(position):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
@@ -24,7 +23,7 @@ _SIZES = (
 
 
 def read_config(
-    path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: Any
+    path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: object
 ) -> PreTrainedConfig:
     """The configuration of a saved model: a folder's, or that of a name on the hub.
 
@@ -63,7 +62,7 @@ def read_config(
     return config
 
 
-def _read_fields(path: str | Path, field: str, says: str) -> dict[str, Any]:
+def _read_fields(path: str | Path, field: str, says: str) -> dict[str, object]:
     name, place = str(path), Path(path)
     if place.is_dir():
         if not (place / "config.json").is_file():
@@ -103,7 +102,7 @@ def _check_quantization(asked: object, says: str) -> None:
         raise UserError(f"{says}: quantization_config: {unknown('quant_method', str(name), KNOWN)}")
 
 
-def _check_type(data: Mapping[str, Any], says: str, trust_remote_code: bool) -> None:
+def _check_type(data: Mapping[str, object], says: str, trust_remote_code: bool) -> None:
     model_type, code = data.get("model_type"), data.get("auto_map")
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and code:
@@ -125,7 +124,7 @@ def _check_type(data: Mapping[str, Any], says: str, trust_remote_code: bool) -> 
         _check_type({"model_type": inner.get("model_type")}, f"{says}: backbone_config", trust_remote_code)
 
 
-def _check_sizes(data: Mapping[str, Any], says: str) -> None:
+def _check_sizes(data: Mapping[str, object], says: str) -> None:
     for name, value in data.items():
         if name in ("backbone_config", "text_config") and isinstance(value, Mapping):
             _check_sizes(value, f"{says}: {name}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -20,7 +21,6 @@ from transformers import (
 )
 from transformers import initialization as init
 
-import lamina.modeling  # noqa: F401 (registers LaminaConfig and the models)
 from lamina.core.architectures import Conversion
 from lamina.errors import UserError
 from lamina.modeling.backbones import configurations
@@ -34,7 +34,9 @@ from lamina.placements import Norm, Plan, Sublayer, resolve
 logger = logging.getLogger(__name__)
 
 
-def from_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto") -> Any:
+def from_transformers(
+    model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
+) -> LaminaForCausalLM:
     """The Lamina model that computes what a causal language model of transformers does.
 
     Args:
@@ -52,7 +54,7 @@ def from_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
         raise UserError(f"source: {_name(model_or_path)} is a Lamina model already (allowed: to transformers)")
-    config: Any = model.config
+    config = model.config
     conversion = conversion_of(config.model_type)
     _check_class(model)
     dtype = _dtype_of(model)
@@ -62,13 +64,16 @@ def from_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
-        ours: Any = LaminaForCausalLM._from_config(outer, dtype=dtype)
+        ours = LaminaForCausalLM._from_config(outer, dtype=dtype)
     fill(ours, model, {key: (lamina_name(key, conversion), offset) for key, offset in gains(model)})
     copy_buffers({lamina_name(name, conversion): name for name, _ in model.named_buffers()}, model, ours)
-    return ours.to(model.device).eval()
+    nn.Module.to(ours, model.device)
+    return ours.eval()
 
 
-def to_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto") -> Any:
+def to_transformers(
+    model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
+) -> PreTrainedModel:
     """The model of transformers that computes what a Lamina model does, where there is one; from_transformers undone.
 
     Raises UserError for a plan that is not that of its backbone's architecture, and as ``from_transformers`` does.
@@ -78,16 +83,18 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path, *, dtype: str |
         raise UserError(
             f"source: {_name(model_or_path)} is a {type(model).__name__} (allowed: a LaminaForCausalLM, or its folder)"
         )
-    outer: Any = model.config
+    outer = model.config
+    assert isinstance(outer, LaminaConfig)
     conversion = check_plan(outer)
     config = _backbone_config(outer)
     # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
     config._attn_implementation = model.model.backbone.config._attn_implementation
     with init.no_init_weights():
-        theirs: Any = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
+        theirs: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
     fill(theirs, model, {lamina_name(key, conversion): (key, -offset) for key, offset in gains(theirs)})
     copy_buffers({name: lamina_name(name, conversion) for name, _ in theirs.named_buffers()}, model, theirs)
-    return theirs.to(model.device).eval()
+    nn.Module.to(theirs, model.device)
+    return theirs.eval()
 
 
 def check_plan(config: LaminaConfig) -> Conversion:
@@ -145,7 +152,7 @@ def _backbone_config(config: LaminaConfig) -> PreTrainedConfig:
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def computed(plan: Plan) -> tuple[Any, ...]:
+def computed(plan: Plan) -> tuple[object, ...]:
     """What a plan computes, whatever it is called and however it starts: every backbone here has RMSNorms."""
 
     def norm(spec: Norm | None) -> Norm | None:
@@ -155,8 +162,8 @@ def computed(plan: Plan) -> tuple[Any, ...]:
         return replace(spec, kind="backbone" if spec.kind == "rms" else spec.kind, initial_gain=start)
 
     def sublayer(record: Sublayer) -> Sublayer:
-        norms = {name: norm(spec) for name, spec in record.norms.items()}
-        return replace(record, **norms, weight_gain=1.0, gate_gain=1.0)  # type: ignore[arg-type]
+        pre, out, post = (norm(spec) for spec in (record.pre_norm, record.out_norm, record.post_norm))
+        return replace(record, pre_norm=pre, out_norm=out, post_norm=post, weight_gain=1.0, gate_gain=1.0)
 
     layers = tuple((sublayer(layer.attention), sublayer(layer.feed_forward)) for layer in plan.layers)
     ends = (norm(plan.final_norm), norm(plan.embedding_norm), plan.embedding_scale)
@@ -165,7 +172,7 @@ def computed(plan: Plan) -> tuple[Any, ...]:
 
 
 def _check_class(model: PreTrainedModel) -> None:
-    wanted: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    wanted = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)])
     if not isinstance(model, wanted):
         raise UserError(f"source: the model is a {type(model).__name__} (allowed: {wanted.__name__})")
     if getattr(model, "hf_quantizer", None) is not None:
@@ -174,9 +181,10 @@ def _check_class(model: PreTrainedModel) -> None:
         _check_tied(model)
 
 
-def _check_tied(model: Any) -> None:
+def _check_tied(model: PreTrainedModel) -> None:
     """Raise UserError where the configuration ties two tensors that differ: one of them would be lost."""
-    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    embedding = model.get_input_embeddings().get_parameter("weight")
+    head = model.get_parameter("lm_head.weight")
     if head is not embedding and not torch.equal(head, embedding):
         raise UserError(
             "tie_word_embeddings: true, but the tensor 'lm_head.weight' differs from the embedding (allowed: false)"
@@ -194,5 +202,5 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _name(model_or_path: Any) -> str:
+def _name(model_or_path: object) -> str:
     return repr(str(model_or_path)) if isinstance(model_or_path, str | Path) else f"the {type(model_or_path).__name__}"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lamina.errors import UserError, one_line
 from lamina.modeling.backbones.quiet import quiet
@@ -23,13 +24,14 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "source.spm", "tokenizer_config.json"),
 )
+ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 NOT_STORED = "is not in the checkpoint"
 
 
 def load_weights(
     path: str | Path,
     config: PreTrainedConfig,
-    cls: Any,
+    cls: ModelClass,
     field: str,
     *,
     dtype: str | torch.dtype = "auto",
@@ -86,11 +88,11 @@ def load_weights(
 
 
 def _from_pretrained(
-    name: str, cls: Any, options: dict[str, object], says: str
+    name: str, cls: ModelClass, options: dict[str, Any], says: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     with quiet():
         try:
-            return cls.from_pretrained(name, **options)
+            return cast(tuple[PreTrainedModel, dict[str, Any]], cls.from_pretrained(name, **options))
         except Exception as error:
             if type(error).__name__ == "UnpicklingError":
                 raise UserError(f"{says}: its .bin file holds more than tensors (allowed: safetensors)") from None
@@ -105,7 +107,7 @@ def refuse_tensors(says: str, keys: Iterable[str], why: str) -> None:
         raise UserError(f"{says} tensor {names[0]!r}: it {why}{more if len(names) > 1 else ''}")
 
 
-def _check_room(config: PreTrainedConfig, cls: Any, shapes: Mapping[str, tuple[int, ...]], says: str) -> None:
+def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], says: str) -> None:
     """Raise UserError where the configuration is of a far larger model than the files hold, before it is allocated."""
     stored = sum(math.prod(shape) for shape in shapes.values())
     text = config.get_text_config()
@@ -121,8 +123,8 @@ def _check_room(config: PreTrainedConfig, cls: Any, shapes: Mapping[str, tuple[i
     wanted = 0
     try:
         with torch.device("meta"), quiet():
-            made = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
-            wanted = sum(parameter.numel() for parameter in made.parameters())
+            make = cast("Callable[[PreTrainedConfig], nn.Module]", getattr(cls, "from_config", cls))
+            wanted = sum(parameter.numel() for parameter in make(config).parameters())
     except Exception as error:
         raise UserError(f"{says}: {one_line(error)}") from error
     if wanted > max(2 * stored, 2**27):

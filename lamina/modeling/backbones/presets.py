@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -22,15 +21,15 @@ class Preset:
     name: str
     source: str
     model_type: str = "llama"
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
 
     def config(self) -> PreTrainedConfig:
         """A fresh configuration of the backbone."""
         return AutoConfig.for_model(self.model_type, **self.fields)
 
 
-def _llama(name: str, source: str, width: int, ffn: int, heads: int, layers: int, **more: Any) -> Preset:
-    fields: dict[str, Any] = {
+def _llama(name: str, source: str, width: int, ffn: int, heads: int, layers: int, **more: object) -> Preset:
+    fields: dict[str, object] = {
         "hidden_size": width,
         "intermediate_size": ffn,
         "num_attention_heads": heads,
@@ -156,7 +155,7 @@ def resolve_backbone(
         if value is not None:
             whole_number(name, value)
     config = _find(backbone)
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     if hidden_size is not None and hidden_size != config.hidden_size:
         if num_heads is None:
             num_heads = _heads(hidden_size, _head_dim(config))
@@ -165,7 +164,7 @@ def resolve_backbone(
         if (expert := getattr(config, "moe_intermediate_size", None)) is not None:
             changes["moe_intermediate_size"] = _round_up(expert / config.hidden_size * hidden_size)
     if num_heads is not None:
-        width = changes.get("hidden_size", config.hidden_size)
+        width = config.hidden_size if hidden_size is None else hidden_size
         if width % num_heads or (width // num_heads) % 2:
             raise UserError(
                 f"num_heads: {num_heads} heads do not divide hidden_size {width} into heads of an even width "
@@ -203,7 +202,7 @@ def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def with_fields(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
+def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreTrainedConfig:
     fields = {**config.to_dict(), **changes}
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
         fields.pop("layer_types", None)  # the configuration derives it from the depth

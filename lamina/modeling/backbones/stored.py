@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -16,7 +15,7 @@ _LARGEST_JSON = 2**26  # bytes
 Shapes = dict[str, tuple[int, ...]]
 
 
-def read_json(path: Path, says: str) -> dict[str, Any]:
+def read_json(path: Path, says: str) -> dict[str, object]:
     """The object in a JSON file. Raises UserError, beginning with ``says``, where there is none."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(f"{says} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
@@ -74,6 +73,6 @@ def _indexed(path: Path, says: str) -> Shapes:
 def _header(file: Path, says: str) -> Shapes:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in list(opened.keys())}
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{says} {file.name} is cut short or altered ({one_line(error)})") from None

@@ -23,7 +23,7 @@ from lamina.placements.plan import Layer, Plan, Sublayer
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 _MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-_INK, _GREY = "#1f2933", "#66717d"
+_INK, _GRAY = "#1f2933", "#66717d"
 _FILL = {"norm": ("#fde9b8", "#b7800b"), "attention": ("#d9e8f6", "#2f6ea8"), "feed_forward": ("#d8efe4", "#2b8263")}
 _END, _PANEL = ("#f1f3f5", "#98a2ad"), "#f7f8fa"
 _COLUMN, _STREAM, _BRANCH, _BYPASS = 178, 62, 126, 20  # a column's width; x of the three lines in it
@@ -93,7 +93,7 @@ def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[st
         parts.append(f'<g transform="translate({number * _COLUMN} 0)">{column}</g>')
     y = bottom + _FOOT + 14
     for note in notes:
-        parts.append(shapes.text(8, y, note, size=10.5, fill=_GREY))
+        parts.append(shapes.text(8, y, note, size=10.5, fill=_GRAY))
         y += 15
     y += 4 if equation else 0
     for line in equation:
@@ -108,7 +108,7 @@ def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, la
         f'<rect x="6" y="{top}" width="{_COLUMN - 12}" height="{bottom - top}" rx="9" fill="{_PANEL}" '
         'stroke="#e1e5ea"/>',
         shapes.line(x, top, x, top + _CAP),
-        shapes.text(_COLUMN - 14, top + 17, block_label(indices), anchor="end", size=11, weight=600, fill=_GREY),
+        shapes.text(_COLUMN - 14, top + 17, block_label(indices), anchor="end", size=11, weight=600, fill=_GRAY),
     ]
     if 0 in indices:
         parts += [shapes.line(x, bottom + 42, x, bottom), shapes.box(x, bottom + 52, 92, 20, "Embedding", _END)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lamina.core.text import runs
 from lamina.errors import UserError
 from lamina.placements.plan import Layer, Learned, Norm, Plan, Sublayer
 from lamina.placements.registry import get
@@ -43,13 +44,7 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 def block_label(indices: list[int]) -> str:
     """Blocks counted from 1: "block 1", "blocks 2-32", "blocks 1-4, 31-32"."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    shown = [f"{a + 1}" if a == b else f"{a + 1}-{b + 1}" for a, b in runs]
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(index + 1 for index in indices)]
     if len(shown) > 3:
         shown = [*shown[:2], "…", shown[-1]]
     return f"block{'s' * (len(indices) > 1)} {', '.join(shown)}"

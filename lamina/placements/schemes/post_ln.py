@@ -13,7 +13,7 @@ from lamina.placements.registry import placement
     advice="largest stable rate 3.0e-4 at 64 layers (Keel Table 1), warm-up 10 % in Mix-LN; when deep it sticks",
 )
 def post_ln(num_layers: int) -> Plan:
-    """Every sum is normalised; the gradient shrinks by the norm's Jacobian at each sub-layer on its way down."""
+    """Every sum is normalized; the gradient shrinks by the norm's Jacobian at each sub-layer on its way down."""
     sublayer = Sublayer(post_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
     return Plan(layers=(layer,) * num_layers)

@@ -13,7 +13,7 @@ from lamina.placements.registry import placement
     advice="2e-3 with 10 % warm-up in Peri-LN; largest stable rate 7.65e-3 at 64, 4.67e-3 at 512 layers (Keel Table 1)",
 )
 def pre_ln(num_layers: int) -> Plan:
-    """The stream itself is never normalised, which keeps an identity path from the loss to every layer."""
+    """The stream itself is never normalized, which keeps an identity path from the loss to every layer."""
     sublayer = Sublayer(pre_norm=Norm())
     layer = Layer(attention=sublayer, feed_forward=sublayer)
     return Plan(layers=(layer,) * num_layers, final_norm=Norm())

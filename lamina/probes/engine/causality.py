@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
 
-from lamina.probes.engine.running import forward
+from lamina.modeling.hooks import temporary_hooks
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.outputs import Args
 
 _TOKENS = 8
 # The last token's part in the outputs before it, over its part in its own. By gradients it is exactly 0 in the 41
@@ -38,19 +39,18 @@ def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
 
 
 def _by_gradient(model: nn.Module, ids: torch.Tensor) -> float | None:
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    embeddings = getattr(model, "get_input_embeddings", None)
+    if embeddings is None:
+        return None
     kept: list[torch.Tensor] = []
 
-    def begin(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def begin(module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         kept.append(output.detach().requires_grad_())
         return kept[-1].clone()  # some models write into it
 
-    handle = embedding.register_forward_hook(begin)
-    try:
-        with torch.enable_grad():
-            output = forward(model, {"input_ids": ids})[0]
-    finally:
-        handle.remove()
+    with temporary_hooks() as hooks, torch.enable_grad():
+        hooks.append(embeddings().register_forward_hook(begin))
+        output = forward(model, {"input_ids": ids})[0]
     if len(kept) != 1 or kept[0].shape[:2] != ids.shape or output.shape[:2] != ids.shape or not output.requires_grad:
         return None
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
-from lamina.probes.structure.discovery import Structure
+from lamina.probes.engine.forward import eager_attention, forward
+from lamina.probes.engine.losses import token_losses
+from lamina.probes.engine.outputs import Output
+from lamina.probes.structure.sites import Structure
+
+
+class RunState(TypedDict, total=False):
+    """Of a model at a state of a run: the step, and the run's folder."""
+
+    step: int
+    run: Path
 
 
 @dataclass(kw_only=True)
@@ -39,12 +51,12 @@ class Context:
     base: nn.Module
     structure: Structure
     batches: Sequence[Mapping[str, torch.Tensor]]
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     notes: list[str] = field(default_factory=list)
     forwards: int = 0
     progress: Callable[[int, int, str], None] = lambda done, all, what: None
     strict: bool = True
-    state: dict[str, Any] = field(default_factory=dict)
+    state: RunState = field(default_factory=RunState)
     warnings: list[str] = field(default_factory=list)
     new_weights: Sequence[str] = ()
 
@@ -78,10 +90,8 @@ class Context:
             total += first.numel() if first.ndim == 2 else 256.0 * len(first)
         return total
 
-    def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Any:
+    def forward(self, inputs: Mapping[str, torch.Tensor], *, head: bool = True) -> Output:
         """Run the model (without its head where ``head`` is False) on one batch; no cache."""
-        from lamina.probes.engine.running import forward
-
         return forward(self.model if head else self.base, inputs)
 
     def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -94,8 +104,6 @@ class Context:
 
     def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The same of each predicted token, [batch, predicted]."""
-        from lamina.probes.engine.running import token_losses
-
         self.check_head()
         return token_losses(self.model, inputs, self.tokenizer)
 
@@ -103,14 +111,12 @@ class Context:
         """Raise UserError where the model's head is not in the checkpoint: what it predicts is random."""
         if self.new_weights:
             raise UserError(
-                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialised, so the model's "
+                f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
                 "predictions mean nothing (allowed: a checkpoint with its head)"
             )
 
     @contextmanager
     def eager_attention(self) -> Iterator[None]:
         """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
-        from lamina.probes.engine.running import eager_attention
-
         with eager_attention(self.model):
             yield

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pandas as pd
 
+from lamina.core.frames import Frame
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Figure: TypeAlias = "go.Figure"
 MOST_LINES = 24
 
 
@@ -15,22 +21,21 @@ def lines(
     x: str,
     y: str,
     *,
-    colour: str | None = None,
+    color: str | None = None,
     title: str = "",
     x_title: str = "layer",
     y_title: str = "",
     log_y: bool = False,
     band: str | None = None,
-) -> Any:
-    """A line for each value of the column ``colour`` (one without it); ``band`` is a column of standard errors."""
+) -> Figure:
+    """A line for each value of the column ``color`` (one without it); ``band`` is a column of standard errors."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    groups = [(None, frame)] if colour is None else list(frame.groupby(colour, sort=False))
+    groups = [(None, frame)] if color is None else list(frame.groupby(color, sort=False))
     if len(groups) > MOST_LINES:
         groups = [groups[round(i)] for i in np.linspace(0, len(groups) - 1, MOST_LINES)]
-    name: Any
-    part: Any
+    part: Frame
     for name, part in groups:
         part = part.sort_values(x)
         error = None
@@ -65,7 +70,7 @@ def heat_map(
     scale: str = "Viridis",
     per_row: bool = False,
     value_title: str = "",
-) -> Any:
+) -> Figure:
     """A map of ``value`` over two columns; with ``per_row`` each row is stretched from its smallest to its largest."""
     import plotly.graph_objects as go
 

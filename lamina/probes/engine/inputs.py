@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from lamina.data.blocks import Blocks, spread
 from lamina.data.corpus import EMBEDDED, single_corpus
 from lamina.data.encoding import Encoder
 from lamina.errors import UserError
 
+Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a data set of input_ids
 NOISE = "noise"
 _EVAL_FRACTION = 0.05
 _CHARS_A_TOKEN = 12  # more than any tokenizer's: how much of a corpus is read
@@ -27,9 +29,9 @@ def reads_images(model: nn.Module) -> bool:
 
 
 def batches_of(
-    given: Any,
+    given: Inputs,
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     corpus: str = EMBEDDED,
     text_field: str = "text",
@@ -106,7 +108,7 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     return held if found >= chars or not rest else held + rest
 
 
-def _pack(texts: Sequence[str], tokenizer: Any, length: int, what: str) -> torch.Tensor:
+def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, what: str) -> torch.Tensor:
     """Blocks [blocks, length] of the texts' tokens, with the special tokens that the tokenizer puts around a text."""
     if tokenizer is None:
         raise UserError(f"tokenizer: the checkpoint has none, so {what} can't be read (allowed: --tokenizer)")
@@ -130,7 +132,7 @@ def _pack(texts: Sequence[str], tokenizer: Any, length: int, what: str) -> torch
     return torch.cat([around[0], cut, around[1]], dim=1)
 
 
-def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
     for start in range(len(whole) - len(plain) + 1):
@@ -139,7 +141,7 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _blocks(given: Any, sequences: int) -> torch.Tensor:
+def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
     if isinstance(given, Blocks):
         given = given.eval
     try:
@@ -165,7 +167,7 @@ def _blocks(given: Any, sequences: int) -> torch.Tensor:
     return made.long()
 
 
-def _images(given: Any, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
+def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
     config: Any = getattr(model, "config", None)
     size = getattr(config.get_text_config(), "image_size", None) or getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.core.json_types import Json
 from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
@@ -28,7 +28,7 @@ class Loaded:
     """A model in evaluation mode, its tokenizer where it has one, the run's folder it is from, and what to know."""
 
     model: nn.Module
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     run: Path | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     place = Path(path).expanduser()
     if (place / "result.json").is_file() or (place / "config.yaml").is_file():
         place, run = _of_run(place), place
-    more: dict[str, Any] = {}
+    more: Json = {}
     if place.suffix == ".gguf" and place.is_file():
         place, more["gguf_file"] = place.parent, place.name
     elif place.is_dir() and not any(place.glob("*.safetensors*")) and not any(place.glob("*.bin*")):
@@ -74,12 +74,10 @@ def _of_run(folder: Path) -> Path:
     return max(saved, key=lambda p: int(p.name[11:]))
 
 
-def _model(
-    source: str, name: str, config: PreTrainedConfig, dtype: str, more: dict[str, Any]
-) -> tuple[nn.Module, list[str]]:
+def _model(source: str, name: str, config: PreTrainedConfig, dtype: str, more: Json) -> tuple[nn.Module, list[str]]:
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
-    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     # Old checkpoints have .bin files alone; torch reads them as tensors only.
     model, missing = load_weights(
         source,
@@ -97,7 +95,7 @@ def _model(
     return model, notes
 
 
-def _is_of_the_body(model: Any, key: str) -> bool:
+def _is_of_the_body(model: PreTrainedModel, key: str) -> bool:
     """Whether a tensor is the model's own, not a head's on top; a pooler is a head that some bodies have."""
     parts = key.split(".")
     if "pooler" in parts:
@@ -106,7 +104,7 @@ def _is_of_the_body(model: Any, key: str) -> bool:
     return parts[0] == prefix or not (prefix and hasattr(model, prefix)) or any(part.isdigit() for part in parts)
 
 
-def _class(config: PreTrainedConfig) -> Any:
+def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that saved the checkpoint, or the one with a head that its configuration has."""
     for architecture in config.architectures or ():
         for module in (modeling_lamina, transformers):
@@ -119,7 +117,7 @@ def _class(config: PreTrainedConfig) -> Any:
     raise UserError(f"checkpoint: no model is known for model_type {config.model_type!r}")
 
 
-def _tokenizer(source: str, more: dict[str, Any]) -> Any:
+def _tokenizer(source: str, more: Json) -> PreTrainedTokenizerBase | None:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **more)
     except Exception:  # a vision model has none; a text model without one is refused where text is to be read

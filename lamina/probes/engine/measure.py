@@ -1,4 +1,4 @@
-"""`lamina.probe`: a model or a checkpoint in, a frame a probe out."""
+"""`lamina.probe`: from a model or a checkpoint to one frame per probe."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from lamina.core.values import text
 from lamina.errors import UserError
-from lamina.probes.engine.context import Context
-from lamina.probes.engine.inputs import NOISE, batches_of, reads_images
-from lamina.probes.engine.loading import load
+from lamina.probes.engine.context import Context, RunState
+from lamina.probes.engine.forward import base_of, forward
+from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
+from lamina.probes.engine.loading import Loaded, load
 from lamina.probes.engine.new_weights import new_head
 from lamina.probes.engine.registry import Probe, make_all
-from lamina.probes.engine.running import base_of, forward, run
+from lamina.probes.engine.running import run
 from lamina.probes.job.settings import ProbeSettings
-from lamina.probes.structure.discovery import Structure
+from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.proof import prove
-from lamina.probes.structure.wiring import find_structure
+from lamina.probes.structure.sites import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,8 @@ logger = logging.getLogger(__name__)
 def probe(
     model_or_path: nn.Module | str | Path,
     probes: str | Iterable[str | Probe] = "all",
-    texts_or_blocks: Any = None,
-    tokenizer: Any = None,
+    texts_or_blocks: Inputs = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Any,
 ) -> dict[str, pd.DataFrame]:
     """Measure what each layer of a model does: one tidy frame for each probe, by its name.
@@ -45,19 +47,19 @@ def probe(
         settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
-        UserError: (a ValueError) for what is no checkpoint, layers that can't be found, text shorter than a block, and
-            a probe by its name that has no meaning for the model; of "all" such probes are left out.
+        UserError: (a ValueError) for a path that is no checkpoint, layers that can't be found, text shorter than a
+            block, or a probe that does not apply to the model. Of "all", such probes are left out.
     """
     chosen = make_all(probes)
-    made = ProbeSettings.from_dict(settings)
+    record = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
-    context = make_context(model_or_path, made, texts_or_blocks, tokenizer)
+    context = make_context(model_or_path, record, texts_or_blocks, tokenizer)
     for warning in context.warnings:
         logger.warning(warning)
     model, training = context.model, context.model.training
     model.eval()
     try:
-        return run(context, chosen, tolerance=made.tolerance, strict=strict)
+        return run(context, chosen, tolerance=record.tolerance, strict=strict)
     finally:
         model.train(training)
 
@@ -65,23 +67,14 @@ def probe(
 def make_context(
     model_or_path: nn.Module | str | Path,
     settings: ProbeSettings,
-    texts_or_blocks: Any = None,
-    tokenizer: Any = None,
+    texts_or_blocks: Inputs = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Context:
     """The model loaded, its layers found, its inputs read. Raises UserError."""
-    state: dict[str, Any] = {}
-    notes: list[str] = []
-    if isinstance(model_or_path, nn.Module):
-        model = model_or_path
-        for name, parameter in model.named_parameters():
-            if parameter.is_meta:
-                raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
-    else:
-        loaded = load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
-        model, notes = loaded.model, list(loaded.notes)
-        tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-        if loaded.run is not None:
-            state["run"] = loaded.run
+    loaded = _loaded(model_or_path, settings)
+    model, notes = loaded.model, list(loaded.notes)
+    state: RunState = {} if loaded.run is None else {"run": loaded.run}
+    tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
     if settings.tokenizer is not None:
         from lamina.data.corpus import Corpus
         from lamina.data.tokenizers import is_trained, load_tokenizer
@@ -127,10 +120,20 @@ def make_context(
     )
 
 
+def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
+    """The model as it was handed over, or its checkpoint."""
+    if not isinstance(model_or_path, nn.Module):
+        return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
+    for name, parameter in model_or_path.named_parameters():
+        if parameter.is_meta:
+            raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
+    return Loaded(model=model_or_path)
+
+
 def _without_head(new: Sequence[str]) -> str:
     names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
     return (
-        f"The head is not in the checkpoint ({names}: newly initialised), so what the model predicts means nothing. "
+        f"The head is not in the checkpoint ({names}: newly initialized), so what the model predicts means nothing. "
         "Left out: gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.structure.discovery import Structure
+from lamina.probes.structure.sites import Structure
 
-_READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialise them
+_READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialize them
 
 
-def newly_initialised(model: nn.Module) -> list[str]:
+def newly_initialized(model: nn.Module) -> list[str]:
     """The names of the parameters that ``from_pretrained`` found no values for; none where it was not used."""
     parameters = dict(model.named_parameters())
     marked = {name for name, parameter in parameters.items() if getattr(parameter, _READ, False)}
@@ -22,7 +22,7 @@ def new_head(model: nn.Module, structure: Structure) -> list[str]:
 
     Raises UserError where the embedding is among them: then no state is the model's.
     """
-    new = newly_initialised(model)
+    new = newly_initialized(model)
     named = dict(model.named_parameters())
     embedding = set() if structure.embedding is None else {id(p) for p in structure.embedding.parameters()}
     for name in new:

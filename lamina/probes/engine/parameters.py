@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lamina.core.architectures import ROLES
-from lamina.probes.structure.discovery import LayerSite, Structure
+from lamina.probes.structure.sites import LayerSite, Structure
 
 Place = tuple[int, str, str]
 

@@ -1,4 +1,4 @@
-"""What a probe is, and where the probes register themselves: one file each, nothing else knows their names."""
+"""What a probe is, and the registry of probes: one file each, nothing else knows their names."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ if TYPE_CHECKING:
     import torch
 
     from lamina.probes.engine.context import Context
-    from lamina.probes.structure.discovery import Point
+    from lamina.probes.engine.figures import Figure
+    from lamina.probes.engine.outputs import Output
+    from lamina.probes.structure.sites import Point
 
 
 class Probe:
-    """One measurement of a model's layers. A subclass registers itself with ``@probe``; its keywords are its options.
+    """A measurement of a model's layers. ``@probe`` registers a subclass, whose ``__init__`` takes its options.
 
-    A probe either streams (``points`` is not empty): the engine runs the forward passes once for all streaming probes,
-    hands over each watched tensor as it appears (``see``) and keeps none of them; or it does its work in ``finish``.
-    Both may be done by one probe. Nothing may keep the states of all layers unless it has to.
+    A probe that streams names the tensors that it watches in ``points``: the engine runs the forward passes once for
+    all such probes, hands over each watched tensor as it appears (``see``) and keeps none of them. Other work is done
+    in ``finish``. A probe may do both. It should not keep the states of all layers unless it has to.
 
     Attributes:
-        name: what the command line calls it.
+        name: its name on the command line.
         title: the heading of its section on the page.
         summary: one sentence for `lamina probe --help`: what it measures.
         source: the paper and the equation or figure that define it.
-        needs: what it needs of the forward passes, of "logits" (the whole model is run, with its head) and "tokens"
-            (the model reads token ids).
-        over_steps: of a run's scheduled probes: the metrics that its page draws over the steps (none named: all).
+        needs: what the forward passes must offer: "logits" (the whole model is run, with its head), "tokens" (the
+            model reads token ids).
+        over_steps: the metrics that a run's page draws over its steps, where the probe is scheduled (empty: all).
     """
 
     name: ClassVar[str]
@@ -45,47 +47,47 @@ class Probe:
     over_steps: ClassVar[tuple[str, ...]] = ()
 
     def cost(self, context: Context) -> float:
-        """About how many tokens' forward passes of the whole model its own work takes, beside the shared passes.
+        """The cost of its own work beside the shared passes, in tokens' forward passes of the whole model.
 
-        An estimate: probes run in its order, and the time that is left is told by it.
+        An estimate: probes run in ascending order of cost, and the remaining time is estimated from it.
         """
         return 0.0
 
     def begin(self, context: Context) -> None:
-        """Called once, before the forward passes. Raises UserError where the probe has no meaning for the model."""
+        """Called once, before the forward passes. Raises UserError where the probe does not apply to the model."""
 
     def points(self) -> Mapping[Any, Point]:
-        """What to watch in each forward pass, by a key of the probe's own."""
+        """The tensors to watch in each forward pass, by any key that the probe likes."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
-        """A watched tensor [batch, tokens, channels] at the moment that it appears; not to be kept or changed."""
+        """Called with each watched tensor [batch, tokens, channels] as it appears. Do not keep or change it."""
 
-    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Any) -> None:
-        """After a forward pass: its inputs (input_ids [batch, tokens] or pixel_values) and the model's output."""
+    def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
+        """Called after each forward pass with its inputs (input_ids [batch, tokens] or pixel_values) and output."""
 
     def standard_error(self) -> float | None:
-        """The largest relative standard error of what the page shows, None where it isn't an average over text.
+        """The largest relative standard error of the numbers on the page; None where they are no averages over text.
 
-        Inf while there is too little to tell. The forward passes stop once that of each probe is small enough.
+        Infinite while there are too few inputs. The forward passes stop once every probe's is small enough.
         """
         return None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """The tidy result. Layers count from 0; state l is the stream before layer l, state N that behind the last."""
+        """The result, a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
         raise NotImplementedError
 
-    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Any, str]]:
+    def figures(self, frame: pd.DataFrame) -> Sequence[tuple[Figure, str]]:
         """Plotly figures of a result, each with its caption (plain text)."""
         return []
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
-        """What a result says, in plain sentences with its numbers."""
+        """The findings in plain sentences, with their numbers."""
         return []
 
 
-def check_sequences(name: str, sequences: Any) -> int:
-    """The option ``sequences`` of a probe: how many it measures, 0 for all. Raises UserError for what is no count."""
+def check_sequences(name: str, sequences: object) -> int:
+    """The option ``sequences`` of a probe: how many it measures, 0 for all. Raises UserError for an invalid count."""
     if isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 0:
         raise UserError(f"{name}: option 'sequences' is {sequences!r} (allowed: a whole number, 0 for all)")
     return sequences
@@ -111,13 +113,13 @@ def probe(cls: type[Probe]) -> type[Probe]:
     return cls
 
 
-def options_of(made: type[Probe]) -> dict[str, Any]:
+def options_of(cls: type[Probe]) -> dict[str, object]:
     """The options of a probe with their defaults."""
-    if made.__init__ is object.__init__:
+    if cls.__init__ is object.__init__:
         return {}
     return {
         p.name: p.default
-        for p in inspect.signature(made).parameters.values()
+        for p in inspect.signature(cls).parameters.values()
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
     }
 
@@ -144,10 +146,10 @@ def make_all(wanted: str | Iterable[str | Probe]) -> list[Probe]:
     """The probes of ``all`` or of a list of specs, each once. Raises UserError for a name given twice or unknown."""
     if isinstance(wanted, str):
         wanted = names() if wanted.strip() == "all" else specs.split(wanted, "probe")
-    made = [one for spec in wanted for one in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
-    if not made:
+    probes = [p for spec in wanted for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
+    if not probes:
         raise UserError(f"probes: none given (allowed: all, {', '.join(names())})")
-    for one in made:
-        if [other.name for other in made].count(one.name) > 1:
-            raise UserError(f"probes: {one.name!r} is given twice (allowed: once)")
-    return made
+    for name in (probe.name for probe in probes):
+        if [other.name for other in probes].count(name) > 1:
+            raise UserError(f"probes: {name!r} is given twice (allowed: once)")
+    return probes

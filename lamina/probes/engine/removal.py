@@ -1,41 +1,20 @@
-"""Running a model without some of its layers, whose neighbours stay as they are."""
+"""Running a model without some of its layers, whose neighbors stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.structure.discovery import LayerSite, Point
-from lamina.probes.structure.tracing import first_tensor
+from lamina.probes.engine.hooks import intercept
+from lamina.probes.structure.sites import LayerSite, Point
 
 REMOVE, BRANCH = "remove", "branch"
 MEANINGS = (REMOVE, BRANCH)
-
-
-def refill(output: Any) -> Callable[[torch.Tensor], Any]:
-    """A function that makes a module's output again with another first tensor; it holds all of it but that tensor."""
-    if isinstance(output, torch.Tensor):
-        return lambda tensor: tensor
-    named = isinstance(output, Mapping)
-    keys = list(output) if named else []
-    values: list[Any] = [output[key] for key in keys] if named else list(output)
-    position = next(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
-    values[position] = None
-    kind = type(output)
-
-    def make(tensor: torch.Tensor) -> Any:
-        made = [*values[:position], tensor, *values[position + 1 :]]
-        if named:
-            return kind(**dict(zip(keys, made, strict=True)))
-        return kind(*made) if hasattr(kind, "_fields") else kind(made)
-
-    return make
 
 
 @contextmanager
@@ -85,14 +64,14 @@ def contributions(site: LayerSite) -> list[Point]:
     return [sublayer.contribution for sublayer in site.sublayers]
 
 
-def zeros(output: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+def zeros(output: torch.Tensor, layer_input: torch.Tensor | None) -> torch.Tensor:
     """Nothing is added, be it finite or not."""
     return torch.zeros_like(output)
 
 
-def _skip(output: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    assert given is not None
-    return given
+def _skip(output: torch.Tensor, layer_input: torch.Tensor | None) -> torch.Tensor:
+    assert layer_input is not None
+    return layer_input
 
 
 @contextmanager
@@ -103,47 +82,16 @@ def replaced(
     keep: Point | None = None,
 ) -> Iterator[None]:
     """Replace a point's tensor by ``change(tensor, the input at keep)`` in each forward pass of ``roots``."""
-    state: dict[str, Any] = {"calls": -1, "given": None}
+    kept: torch.Tensor | None = None
 
-    def start(module: nn.Module, args: tuple) -> None:
-        state["calls"] = -1
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        state["calls"] += 1
-        if state["calls"] != point.call:
+    def intercepted(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        nonlocal kept
+        if key == "keep":
+            kept = tensor.clone()  # a layer may add to it in place
             return None
-        if keep is not None:
-            found = argument_of(args, kwargs, keep.argument)
-            state["given"] = found.clone()  # a layer may add to it in place
-        if point.side == "input":
-            return with_argument(args, kwargs, point.argument, change(argument_of(args, kwargs, point.argument), None))
-        return None
+        before, kept = kept, None
+        return change(tensor, before)
 
-    def after(module: nn.Module, args: tuple, output: Any) -> Any:
-        if state["calls"] != point.call or point.side != "output":
-            return None
-        tensor = first_tensor(output)
-        assert tensor is not None
-        given, state["given"] = state["given"], None
-        return refill(output)(change(tensor, given))
-
-    handles = [
-        *(root.register_forward_pre_hook(start) for root in roots),
-        point.module.register_forward_pre_hook(before, with_kwargs=True),
-        point.module.register_forward_hook(after),
-    ]
-    try:
+    points = {"point": point} if keep is None else {"keep": keep, "point": point}
+    with intercept(points, intercepted, roots=roots):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def argument_of(args: tuple, kwargs: Mapping[str, Any], which: int | str) -> torch.Tensor:
-    return args[which] if isinstance(which, int) else kwargs[which]
-
-
-def with_argument(args: tuple, kwargs: Mapping[str, Any], which: int | str, value: torch.Tensor) -> tuple[tuple, dict]:
-    if isinstance(which, int):
-        return (*args[:which], value, *args[which + 1 :]), dict(kwargs)
-    return args, {**kwargs, which: value}

@@ -9,6 +9,8 @@ from typing import Any, cast
 import numpy as np
 import plotly.graph_objects as go
 
+from lamina.core.json_types import Json
+
 MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # drawn of a figure's lines, of a line, of a heat map's side
 _HARMLESS = r"/?(?:br|b|i|em|sup|sub|extra)\s*/?>"  # tags without attributes; plotly would follow an <a href=...>
 _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
@@ -20,7 +22,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     Above MOST_CELLS rows or columns of a heat map, MOST_LINES lines or MOST_POINTS points of a line every k-th one is
     drawn, the first and the last among them. Texts (tokens of a corpus, names of modules) are defused.
     """
-    traces: list[dict[str, Any]] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
+    traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
     left: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
     if len(lines) > MOST_LINES:
@@ -36,7 +38,7 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     return small, f"Drawn: {', '.join(left)}, evenly taken; the table holds all." if left else ""
 
 
-def defuse(value: Any) -> Any:
+def defuse(value: object) -> Any:
     """Every string in a figure with ``<`` escaped where it is not one of plotly's plain tags."""
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
@@ -49,7 +51,7 @@ def defuse(value: Any) -> Any:
     return value
 
 
-def unpack(value: Any) -> Any:
+def unpack(value: object) -> Any:
     """The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, as arrays."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
@@ -60,14 +62,14 @@ def unpack(value: Any) -> Any:
     return [unpack(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _shorten_numbers(trace: dict[str, Any]) -> None:
+def _shorten_numbers(trace: Json) -> None:
     for name in ("x", "y", "z"):
         held = np.asarray(trace[name]) if _is_list(trace.get(name)) else np.empty(0, dtype=object)
         if held.dtype == np.float64:  # what a screen shows has no more than seven digits
             trace[name] = held.astype(np.float32)
 
 
-def _thin_map(trace: dict[str, Any]) -> str:
+def _thin_map(trace: Json) -> str:
     cells = np.asarray(trace.get("z"))
     if cells.ndim != 2 or max(cells.shape) <= MOST_CELLS:
         return ""
@@ -84,7 +86,7 @@ def _thin_map(trace: dict[str, Any]) -> str:
     return f"{len(rows)} × {len(columns)} of {cells.shape[0]} × {cells.shape[1]} cells"
 
 
-def _thin_line(trace: dict[str, Any]) -> str:
+def _thin_line(trace: Json) -> str:
     length = next((len(trace[name]) for name in ("y", "x") if _is_list(trace.get(name))), 0)
     if length <= MOST_POINTS or trace.get("fill") == "toself":  # a band's outline goes there and back
         return ""
@@ -102,7 +104,7 @@ def _thin_line(trace: dict[str, Any]) -> str:
     return f"{len(kept)} of {length} points of a line"
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple | np.ndarray) and np.ndim(cast("Any", value)) > 0
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
-from lamina.probes.structure.discovery import LayerSite, Structure
+from lamina.probes.structure.sites import LayerSite, Structure
 
 # What the norms around a sub-layer are called, by the roles that were found there.
 _FAMILIES = {
@@ -20,9 +19,9 @@ _FAMILIES = {
 }
 
 
-def describe(model: nn.Module, structure: Structure) -> dict[str, Any]:
+def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
     """Facts about a model as result.json holds them: found by running it, none looked up by a name."""
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     parameters = {id(p): p for p in model.parameters()}.values()
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
     return {
@@ -73,12 +72,12 @@ def _path(layers: Sequence[LayerSite]) -> str:
 
 def _runs(texts: Iterable[str]) -> list[str]:
     """The same text for all: itself; else each one with the layers that it is for."""
-    spans: list[list[Any]] = []
+    spans: list[tuple[int, int, str]] = []
     for index, text in enumerate(texts):
         if spans and spans[-1][2] == text:
-            spans[-1][1] = index
+            spans[-1] = (spans[-1][0], index, text)
         else:
-            spans.append([index, index, text])
+            spans.append((index, index, text))
     if len(spans) == 1:
         return [spans[0][2]]
     if len(spans) > 8:  # alternating kinds: each once, with how often

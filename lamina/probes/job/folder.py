@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs import digests
@@ -26,8 +26,8 @@ POLICY = ResumePolicy(
 
 
 def probe_folder(
-    settings: ProbeSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
-) -> dict[str, Any]:
+    settings: ProbeSettings | Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
     """Measure a checkpoint and leave the folder ``settings.output``; returns what result.json holds.
 
     ``settings`` are a whole record, or only what the user gave, by name. Each probe's table, figures and sentences are
@@ -58,7 +58,7 @@ def probe_folder(
         return measuring.run(job.folder)
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def _stored(folder: Path) -> Json:
     return read_written_yaml(folder / "config.yaml")
 
 
@@ -71,7 +71,7 @@ def spec_by_name(probes: str) -> dict[str, str]:
     return specs
 
 
-def finished(folder: Path, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
+def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
     """What a folder to resume holds of finished probes."""
     told = (read_result(folder) or {}).get("probes") or {}
     return {
@@ -84,5 +84,5 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _files_of(name: str, told: dict[str, Any]) -> list[str]:
+def _files_of(name: str, told: Json) -> list[str]:
     return [f"{name}.parquet", *(str(drawn["file"]) for drawn in told.get("figures") or ())]

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, write_json, write_text
@@ -42,7 +42,7 @@ class Measuring:
         settings: ProbeSettings,
         probes: Sequence[Probe],
         specs: Mapping[str, str],
-        done: Mapping[str, Any],
+        done: Mapping[str, Json],
         bar: bool,
     ):
         if settings.threads:
@@ -52,11 +52,11 @@ class Measuring:
         self.context = make_context(settings.checkpoint, settings)
         self.context.progress = Bars(show=bar)
         self.wanted = [one for one in probes if one.name not in done]
-        self.told: dict[str, Any] = dict(done)
+        self.told: Json = dict(done)
         self._noted = len(self.context.notes)
         self._loading_notes = list(self.context.notes)
 
-    def run(self, folder: Path) -> dict[str, Any]:
+    def run(self, folder: Path) -> Json:
         """Measure, write, return what result.json holds; see ``probe_folder`` for what it raises."""
         self.folder = folder
         (folder / "figures").mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ class Measuring:
         start = f"{name} left out: "
         return next((note.removeprefix(start) for note in self.context.notes if note.startswith(start)), "no result")
 
-    def _write(self, status: str, reason: str) -> dict[str, Any]:
+    def _write(self, status: str, reason: str) -> Json:
         kept = {note for told in self.told.values() for note in told.get("notes") or ()}
         out = {f"{name} left out: {told.get('reason')}" for name, told in self.told.items()}
         result = {
@@ -163,7 +163,7 @@ class Measuring:
         write_json(self.folder / "result.json", result)
         return result
 
-    def _inputs(self) -> dict[str, Any]:
+    def _inputs(self) -> Json:
         """What the model was run on: how many sequences (of those there are) and how long they are."""
         batches = list(self.context.batches)
         seen = batches[: self.context.forwards] or batches

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lamina.probes.structure.discovery import Point
+from lamina.probes.structure.sites import Point
+from lamina.probes.structure.traced import Addition, Branch, StreamRecord, inside
 from lamina.probes.structure.tracing import Call, Op
-from lamina.probes.structure.wired import Addition, Branch, Followed, inside
 
 
-def describe_branches(found: Followed) -> None:
+def describe_branches(found: StreamRecord) -> None:
     """Fill in the branches of ``found.additions``."""
     _Describer(found).describe()
 
 
 class _Describer:
-    def __init__(self, found: Followed):
+    def __init__(self, found: StreamRecord):
         self.found = found
         self.same = {op.outputs[0]: op.inputs[0] for op in found.ops if op.kind == "same"}
 

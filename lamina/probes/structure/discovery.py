@@ -1,149 +1,245 @@
-"""Where a model's layers, sub-layers and norms are: what every probe works on.
-
-Found by running the model once and following its tensors (``tracing``), so no architecture's names are asked for.
-"""
+"""From a trace to the structure: which calls are the layers, and what each adds to the stream where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from lamina.errors import UserError
+from lamina.probes.engine.forward import takes_cache
+from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
+from lamina.probes.structure.stream import read_layer
+from lamina.probes.structure.traced import Branch, TracedLayer
+from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
-@dataclass(frozen=True, eq=False)
-class Point:
-    """A tensor of the forward pass that can be watched: what goes into or comes out of a module's ``call``-th call.
 
-    ``call`` counts from 0 within one forward pass of the model: ALBERT calls the same layer twelve times. The value is
-    ``factor`` times the tensor (Granite scales its branches); None where there is none. ``argument`` is the position or
-    the keyword of an input.
+def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
+    """Find a model's layers by running it once on ``inputs`` (tiny ones: everything is held for the moment).
+
+    ``layers``: the path of the list of layers (``encoder.block``), where they can't be found, or others are meant.
+
+    Raises:
+        UserError: where no layers are found; says what was looked for and how to name them.
     """
-
-    module: nn.Module
-    path: str
-    side: str  # input | output
-    call: int = 0
-    factor: float | torch.Tensor | None = None
-    argument: int | str = 0
-
-
-@dataclass(frozen=True, eq=False)
-class NormSite:
-    """A norm of a layer. ``role``: pre_norm (on a module's input), out_norm (on its output, before the add), post_norm
-    (on the sum), inner_norm (inside attention or feed-forward: q, k, v or latent norms), embedding_norm, final_norm.
-    """
-
-    role: str
-    module: nn.Module
-    path: str
-    call: int = 0
-
-    @property
-    def input(self) -> Point:
-        """What the norm divides by its own scale."""
-        return Point(self.module, self.path, "input", self.call)
-
-    @property
-    def output(self) -> Point:
-        """What it hands on."""
-        return Point(self.module, self.path, "output", self.call)
-
-    @property
-    def gain(self) -> torch.Tensor | None:
-        """Its gain's values, with the 1 added where it stores the difference from 1 (Gemma); None where it has none."""
-        from lamina.probes.structure.tracing import effective_gain
-
-        return effective_gain(self.module)
+    was_training = model.training
+    model.eval()
+    more = {"use_cache": False} if takes_cache(type(model)) else {}
+    try:
+        record = trace(model, {**inputs, **more})
+    finally:
+        model.train(was_training)
+    chains = [] if layers else _chains(record)
+    calls = _named(model, record, layers) if layers else _choose(model, record, chains)
+    resolved = [read_layer(call, record) for call in calls]
+    width = record.shapes[calls[0].output][-1]
+    notes = []
+    strange = [i for i, layer in enumerate(resolved) if layer.unnamed or not layer.additions]
+    if strange:
+        notes.append(
+            f"layer {_some(strange)} adds something to the stream that no module hands over (it is computed or "
+            "rearranged in between), so its sub-layers are left out; the states are whole"
+        )
+        for index in strange:
+            resolved[index].additions.clear()
+    first, last = calls[0], calls[-1]
+    notes += [] if layers else _others(chains, calls)
+    return Structure(
+        layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
+        hidden_size=width,
+        embedding=_asked(model, "get_input_embeddings"),
+        embedding_norm=_outer_norm("embedding_norm", record, before=first),
+        final_norm=_outer_norm("final_norm", record, after=last),
+        head=_asked(model, "get_output_embeddings"),
+        notes=notes,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class FeedForward:
-    """The parts of a dense feed-forward. Experts have none: their activations are of few tokens each.
-
-    ``up``: the projections from the stream's width (gate and up), in the order in which they run, with their paths;
-    ``down``: the projection back; ``pre``: what goes into the nonlinearity; ``post``: what goes into ``down``.
-    """
-
-    up: tuple[tuple[str, nn.Module], ...]
-    down: tuple[str, nn.Module]
-    pre: Point | None
-    post: Point
-
-
-@dataclass(frozen=True, eq=False)
-class Sublayer:
-    """One addition to the stream. ``kind``: attention | feed_forward | mixer (neither), two of a layer may run side by
-    side (GPT-NeoX). ``contribution``: what is added, after an out_norm. ``after``: the stream behind it, after a
-    post_norm; None where no module reads or writes it.
-    """
-
-    kind: str
-    contribution: Point
-    after: Point | None
-    norms: tuple[NormSite, ...] = ()
-    feed_forward: FeedForward | None = None
-    modules: tuple[tuple[str, nn.Module], ...] = ()  # what computes it, outermost first: owns its parameters
+def _chains(record: Trace) -> list[list[Call]]:
+    """Runs of calls that hand the stream from one to the next, and each add to it."""
+    chains: list[list[Call]] = []
+    same = _sources(record.ops)
+    for family in _families(record):
+        run: list[Call] = []
+        for call in family:
+            if run and _origin(_stream_input(call, record), same) != _origin(run[-1].output, same):
+                chains.append(run)
+                run = []
+            run.append(call)
+        chains.append(run)
+    return chains
 
 
-@dataclass(frozen=True, eq=False)
-class LayerSite:
-    """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is."""
-
-    index: int
-    module: nn.Module
-    path: str
-    call: int
-    sublayers: tuple[Sublayer, ...]
-    argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
-
-    @property
-    def input(self) -> Point:
-        """x^l, the stream before the layer."""
-        return Point(self.module, self.path, "input", self.call, None, self.argument)
-
-    @property
-    def output(self) -> Point:
-        """x^(l+1), the stream behind it."""
-        return Point(self.module, self.path, "output", self.call)
-
-    @property
-    def norms(self) -> tuple[NormSite, ...]:
-        """All its norms."""
-        return tuple(norm for sublayer in self.sublayers for norm in sublayer.norms)
+def _families(record: Trace) -> list[list[Call]]:
+    """The calls that one module makes of modules that add to a stream."""
+    families: dict[int, list[Call]] = {}
+    for call in record.calls:
+        if call.parent is not None and _carries_stream(call, record):
+            families.setdefault(id(call.parent), []).append(call)
+    return list(families.values())
 
 
-@dataclass(frozen=True, eq=False)
-class Structure:
-    """A model's layers in the order in which they run, and what is around them."""
+def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
+    """The chain that is the model's layers."""
+    wanted = _num_layers(model)
+    exact = [chain for chain in chains if len(chain) == wanted]
+    if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
+        exact = [f for f in _families(record) if len(f) == wanted and len({type(c.module) for c in f}) == 1]
+    # Of two of the same length the outer one: it holds the other.
+    best = min(exact, key=lambda c: c[0].began) if exact else None
+    if best is None and chains and wanted is None:
+        best = max(chains, key=lambda c: (len(c), -c[0].began))
+    if best is None:
+        lengths = ", ".join(str(len(c)) for c in chains[:6]) or "none"
+        expected = "of any length" if wanted is None else f"of {wanted} (as many as the config has)"
+        raise UserError(
+            f"layers: none found in {type(model).__name__}: looked for a chain {expected} of modules that hand one "
+            f"tensor on and add to it; found chains of {lengths} (allowed: --layers PATH, the path of the list of "
+            f"layers{_suggest(model)})"
+        )
+    return best
 
-    layers: tuple[LayerSite, ...]
-    hidden_size: int
-    embedding: nn.Module | None
-    embedding_norm: NormSite | None
-    final_norm: NormSite | None
-    head: nn.Module | None
-    notes: list[str] = field(default_factory=list)
 
-    @property
-    def num_layers(self) -> int:
-        """N; states run from 0 to N."""
-        return len(self.layers)
+def _others(chains: list[list[Call]], calls: list[Call]) -> list[str]:
+    """A note where there are layers outside of the chosen ones (a hierarchy of stages, a second tower)."""
+    began, ended = calls[0].began, calls[-1].ended
+    outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
+    if not outside:
+        return []
+    return [
+        f"{sum(map(len, outside))} more layers ({outside[0][0].path}, ...) lie outside of the chain that was found at "
+        f"{calls[0].path}; --layers PATH names the list of layers that is meant"
+    ]
 
-    def states(self) -> dict[int, Point]:
-        """x^0 ... x^N, the last one before the final norm."""
-        found = {site.index: site.input for site in self.layers}
-        found[self.num_layers] = self.layers[-1].output
-        return found
 
-    def norms(self) -> Iterator[tuple[int, str, NormSite]]:
-        """(layer, sublayer kind, norm); layer -1 for the embedding's and the final norm, with the sublayer "model"."""
-        if self.embedding_norm is not None:
-            yield -1, "model", self.embedding_norm
-        for site in self.layers:
-            for sublayer in site.sublayers:
-                for norm in sublayer.norms:
-                    yield site.index, sublayer.kind, norm
-        if self.final_norm is not None:
-            yield -1, "model", self.final_norm
+def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
+    try:
+        holder = model.get_submodule(path)
+    except AttributeError:
+        raise UserError(
+            f"layers: no module {path!r} in {type(model).__name__}{_suggest(model, allowed=True)}"
+        ) from None
+    members = {id(m) for m in holder.children()} if isinstance(holder, nn.ModuleList) else {id(holder)}
+    calls = [call for call in record.calls if id(call.module) in members]
+    calls = [call for call in calls if _stream_input(call, record) is not None and call.output >= 0]
+    if not calls:
+        raise UserError(f"layers: the modules of {path!r} are not called on a stream{_suggest(model, allowed=True)}")
+    widths = {record.shapes[call.output][-1] for call in calls}
+    if len(widths) > 1:
+        raise UserError(
+            f"layers: those of {path!r} have several widths {sorted(widths)} (allowed: layers of one width)"
+        )
+    return calls
+
+
+def _suggest(model: nn.Module, allowed: bool = False) -> str:
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0 and n]
+    shown = ", ".join(sorted(lists, key=lambda n: (n.count("."), n))[:6])
+    text = f"; its lists of modules: {shown}" if shown else ""
+    return f" (allowed: the path of a list of layers{text})" if allowed else text
+
+
+def _num_layers(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    depths = getattr(text, "depths", None)  # of a hierarchy of stages: its num_hidden_layers counts the stages
+    if isinstance(depths, list | tuple) and depths and all(isinstance(depth, int) for depth in depths):
+        return sum(depths)
+    value = getattr(text, "num_hidden_layers", None)
+    return value if isinstance(value, int) else None
+
+
+def _carries_stream(call: Call, record: Trace) -> bool:
+    """Whether a call takes a stream and hands one on of the same shape, having added to it."""
+    x = _stream_input(call, record)
+    if x is None or call.output < 0 or call.is_norm or call.output == x:
+        return False
+    if not record.floating[call.output] or record.shapes[call.output] != record.shapes[x]:
+        return False
+    return bool(read_layer(call, record, describe=False).additions)
+
+
+def _stream_input(call: Call, record: Trace) -> int | None:
+    """The value that a layer takes as its stream: its first tensor of the output's shape."""
+    if call.output < 0:
+        return None
+    shape = record.shapes[call.output]
+    found = [v for v in call.inputs.values() if record.floating[v] and record.shapes[v] == shape and len(shape) >= 2]
+    return found[0] if found else None
+
+
+def _sources(ops: Iterable[Op]) -> dict[int, int]:
+    return {op.outputs[0]: op.inputs[0] for op in ops if op.kind in ("same", "scale") and op.inputs and op.outputs}
+
+
+def _origin(value: int | None, same: Mapping[int, int]) -> int | None:
+    while value is not None and value in same:
+        value = same[value]
+    return value
+
+
+def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
+    """The norm whose output is the first layer's stream, or that reads the last layer's."""
+    same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
+    for call in record.calls:
+        if not call.is_norm:
+            continue
+        reads = {_origin(v, same) for v in call.inputs.values()}
+        found = (
+            before is not None
+            and call.ended < before.began
+            and _origin(call.output, same) == _origin(_stream_input(before, record), same)
+        ) or (after is not None and call.began > after.ended and _origin(after.output, same) in reads)
+        if found:
+            return NormSite(role, call.module, call.path, call.number)
+    return None
+
+
+def _asked(model: nn.Module, method: str) -> nn.Module | None:
+    """What a transformers model answers; it raises NotImplementedError where it has no such part."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _site(index: int, layer: TracedLayer, width: int) -> LayerSite:
+    call = layer.call
+    sublayers: list[SublayerSite] = []
+    for addition in layer.additions:
+        for branch in addition.branches:
+            sublayers.append(
+                SublayerSite(
+                    kind=branch.kind,
+                    contribution=_contribution(branch),
+                    after=addition.after,
+                    norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
+                    feed_forward=_feed_forward(branch, width),
+                    modules=tuple((c.path, c.module) for c in branch.modules),
+                )
+            )
+    return LayerSite(index, call.module, call.path, call.number, tuple(sublayers), layer.argument)
+
+
+def _contribution(branch: Branch) -> Point:
+    source = branch.source
+    return Point(source.module, source.path, "output", source.number, branch.factor)
+
+
+def _feed_forward(branch: Branch, width: int) -> FeedForward | None:
+    if branch.kind != "feed_forward" or branch.down is None or not branch.up:
+        return None
+    down = branch.down
+    return FeedForward(
+        up=tuple((c.path, c.module) for c in branch.up),
+        down=(down.path, down.module),
+        pre=branch.pre,
+        post=Point(down.module, down.path, "input", down.number, None, next(iter(down.inputs))),
+    )
+
+
+def _some(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.probes.directions import ranges
-from lamina.probes.engine.replay import intercept
-from lamina.probes.engine.running import forward
-from lamina.probes.engine.watching import watch
-from lamina.probes.structure.discovery import LayerSite, Point, Structure
+from lamina.probes.engine.forward import forward
+from lamina.probes.engine.hooks import Key, intercept, watch
+from lamina.probes.structure.sites import LayerSite, Point, Structure
 
+Batch: TypeAlias = Mapping[str, torch.Tensor]
+Tensors: TypeAlias = Mapping[Hashable, torch.Tensor]  # by the key of their point
 SEQUENCES = 3
 _LENGTHS = (11, 13, 7, 5, 4)  # tokens: the first that the text has and that is neither the width nor the sequences
 _ROUNDINGS = 16  # of a sum of a few terms, in units of the type's precision
 _SAME = 1e-3  # a token's state in another batch: what other kernels and groups of experts round differently
 
 
-def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Module) -> Structure:
+def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     """The structure, with the sub-layers of those layers alone whose contributions add up to what the layer hands on.
 
     ``root``: the module that is run, the model or its base. Four passes over a few tokens show that the states are
@@ -33,7 +34,7 @@ def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Mod
         UserError: where one of these does not hold: what would be measured is not the stream.
     """
     few = _few(inputs, structure.hidden_size)
-    states = structure.states()
+    states: dict[Hashable, Point] = {**structure.states()}
     found = _watched(root, {**states, **_parts(structure)}, few)
     _check_axes(structure, found, few)
     _check_agreement(structure, found, _watched(root, states, few))
@@ -54,7 +55,7 @@ def prove(structure: Structure, inputs: Mapping[str, torch.Tensor], root: nn.Mod
     return replace(structure, layers=layers, notes=[*structure.notes, note])
 
 
-def _few(inputs: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
     """Three different inputs made of the first: rolled tokens, mirrored and rolled images."""
     if "input_ids" not in inputs:
         (name,) = list(inputs)[:1]
@@ -66,9 +67,9 @@ def _few(inputs: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.Tens
     return {"input_ids": torch.cat([ids.roll(shift, 1) for shift in range(SEQUENCES)])}
 
 
-def _parts(structure: Structure) -> dict[Any, Any]:
+def _parts(structure: Structure) -> dict[Hashable, Point]:
     """What the sum of each layer is checked with: contributions, and both sides of the norms on the stream."""
-    points: dict[Any, Any] = {}
+    points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
         for number, sublayer in enumerate(site.sublayers):
@@ -85,14 +86,14 @@ def _parts(structure: Structure) -> dict[Any, Any]:
     return points
 
 
-def _watched(root: nn.Module, points: Mapping[Any, Any], inputs: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    found: dict[Any, torch.Tensor] = {}
+def _watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict[Key, torch.Tensor]:
+    found: dict[Key, torch.Tensor] = {}
     with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
     return found
 
 
-def _check_axes(structure: Structure, found: Mapping[Any, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+def _check_axes(structure: Structure, found: Tensors, inputs: Batch) -> None:
     given = next(iter(inputs.values()))
     for state in structure.states():
         if state not in found:
@@ -109,7 +110,7 @@ def _check_axes(structure: Structure, found: Mapping[Any, torch.Tensor], inputs:
             )
 
 
-def _check_agreement(structure: Structure, first: Mapping[Any, torch.Tensor], second: Mapping[Any, Any]) -> None:
+def _check_agreement(structure: Structure, first: Tensors, second: Tensors) -> None:
     for state in structure.states():
         if first[state].shape != second[state].shape or _apart(first[state], second[state]) > _tolerance(first[state]):
             raise UserError(
@@ -118,7 +119,7 @@ def _check_agreement(structure: Structure, first: Mapping[Any, torch.Tensor], se
             )
 
 
-def _check_batch(structure: Structure, found: Mapping[Any, torch.Tensor], alone: Mapping[Any, torch.Tensor]) -> None:
+def _check_batch(structure: Structure, found: Tensors, alone: Tensors) -> None:
     for state in structure.states():
         one = found[state][:1]
         if alone[state].shape != one.shape or _apart(one, alone[state]) > _tolerance(one):
@@ -128,9 +129,7 @@ def _check_batch(structure: Structure, found: Mapping[Any, torch.Tensor], alone:
             )
 
 
-def _check_tokens(
-    structure: Structure, found: Mapping[Any, torch.Tensor], root: nn.Module, inputs: Mapping[str, torch.Tensor]
-) -> None:
+def _check_tokens(structure: Structure, found: Tensors, root: nn.Module, inputs: Batch) -> None:
     ids = inputs["input_ids"].clone()
     other = ids[0] != ids[0, 0]
     if not bool(other.any()):
@@ -156,7 +155,7 @@ def _tolerance(x: torch.Tensor) -> float:
     return max(_SAME, _ROUNDINGS * torch.finfo(x.dtype).eps)
 
 
-def _adds_up(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> bool:
+def _adds_up(site: LayerSite, found: Tensors) -> bool:
     """Whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
 
     The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
@@ -184,9 +183,9 @@ def _adds_up(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> bool:
     return _is_sum(output.reshape_as(x), added, candidates, precision)
 
 
-def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Tensor]) -> set[tuple[int, int]]:
+def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[int, int]]:
     """(layer, sub-layer) of what looks like a feed-forward but carries something from token to token (RWKV's WKV)."""
-    points: dict[Any, Point] = {}
+    points: dict[tuple, Point] = {}
     for site in structure.layers:
         for number, sublayer in enumerate(site.sublayers):
             if sublayer.feed_forward is not None:
@@ -194,9 +193,9 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Te
                 post = sublayer.feed_forward.post
                 points["up", site.index, number] = Point(module, path, "input", post.call)
                 points["post", site.index, number] = post
-    found: dict[Any, torch.Tensor] = {}
+    found: dict[tuple, torch.Tensor] = {}
 
-    def change(key: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    def change(key: tuple, tensor: torch.Tensor) -> torch.Tensor | None:
         if key[0] == "post":
             found[key] = tensor
             return None
@@ -204,7 +203,7 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Mapping[str, torch.Te
         return found[key].clone()
 
     mixing = set()
-    with torch.enable_grad(), intercept(points, change, root=root):
+    with torch.enable_grad(), intercept(points, change, roots=[root]):
         forward(root, inputs)
     for kind, layer, number in list(found):
         start, end = found.get(("up", layer, number)), found.get(("post", layer, number))
@@ -230,7 +229,7 @@ def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
     return replace(site, sublayers=sublayers)
 
 
-def _without_gated(site: LayerSite, found: Mapping[Any, torch.Tensor]) -> LayerSite:
+def _without_gated(site: LayerSite, found: Tensors) -> LayerSite:
     """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):

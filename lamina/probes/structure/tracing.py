@@ -1,19 +1,24 @@
 """One small forward pass, written down: which module was called on which tensor, and how tensors were added.
 
 Tensors are followed by identity, under a dispatch mode that sees every addition, scaling and copy, wherever it is
-written. ``wiring`` reads the layers, sub-layers and norms off the record; no module's name is asked for.
+written. ``discovery`` reads the layers, sub-layers and norms off the record; no module's name is asked for.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.modeling.hooks import temporary_hooks
+from lamina.probes.engine.outputs import Args, Kwargs, Output, first_tensor
+from lamina.probes.structure.norms import is_norm
 
 aten = torch.ops.aten
 
@@ -58,6 +63,10 @@ class Call:
         return other.began <= self.began and self.ended <= other.ended
 
 
+Factor: TypeAlias = torch.Tensor | float | None  # what a branch is multiplied by; None: by nothing
+Factors: TypeAlias = tuple[object, object] | None  # what each operand of a scaling is multiplied by
+
+
 @dataclass(eq=False)
 class Op:
     """An operation that matters: kind add | scale | same | parts | activation | attention | choice."""
@@ -67,7 +76,7 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     call: Call | None
-    factor: Any = None
+    factor: Factors = None
 
 
 @dataclass(eq=False)
@@ -78,52 +87,6 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises: transformers decides so by the class' name, too; projections with norms aren't."""
-    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
-
-
-def effective_gain(norm: nn.Module) -> torch.Tensor | None:
-    """What a norm multiplies the normalised channels by, [channels]; None where it has no gain.
-
-    Found by norming a known vector, since some store the gain and some (Gemma) its difference from 1.
-    """
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
-        return None
-    weight = weight.detach()
-    sign = torch.ones_like(weight)
-    sign[::2] = -1
-    bias = getattr(norm, "bias", None)
-    with torch.no_grad():
-        try:
-            normed, doubled = (norm(sign[None, None] * size).flatten().float() for size in (8, 16))
-            if float((doubled - normed).abs().max()) > 0.1 * float(normed.abs().max()):
-                return weight.float()  # MobileBERT's NoNorm only multiplies
-        except (
-            TypeError,
-            AttributeError,
-        ):  # a gated norm, which takes the gate beside the channels: the same for each of them here
-            normed = _gated(norm, sign)
-    if normed is None or normed.shape != weight.shape:
-        return None
-    if isinstance(bias, torch.Tensor):
-        normed = normed - bias.detach().float()
-    measured = normed * sign.float()
-    plain, shifted = weight.float(), weight.float() + 1
-    far = ((measured - shifted).abs().mean() < (measured - plain).abs().mean()).item()
-    return shifted if far else plain
-
-
-def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
-    """What a gated norm makes of a known vector, without the gate: one of 20 in every channel, whose SiLU is 20."""
-    gate = 20.0
-    try:
-        return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate
-    except (TypeError, AttributeError, RuntimeError):
-        return None
 
 
 class _Follower(TorchDispatchMode):
@@ -143,7 +106,9 @@ class _Follower(TorchDispatchMode):
             self.alive.append(tensor)
         return self.values[id(tensor)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Output:
         kind = _kind(func, args)
         inputs = tuple(self.value(a) for a in args if isinstance(a, torch.Tensor)) if kind else ()
         result = func(*args, **(kwargs or {}))
@@ -159,7 +124,7 @@ class _Follower(TorchDispatchMode):
             self.trace.ops.append(Op(kind, next(self.clock), inputs, numbers, call, factor))
         return result
 
-    def enter(self, module: nn.Module, path: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def enter(self, module: nn.Module, path: str, args: Args, kwargs: Kwargs) -> None:
         number = self.times.get(id(module), 0)
         self.times[id(module)] = number + 1
         inputs = {key: self.value(a) for key, a in [*enumerate(args), *kwargs.items()] if isinstance(a, torch.Tensor)}
@@ -170,15 +135,15 @@ class _Follower(TorchDispatchMode):
         self.trace.calls.append(call)
         self.stack.append(call)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Output) -> None:
         call = self.stack.pop()
         call.ended = next(self.clock)
-        found = first_tensor(output)
-        if found is not None:
-            call.output = self.value(found)
+        tensor = first_tensor(output)
+        if tensor is not None:
+            call.output = self.value(tensor)
 
 
-def _kind(func: Any, args: tuple) -> str | None:
+def _kind(func: OpOverload, args: Args) -> str | None:
     if func in _ADD:
         return "add" if isinstance(args[1], torch.Tensor) else None
     if func in _SCALE:
@@ -197,38 +162,22 @@ def _kind(func: Any, args: tuple) -> str | None:
     return "activation" if name in _ACTIVATIONS else None
 
 
-def first_tensor(output: Any) -> torch.Tensor | None:
-    """The tensor that a module hands on: its output, or the first in it."""
-    if isinstance(output, torch.Tensor):
-        return output
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return next((v for v in values if isinstance(v, torch.Tensor)), None)
-
-
-def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
+def trace(model: nn.Module, inputs: Mapping[str, object]) -> Trace:
     """Run ``model(**inputs)`` without gradients and write it down. Keep the inputs tiny: every tensor is held."""
     record = Trace()
     follower = _Follower(record)
-    handles = []
+    paths = {module: path for path, module in model.named_modules()}
 
-    def hooks(path: str) -> Iterator[Any]:
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            follower.enter(module, path, args, kwargs)
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        follower.enter(module, paths[module], args, kwargs)
 
-        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            follower.leave(output)
+    def after(module: nn.Module, args: Args, output: Output) -> None:
+        follower.leave(output)
 
-        yield before
-        yield after
-
-    for path, module in model.named_modules():
-        before, after = hooks(path)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
+    with temporary_hooks() as hooks:
+        for module in paths:
+            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(after))
         with torch.no_grad(), follower:
             model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return record

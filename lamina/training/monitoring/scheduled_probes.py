@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from transformers import Trainer
 
-    from lamina.probes.structure.discovery import Structure
+    from lamina.probes.structure.sites import Structure
     from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from lamina.probes.structure.discovery import Point
-from lamina.probes.structure.tracing import Call, Op, Trace
+from lamina.probes.structure.sites import Point
+from lamina.probes.structure.tracing import Call, Factor, Op, Trace
 
 
 @dataclass(eq=False)
@@ -14,7 +13,7 @@ class Branch:
     """What one module computes for the stream."""
 
     source: Call  # its output, times factor, is what is added
-    factor: Any = None
+    factor: Factor = None
     kind: str = "feed_forward"
     norms: list[tuple[str, Call]] = field(default_factory=list)
     modules: list[Call] = field(default_factory=list)
@@ -33,7 +32,7 @@ class Addition:
 
 
 @dataclass(eq=False)
-class Layer:
+class TracedLayer:
     call: Call
     additions: list[Addition]
     argument: int | str  # where the call's stream is among its arguments
@@ -41,7 +40,7 @@ class Layer:
 
 
 @dataclass(eq=False)
-class Followed:
+class StreamRecord:
     """What following the stream through a call has found; norms are known by the id of their call."""
 
     call: Call

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from lamina.probes.structure.branches import describe_branches
-from lamina.probes.structure.tracing import Call, Op, Trace
-from lamina.probes.structure.wired import Addition, Branch, Followed, Layer, inside
+from lamina.probes.structure.traced import Addition, Branch, StreamRecord, TracedLayer, inside
+from lamina.probes.structure.tracing import Call, Factor, Op, Trace
 
 
 @dataclass(frozen=True)
 class _Part:
     source: Call
-    factor: Any = None
+    factor: Factor = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Sum:
     whole: bool = False  # whether what no module hands over is of the stream's shape
 
 
-def read_layer(call: Call, record: Trace, *, describe: bool = True) -> Layer:
+def read_layer(call: Call, record: Trace, *, describe: bool = True) -> TracedLayer:
     """Follow the stream through a call; without ``describe`` only far enough to know what is added to it."""
     shape = record.shapes[call.output] if call.output >= 0 else ()
     argument, start = next(
@@ -51,12 +51,13 @@ def read_layer(call: Call, record: Trace, *, describe: bool = True) -> Layer:
 
 class _Reader:
     def __init__(self, call: Call, record: Trace, shape: tuple[int, ...], start: int):
-        self.found = Followed(call, record, shape, inside(call), _ops_within(call, record), carried={start})
+        self.found = StreamRecord(call, record, shape, inside(call), _ops_within(call, record), carried={start})
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
         self.sums: dict[int, _Sum] = {}  # by their values
 
-    def read(self, argument: int | str, describe: bool) -> Layer:
-        events: list[tuple[int, Any]] = [(c.ended, c) for c in self.found.calls] + [(o.time, o) for o in self.found.ops]
+    def read(self, argument: int | str, describe: bool) -> TracedLayer:
+        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.found.calls]
+        events += [(o.time, o) for o in self.found.ops]
         for _, event in sorted(events, key=lambda e: e[0]):
             if isinstance(event, Call):
                 self._leave(event)
@@ -70,7 +71,7 @@ class _Reader:
         }
         if describe:
             describe_branches(self.found)
-        return Layer(self.found.call, self.found.additions, argument, len(self.found.breaks))
+        return TracedLayer(self.found.call, self.found.additions, argument, len(self.found.breaks))
 
     def _keep_sums_of_the_stream(self) -> None:
         """Of all that was added to the stream only what the call hands on again, or what a norm reads: FuseNorm's.
@@ -139,6 +140,7 @@ class _Reader:
             return
         tag = tags[index]
         assert tag is not None
+        assert op.factor is not None  # of a scaling
         factor: Any = op.factor[index]
         if isinstance(factor, torch.Tensor):
             if factor.numel() not in (1, self.found.shape[-1]):

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from lamina.errors import UserError
+from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.removal import refill
-from lamina.probes.structure import tracing
-from lamina.probes.structure.discovery import LayerSite, Point
-
-Change = Callable[[Any, torch.Tensor], torch.Tensor | None]
+from lamina.probes.engine.hooks import Key, intercept
+from lamina.probes.engine.outputs import Args, Kwargs, Output, argument_of, stream_of, with_argument
+from lamina.probes.structure.sites import LayerSite, Point
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class LayerCall:
     """One layer's call as the model made it: the stream x^l and everything else that the layer was handed.
 
     ``calls``: how often each module had been called before the layer, so that points find their call again.
@@ -29,97 +27,34 @@ class Block:
 
     site: LayerSite
     stream: torch.Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The stream behind the layer, of ``x`` [sequences, tokens, channels] in the place of x^l."""
-        where = self.site.input.argument
-        args, kwargs = list(self.args), dict(self.kwargs)
-        if isinstance(where, int):
-            args[where] = x
-        else:
-            kwargs[where] = x
-        return first_tensor(self.site.module(*args, **kwargs))
+        args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
+        return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
         """The same value, but no gradient goes through what attention and feed-forward add: only the skips carry it."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
-        with intercept(points, lambda key, tensor: tensor.detach(), self.calls):
+        with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
 
-    def watch(self, points: Mapping[Any, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
+    def watch(self, points: Mapping[Key, Point], x: torch.Tensor) -> tuple[torch.Tensor, dict[Key, torch.Tensor]]:
         """The stream behind the layer and the tensors at ``points``, both with their graphs."""
-        found: dict[Any, torch.Tensor] = {}
-        with intercept(points, lambda key, tensor: found.update({key: tensor}), self.calls):
-            return self(x), found
+        tensors: dict[Key, torch.Tensor] = {}
+        with intercept(points, lambda key, tensor: tensors.update({key: tensor}), calls=self.calls):
+            return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
         """The tensor at ``end`` when ``y`` is put in the place of the one at ``start``; the stream stays as it was."""
         found: list[torch.Tensor] = []
         points = {"start": start, "end": end}
-        with intercept(points, lambda key, tensor: y if key == "start" else found.append(tensor), self.calls):
+        with intercept(points, lambda key, tensor: y if key == "start" else found.append(tensor), calls=self.calls):
             self(self.stream)
         return found[0]
-
-
-def first_tensor(value: Any) -> torch.Tensor:
-    """A layer's result: itself, or the first tensor of what it hands on."""
-    found = tracing.first_tensor(value)
-    assert found is not None
-    return found
-
-
-@contextmanager
-def intercept(
-    points: Mapping[Any, Point],
-    change: Change,
-    calls: Mapping[nn.Module, int] | None = None,
-    *,
-    root: nn.Module | None = None,
-) -> Iterator[None]:
-    """Hand the tensor at each point to ``change(key, tensor)`` while the model runs; what it returns takes its place.
-
-    ``calls``: how many calls of each module are over already, where a layer is run alone; with ``root``, the model that
-    is run, they are counted anew in each of its forward passes. Factors are left out: the tensor is the one that the
-    model computes with.
-    """
-    done: Counter[nn.Module] = Counter(calls or {})
-    by_module: dict[nn.Module, list[tuple[Any, Point]]] = {}
-    for key, point in points.items():
-        by_module.setdefault(point.module, []).append((key, point))
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args_, kwargs_ = list(args), dict(kwargs)
-        for key, point in by_module[module]:
-            if point.side == "input" and point.call == done[module]:
-                where: Any = args_ if isinstance(point.argument, int) else kwargs_
-                replaced = change(key, where[point.argument])
-                if replaced is not None:
-                    where[point.argument] = replaced
-        return tuple(args_), kwargs_
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        for key, point in by_module[module]:
-            if point.side == "output" and point.call == done[module]:
-                replaced = change(key, first_tensor(output))
-                if replaced is not None:
-                    output = refill(output)(replaced)
-        done[module] += 1
-        return output
-
-    hooks = []
-    try:
-        if root is not None:
-            hooks.append(root.register_forward_pre_hook(lambda module, args: done.clear()))
-        for module in by_module:
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after))
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -143,36 +78,30 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def record_blocks(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[Block]:
+def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
     """Every layer's call in one forward pass. Keeps the states x^0 ... x^(N-1) of this input: let it be a short one."""
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site
     watched = {p.module for site in context.structure.layers for p in _points_of(site)} | set(sites)
     done: Counter[nn.Module] = Counter()
-    blocks: dict[int, Block] = {}
+    calls: dict[int, LayerCall] = {}
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         site = sites.get(module, {}).get(done[module])
         if site is not None:
-            where = site.input.argument
-            stream = args[where] if isinstance(where, int) else kwargs[where]
-            blocks[site.index] = Block(site, stream.detach(), args, kwargs, dict(done))
+            stream = argument_of(args, kwargs, site.input.argument)
+            calls[site.index] = LayerCall(site, stream.detach(), args, kwargs, dict(done))
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Args, output: Output) -> None:
         done[module] += 1
 
-    hooks = []
-    try:
+    with temporary_hooks() as hooks, torch.no_grad():
         for module in watched:
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(module.register_forward_hook(after))
-        with torch.no_grad():
-            context.forward(inputs, head=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [blocks[index] for index in sorted(blocks)]
+        context.forward(inputs, head=False)
+    return [calls[index] for index in sorted(calls)]
 
 
 def _points_of(site: LayerSite) -> Iterator[Point]:

@@ -1,0 +1,21 @@
+"""Numbers as a person writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and last number of each run: ``[0, 1, 2, 5]`` gives ``[(0, 2), (5, 5)]``."""
+    ends: list[tuple[int, int]] = []
+    for number in sorted({int(n) for n in numbers}):
+        if ends and number == ends[-1][1] + 1:
+            ends[-1] = (ends[-1][0], number)
+        else:
+            ends.append((number, number))
+    return ends
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs(numbers))

@@ -1,0 +1,59 @@
+"""What modules are called with and hand on: finding and replacing the tensor that matters in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
+
+def first_tensor(output: Output) -> torch.Tensor | None:
+    """The tensor that a module hands on: its output, or the first one in it."""
+    if isinstance(output, torch.Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((v for v in values if isinstance(v, torch.Tensor)), None)
+
+
+def stream_of(output: Output) -> torch.Tensor:
+    """The first tensor of an output that is known to hold one."""
+    tensor = first_tensor(output)
+    assert tensor is not None
+    return tensor
+
+
+def refill(output: Output) -> Callable[[torch.Tensor], Output]:
+    """A function that makes a module's output again with another first tensor; it holds all of it but that tensor."""
+    if isinstance(output, torch.Tensor):
+        return lambda tensor: tensor
+    named = isinstance(output, Mapping)
+    keys = list(output) if named else []
+    values = [output[key] for key in keys] if named else list(output)
+    position = next(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
+    values[position] = None
+    kind = type(output)
+
+    def make(tensor: torch.Tensor) -> Output:
+        refilled = [*values[:position], tensor, *values[position + 1 :]]
+        if named:
+            return kind(**dict(zip(keys, refilled, strict=True)))
+        return kind(*refilled) if hasattr(kind, "_fields") else kind(refilled)
+
+    return make
+
+
+def argument_of(args: Args, kwargs: Kwargs, which: int | str) -> torch.Tensor:
+    """One of a call's arguments, by position or keyword."""
+    return args[which] if isinstance(which, int) else kwargs[which]
+
+
+def with_argument(args: Args, kwargs: Kwargs, which: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
+    """A call's arguments with another value in one place."""
+    if isinstance(which, int):
+        return (*args[:which], value, *args[which + 1 :]), dict(kwargs)
+    return args, {**kwargs, which: value}

@@ -1,0 +1,149 @@
+"""Where a model's layers, sub-layers and norms are: what every probe works on.
+
+Found by running the model once and following its tensors (``tracing``), so no architecture's names are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lamina.probes.structure.norms import effective_gain
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A tensor of the forward pass that can be watched: what goes into or comes out of a module's ``call``-th call.
+
+    ``call`` counts from 0 within one forward pass of the model: ALBERT calls the same layer twelve times. The value is
+    ``factor`` times the tensor (Granite scales its branches); None where there is none. ``argument`` is the position or
+    the keyword of an input.
+    """
+
+    module: nn.Module
+    path: str
+    side: str  # input | output
+    call: int = 0
+    factor: float | torch.Tensor | None = None
+    argument: int | str = 0
+
+
+@dataclass(frozen=True, eq=False)
+class NormSite:
+    """A norm of a layer. ``role``: pre_norm (on a module's input), out_norm (on its output, before the add), post_norm
+    (on the sum), inner_norm (inside attention or feed-forward: q, k, v or latent norms), embedding_norm, final_norm.
+    """
+
+    role: str
+    module: nn.Module
+    path: str
+    call: int = 0
+
+    @property
+    def input(self) -> Point:
+        """What the norm divides by its own scale."""
+        return Point(self.module, self.path, "input", self.call)
+
+    @property
+    def output(self) -> Point:
+        """What it hands on."""
+        return Point(self.module, self.path, "output", self.call)
+
+    @property
+    def gain(self) -> torch.Tensor | None:
+        """Its gain's values, with the 1 added where it stores the difference from 1 (Gemma); None where it has none."""
+        return effective_gain(self.module)
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """The parts of a dense feed-forward. Experts have none: their activations are of few tokens each.
+
+    ``up``: the projections from the stream's width (gate and up), in the order in which they run, with their paths;
+    ``down``: the projection back; ``pre``: what goes into the nonlinearity; ``post``: what goes into ``down``.
+    """
+
+    up: tuple[tuple[str, nn.Module], ...]
+    down: tuple[str, nn.Module]
+    pre: Point | None
+    post: Point
+
+
+@dataclass(frozen=True, eq=False)
+class SublayerSite:
+    """One addition to the stream. ``kind``: attention | feed_forward | mixer (neither), two of a layer may run side by
+    side (GPT-NeoX). ``contribution``: what is added, after an out_norm. ``after``: the stream behind it, after a
+    post_norm; None where no module reads or writes it.
+    """
+
+    kind: str
+    contribution: Point
+    after: Point | None
+    norms: tuple[NormSite, ...] = ()
+    feed_forward: FeedForward | None = None
+    modules: tuple[tuple[str, nn.Module], ...] = ()  # what computes it, outermost first: owns its parameters
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSite:
+    """One layer's call. ``module`` is shared by several layers in ALBERT; ``call`` tells which one this is."""
+
+    index: int
+    module: nn.Module
+    path: str
+    call: int
+    sublayers: tuple[SublayerSite, ...]
+    argument: int | str = 0  # the position or keyword of the stream among the layer's arguments
+
+    @property
+    def input(self) -> Point:
+        """x^l, the stream before the layer."""
+        return Point(self.module, self.path, "input", self.call, None, self.argument)
+
+    @property
+    def output(self) -> Point:
+        """x^(l+1), the stream behind it."""
+        return Point(self.module, self.path, "output", self.call)
+
+    @property
+    def norms(self) -> tuple[NormSite, ...]:
+        """All its norms."""
+        return tuple(norm for sublayer in self.sublayers for norm in sublayer.norms)
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """A model's layers in the order in which they run, and what is around them."""
+
+    layers: tuple[LayerSite, ...]
+    hidden_size: int
+    embedding: nn.Module | None
+    embedding_norm: NormSite | None
+    final_norm: NormSite | None
+    head: nn.Module | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_layers(self) -> int:
+        """N; states run from 0 to N."""
+        return len(self.layers)
+
+    def states(self) -> dict[int, Point]:
+        """x^0 ... x^N, the last one before the final norm."""
+        found = {site.index: site.input for site in self.layers}
+        found[self.num_layers] = self.layers[-1].output
+        return found
+
+    def norms(self) -> Iterator[tuple[int, str, NormSite]]:
+        """(layer, sublayer kind, norm); layer -1 for the embedding's and the final norm, with the sublayer "model"."""
+        if self.embedding_norm is not None:
+            yield -1, "model", self.embedding_norm
+        for site in self.layers:
+            for sublayer in site.sublayers:
+                for norm in sublayer.norms:
+                    yield site.index, sublayer.kind, norm
+        if self.final_norm is not None:
+            yield -1, "model", self.final_norm

@@ -1,0 +1,171 @@
+"""The first steps of a run without its folder: the run's own Trainer, with no record, evaluation or checkpoint.
+
+What looks at a run before it is started trains here, so that batches, losses, clipping, precision, accumulation, expert
+balance, optimizer and learning rates are those of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from lamina.data.blocks import Block
+from lamina.training.arguments import training_arguments
+from lamina.training.monitoring.experts import ExpertBalance
+from lamina.training.monitoring.guard import Diverged, DivergenceGuard
+from lamina.training.monitoring.series import StepSeries
+from lamina.training.order import TrainOrder
+from lamina.training.settings import PretrainSettings
+from lamina.training.trainer import LaminaTrainer
+
+AfterStep = Callable[[int], bool]
+"""Takes the number of steps done; whether to take another one."""
+
+
+class ShortRun(TrainerCallback):
+    """A run that ends when its caller has seen enough, or when a loss or a gradient is not finite.
+
+    Args:
+        settings: of the run; what they leave to a trial of the speed is fp32 and not compiled.
+        model: new, as the run would build it.
+        train: the blocks to train on.
+        in_order: whether item ``i`` of ``train`` is the i-th block of the run; else the run's order shuffles them.
+        device: cpu or cuda.
+        rate_factors: of width scaling: each parameter's factor on the learning rate.
+        schedule: the share of the peak rate by steps done; None for the Trainer's own schedule of the settings.
+
+    Attributes:
+        losses: the training loss of every step so far, its mean over the micro-batches.
+        gradient_norms: the gradient's norm of every step before clipping.
+        learning_rates: the learning rate of every step (of the parameters whose factor is nearest to 1).
+        stopped: why it ended early, if it did.
+    """
+
+    def __init__(
+        self,
+        settings: PretrainSettings,
+        model: PreTrainedModel,
+        train: Dataset[Block],
+        *,
+        in_order: bool,
+        device: str,
+        rate_factors: dict[str, float] | None = None,
+        schedule: Callable[[int], float] | None = None,
+    ):
+        precision = "fp32" if settings.precision == "auto" else settings.precision
+        self.settings = replace(
+            settings, precision=precision, compile="off", device=device, probe_every=0, report_to="none"
+        )
+        self.model, self.rate_factors, self.schedule, self.dataset = model, rate_factors, schedule, train
+        self.order = TrainOrder(
+            len(train),  # type: ignore[arg-type]  # torch's Dataset does not promise a length
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            gradient_accumulation=settings.gradient_accumulation,
+            seed=settings.seed,
+            shuffled=not in_order,
+        )
+        self.losses: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.learning_rates: list[float] = []
+        self.stopped = ""
+        self._after: AfterStep = lambda step: True
+        self._series = _StepNumbers()
+
+    def train(self, after_step: AfterStep) -> None:
+        """Take steps as long as ``after_step`` asks for more; at most the run's own."""
+        settings, self._after = self.settings, after_step
+        with TemporaryDirectory() as folder:  # the Trainer makes its output folder, whether it is used or not
+            trainer = LaminaTrainer(
+                model=self.model,
+                args=_silent(training_arguments(replace(settings, output=folder))),
+                train_dataset=self.dataset,
+                callbacks=[self],
+                guard=DivergenceGuard(margin=math.inf, patience=settings.steps),
+                order=self.order,
+                experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
+                rate_factors=self.rate_factors,
+                schedule=self.schedule,
+            )
+            trainer.series = self._series
+            for callback in (ProgressCallback, PrinterCallback):
+                trainer.remove_callback(callback)
+            try:
+                trainer.train()
+            except Diverged:
+                self._end_step()
+
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """The model as it was built: without the autocast that mixed precision puts around its forward pass."""
+        attributes = vars(self.model)
+        wrapped, plain = attributes.get("forward"), attributes.get("_original_forward")
+        if plain is not None:
+            attributes["forward"] = plain
+        try:
+            yield
+        finally:
+            if plain is not None:
+                attributes["forward"] = wrapped
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Note the step's learning rate."""
+        optimizer = kwargs["optimizer"]
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        group = optimizer.param_groups[0]
+        self.learning_rates.append(self.settings.learning_rate * group["lr"] / group["initial_lr"])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Note the step's loss and gradient, and ask whether another step is wanted."""
+        self._end_step()
+        if self.stopped or not self._after(len(self.losses)):
+            control.should_training_stop = True
+
+    def _end_step(self) -> None:
+        loss, norm = self._series.take()
+        self.losses.append(loss)
+        self.gradient_norms.append(norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            cause = "gradient" if math.isfinite(loss) else "loss"
+            self.stopped = f"the {cause} was not finite at step {len(self.losses)}"
+
+
+class _StepNumbers(StepSeries):
+    """The loss and the gradient's norm of the step under way, as plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total, self._gradient = 0.0, 0.0
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        self._total += float(loss.detach())
+
+    def add_norm(self, norm: torch.Tensor | float) -> None:
+        self._gradient = float(norm)
+
+    def take(self) -> tuple[float, float]:
+        """The two numbers; the next step begins at 0."""
+        numbers = self._total, self._gradient
+        self._total, self._gradient = 0.0, 0.0
+        return numbers
+
+
+def _silent(arguments: TrainingArguments) -> TrainingArguments:
+    """The run's arguments with nothing logged, evaluated or saved."""
+    arguments.logging_strategy = arguments.eval_strategy = IntervalStrategy.NO
+    arguments.save_strategy = SaveStrategy.NO
+    arguments.logging_first_step = False
+    return arguments
