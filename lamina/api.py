@@ -78,7 +78,7 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
 def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Say of planned runs whether they will train, as `lamina preflight` does; ``settings`` are its flags.
 
-    Returns a row a planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
+    Returns one row per planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
     change, and the numbers that these rest on (docs/preflight.md). With ``output`` the folder gets preflight.csv,
     layers.parquet, preflight.json (what `lamina report` makes the page of) and report.html.
 

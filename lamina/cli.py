@@ -26,8 +26,8 @@ COMMANDS = {
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
 }
 
-# What the system says about the user's paths and disk; anything else is our mistake and keeps its traceback.
-_THEIRS = {
+# Errors of the user's paths and disk; any other is a fault of ours and keeps its traceback.
+_USER_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EMFILE),
     errno.ECONNRESET,  # another process of the run has ended
@@ -80,22 +80,22 @@ def _main(argv: list[str]) -> int:
         if name not in COMMANDS:
             shown = shortened(repr(name), 200)
             raise UserError(f"unknown command {shown}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
-        # The Trainer's and the tokenizers' own remarks are for developers; what users must know we say ourselves.
+        # The remarks of Trainer and the tokenizers are for developers; what users must know we print ourselves.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return importlib.import_module(f"lamina.commands.{name.replace('-', '_')}").run(rest) or 0
     except UserError as error:
         return _fail(str(error), 2, reported=is_reported(error))
     except KeyboardInterrupt:
-        return _fail("interrupted; what was finished is kept (--resume goes on with it)", 130)
+        return _fail("interrupted; what was finished is kept (--resume continues it)", 130)
     except BrokenPipeError:
         raise
     except SystemExit as error:
         if _innermost(error).startswith("argparse"):  # --help
             raise
-        return _fail(f"code of a file of yours ended the process ({error.code!r}); what was finished is kept", 1)
+        return _fail(f"code in one of your files ended the process ({error.code!r}); what was finished is kept", 1)
     except OSError as error:
-        if error.errno not in _THEIRS:
+        if error.errno not in _USER_ERRORS:
             raise
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror}{where}; what was finished is kept", 2, reported=is_reported(error))

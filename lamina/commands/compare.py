@@ -24,7 +24,7 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Parse, train, write the page, say where it is."""
+    """Parse, train, write the page, print the ranking and where the page is."""
     from lamina.studies.settings import CompareSettings
 
     parser = make_parser(
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, CompareSettings)
-    add_output_modes(parser, "go on with the study in the output folder")
+    add_output_modes(parser, "continue the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", CompareSettings.output))
     try:
@@ -46,13 +46,13 @@ def run(argv: list[str]) -> int:
 
 
 def failed(failure: TrialsFailed) -> int:
-    """Say that no trial ran; returns the exit code, at which a script should stop."""
+    """Print that no trial ran; returns the exit code, which stops a script."""
     print(f"lamina: {' '.join(str(failure).split())}", file=sys.stderr)
     return 1
 
 
 def summary(results: pd.DataFrame) -> str:
-    """The ranking of a study's results as lines for the terminal, and what to beware of."""
+    """The ranking of a study's results as lines for the terminal, with the notices."""
     from lamina.reports import notices, summarize
 
     ranking = summarize(results)

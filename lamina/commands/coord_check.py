@@ -1,4 +1,4 @@
-"""`lamina coord-check`: does any module's output grow with the width?"""
+"""`lamina coord-check`: whether any module's output grows with the width."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, CoordCheckSettings)
-    add_output_modes(parser, "keep the widths and seeds that the folder has already")
+    add_output_modes(parser, "skip the widths and seeds that the folder has already")
     given, others = given_settings(parser, argv, "resume", "overwrite")
-    found = coord_check(**given, resume=others.resume, overwrite=others.overwrite)
+    slopes = coord_check(**given, resume=others.resume, overwrite=others.overwrite)
     folder = Path(given.get("output", CoordCheckSettings.output))
-    sizes: Any = found[found["metric"] == "size"]
+    sizes: Any = slopes[slopes["metric"] == "size"]
     last = int(sizes["step"].max())
     print(f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps")
     for module, rows in sizes.groupby("module", sort=False):

@@ -66,7 +66,7 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
         print(f"    {line}")
     print(f"\nWired for {num_layers} layers:\n")
     print(textwrap.indent(text(plan), "    "))
-    print(f"\nInitialisation: {placement.initialization}")
+    print(f"\nInitialization: {placement.initialization}")
     if placement.advice:
         print(f"Advice:         {placement.advice}")
     print(f'Source:         {placement.source}\n\nOptions, as in "{placement.name}(option=value)":')

@@ -1,4 +1,4 @@
-"""`lamina preflight`: will the run train? Asked before it is started."""
+"""`lamina preflight`: whether a planned run will train."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EXAMPLES = """
 ABOUT_ONE = 2.0
 DESCRIPTION = """\
 Before a run: take its first steps at full depth, measure the layers, and say whether it will train, why, and what to
-change. "fine" and "risky" were seen to learn; "undecided" was not, in these steps, and is told how many would decide;
-"will not train" is not expected to. The exit code is 0 whatever the verdict; with --strict it is 1 where any is
-"will not train"."""
+change. "fine" and "risky" were seen to learn; "undecided" was not in these steps, and its reason names how many would
+decide; "will not train" is not expected to learn. The exit code is 0 whatever the verdict; with --strict it is 1 where
+any is "will not train"."""
 
 
 def run(argv: list[str]) -> int:
-    """Parse, look, print."""
+    """Parse, measure, print."""
     from lamina.preflights.settings import PreflightSettings
 
     parser = make_parser("preflight", DESCRIPTION, EXAMPLES)
@@ -61,7 +61,7 @@ def as_json(rows: pd.DataFrame) -> str:
 
 
 def summary(rows: pd.DataFrame) -> str:
-    """A table with a line a run, then each one's reason and what to change."""
+    """A table with one line per run, then the reason of each and what to change."""
     records: list[dict[str, Any]] = rows.to_dict("records")  # type: ignore[assignment]
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
@@ -75,8 +75,8 @@ def summary(rows: pd.DataFrame) -> str:
         )
     for row in records:
         lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")
-        said = {"reason": row["reason"], "change": row["change"], "layers": _layers(row), "papers": row["advice"]}
-        for label, text in {**said, "note": row["note"]}.items():
+        parts = {"reason": row["reason"], "change": row["change"], "layers": _layers(row), "papers": row["advice"]}
+        for label, text in {**parts, "note": row["note"]}.items():
             if text:
                 lines.append(textwrap.fill(f"  {label}: {text}", 110, subsequent_indent="    "))
     return "\n".join(lines)

@@ -19,28 +19,27 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Parse, train, write the page, say how it ended."""
+    """Parse, train, write the page, print how it ended."""
     from lamina.training.settings import PretrainSettings
 
     parser = make_parser("pretrain", "Train one model; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES)
     add_settings(parser, PretrainSettings)
-    add_output_modes(parser, "go on from the output folder's last checkpoint")
+    add_output_modes(parser, "resume from the last checkpoint in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     from lamina.training.execution.processes import launched
 
     result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)
-    if launched()[0] > 0:  # of several processes the first one speaks
+    if launched()[0] > 0:  # of several processes the first one prints
         return 130 if result["status"] == "interrupted" else 0
     folder = Path(given.get("output", PretrainSettings.output))
     loss = result.get("eval_loss")
     numbers = ""
     if loss is not None and loss == loss:
-        numbers = (
-            f": eval loss {loss:.4f}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits a byte"
-        )
+        numbers = f": eval loss {loss:.4f}, perplexity {result['perplexity']:.2f}"
+        numbers += f", {result['bits_per_byte']:.3f} bits per byte"
     print(f"{result['status']}{numbers}" + (f" ({result['reason']})" if result["reason"] else ""))
     if result["status"] == "interrupted":
-        print(f"to go on:  lamina pretrain --output {folder} --resume")
+        print(f"to resume: lamina pretrain --output {folder} --resume")
         return 130
     print(f"the page:  {folder / 'report.html'}")
     if (folder / "model").is_dir():

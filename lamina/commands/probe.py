@@ -19,7 +19,7 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Parse, measure, write the page, say what was found."""
+    """Parse, measure, write the page, print each probe's sentences."""
     from lamina.probes.job.settings import ProbeSettings
 
     parser = make_parser(
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     add_settings(parser, ProbeSettings, positional=("checkpoint",))
     parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and end")
     parser.add_argument("--png", action="store_true", help="draw each figure as a PNG, too (needs Chromium or Chrome)")
-    add_output_modes(parser, "go on with the probes that are not finished")
+    add_output_modes(parser, "measure only the probes that are not finished")
     given, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
     if others.list:
         print(listing(full=True))
@@ -53,19 +53,19 @@ def listing(*, full: bool = False) -> str:
     from lamina.probes.engine.listing import listed
 
     lines = []
-    for one in listed().values():
+    for probe in listed().values():
         if not full:
-            lines += textwrap.wrap(one.summary, 94, initial_indent=f"  {one.name:<18} ", subsequent_indent=" " * 21)
+            lines += textwrap.wrap(probe.summary, 94, initial_indent=f"  {probe.name:<18} ", subsequent_indent=" " * 21)
             continue
-        options = ", ".join(f"{name}={default}" if default else name for name, default in one.options.items())
-        lines += [f"{one.name}({options})" if options else one.name]
-        lines += textwrap.wrap(one.summary, 100, initial_indent="    ", subsequent_indent="    ")
-        lines += textwrap.wrap(f"source: {one.source}", 100, initial_indent="    ", subsequent_indent="    ")
+        options = ", ".join(f"{name}={default}" if default else name for name, default in probe.options.items())
+        lines += [f"{probe.name}({options})" if options else probe.name]
+        lines += textwrap.wrap(probe.summary, 100, initial_indent="    ", subsequent_indent="    ")
+        lines += textwrap.wrap(f"source: {probe.source}", 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
 
 def summary(result: dict[str, Any]) -> str:
-    """What was found, as lines for the terminal: each probe's sentences, or why it has none."""
+    """The sentences of each probe as lines for the terminal, or the reason why it has none."""
     model = result["model"]
     lines = [
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
@@ -73,12 +73,12 @@ def summary(result: dict[str, Any]) -> str:
     ]
     for warning in result.get("warnings") or ():
         lines += ["", *textwrap.wrap(f"warning: {warning}", 110)]
-    for name, told in result["probes"].items():
-        said = told.get("sentences") or [told.get("reason") or "no sentence"]
-        if told["status"] != "finished":
-            said = [f"{told['status']}: {said[0]}"]
-        lines.append(f"\n{name}" + (f" ({told['seconds']:.1f} s)" if told.get("seconds") else ""))
-        for sentence in said:
+    for name, record in result["probes"].items():
+        sentences = record.get("sentences") or [record.get("reason") or "no sentence"]
+        if record["status"] != "finished":
+            sentences = [f"{record['status']}: {sentences[0]}"]
+        lines.append(f"\n{name}" + (f" ({record['seconds']:.1f} s)" if record.get("seconds") else ""))
+        for sentence in sentences:
             lines += textwrap.wrap(str(sentence), 110, initial_indent="  ", subsequent_indent="  ")
     return "\n".join([*lines, *(f"\nnote: {note}" for note in result["notes"])])
 
@@ -87,7 +87,7 @@ def _refused(result: dict[str, Any]) -> int:
     """0, or UserError where a probe that was named could not measure this model: the rest is written."""
     if "all" in str(result["settings"]["probes"]).split(","):
         return 0
-    for name, told in result["probes"].items():
-        if told["status"] == "skipped":
-            raise UserError(f"{told['reason']}" if name in told["reason"] else f"{name}: {told['reason']}")
+    for name, record in result["probes"].items():
+        if record["status"] == "skipped":
+            raise UserError(f"{record['reason']}" if name in record["reason"] else f"{name}: {record['reason']}")
     return 0

@@ -1,4 +1,4 @@
-"""`lamina report FOLDER`: a page of the records that are there."""
+"""`lamina report FOLDER`: the page of a folder, from its records."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Write report.html again, and a picture of it where asked."""
+    """Write report.html again and, on request, a picture of it."""
     parser = make_parser(
         "report",
-        "Write the page of a run's, a study's, a preflight's or a probed checkpoint's folder.",
+        "Write the page of a folder again, whichever job wrote the folder.",
         EXAMPLES,
         "FOLDER ",
     )
-    parser.add_argument("folder", help="a run's, a study's, a preflight's or a probed checkpoint's folder")
+    parser.add_argument(
+        "folder", help="the folder of a run, a study, a transfer, a coordinate check, a preflight or a probing"
+    )
     parser.add_argument(
         "--screenshot",
         type=str,

@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
     )
     add_settings(parser, TransferSettings)
-    add_output_modes(parser, "go on with the study in the output folder")
+    add_output_modes(parser, "continue the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", TransferSettings.output))
     failure = None
@@ -38,13 +38,13 @@ def run(argv: list[str]) -> int:
         transfer(**given, resume=others.resume, overwrite=others.overwrite)
     except TrialsFailed as error:
         failure = error
-    print(told(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
+    print(printed(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
     print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
     return 0 if failure is None else failed(failure)
 
 
-def told(summary: dict[str, Any]) -> str:
-    """transfer.json as lines for the terminal."""
+def printed(summary: dict[str, Any]) -> str:
+    """What transfer.json holds, as lines for the terminal."""
     from lamina.reports.pages.transfer import sentences
 
     lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]

@@ -1,9 +1,9 @@
-"""The model types of transformers that Lamina knows: one row each, read without loading torch.
+"""The model types of transformers that Lamina knows, one row each. Reading it loads no torch.
 
-A row says what a type's weights are for, so that they can be initialized, and which placement the type has, so that its
-checkpoints can be converted. Each type of the table is tested: with the placement that it has anyway, its logits equal
-transformers' own on the same weights. What a saved model needs to be built again (the names of its modules, its heads)
-must travel beside the checkpoint: that half of the row is ``ADAPTERS`` in modeling/modeling_lamina.py.
+A row has the roles of a type's weights, for initialization, and its placement, for conversion of its checkpoints. Every
+type of the table is tested: with its own placement its logits equal transformers' own on the same weights. The names of
+the modules and the heads, without which a saved model cannot be built again, travel beside the checkpoint: they are the
+rows of ``ADAPTERS`` in modeling/modeling_lamina.py.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How a model type's checkpoints become Lamina's.
+    """The conversion of a model type's checkpoints to Lamina's.
 
     Args:
         placement: the placement with its options, as ``lamina.placements.resolve`` reads it.
         norms: transformers' name of each norm of a layer, and its position in Lamina's block.
-        gain_offset: what the stored gain lacks: Gemma stores w and multiplies by 1 + w.
-        gain_in_float32: its norms multiply by the gain before they round to the model's dtype, Lamina's round first (as
-            Llama's do): the same in float32, not in half precision.
+        gain_offset: the number to add to a stored gain: Gemma stores w and multiplies by 1 + w.
+        gain_in_float32: its norms multiply by the gain before they round to the model's dtype; Lamina's round first, as
+            Llama's do. In float32 the two agree, in half precision they do not.
         note: one line for the table of docs/convert.md.
     """
 
@@ -37,13 +37,13 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What Lamina knows of a model type.
+    """The facts about a model type.
 
     Args:
         title: its name in prose.
         roles: the role of each weight by the attribute name of its module, exact. A name that means another thing in
             each sub-layer has the sub-layer's before it ("attention.Wo").
-        conversion: how its checkpoints are converted; None where they are not.
+        conversion: the conversion of its checkpoints; None if there is none.
     """
 
     title: str
@@ -74,7 +74,7 @@ _GEMMA = Conversion(
     gain_in_float32=True,
     note="the stored gain w means 1 + w",
 )
-# What decoders call their weights, those that are not in the table too.
+# The usual names in decoders, in those that are not in the table, too.
 _DECODER = {
     "q_proj": "query",
     "k_proj": "key",
@@ -122,7 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "modernbert": Architecture(title="ModernBERT", roles=_MODERNBERT),
     "vit": Architecture(title="ViT", roles=_VIT),
 }
-# Every row's names: a backbone that is not in the table is likely to use them, too. No two rows disagree on a name.
+# The names of all rows: other backbones are likely to use them, too. No two rows disagree on a name.
 ROLES: dict[str, str] = {name: role for row in ARCHITECTURES.values() for name, role in row.roles.items()}
 
 

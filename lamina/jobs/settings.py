@@ -22,6 +22,7 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from lamina.core.json_types import Json
 from lamina.core.values import mapping, number, one_of, switch, text, whole_number
 from lamina.errors import unknown
 
@@ -43,7 +44,7 @@ def changed(default: T, *, help: str | None = None, check: Check | None = None) 
     return _field(default, {"help": help, "check": check, "changed": True})
 
 
-def _field(default: T, metadata: dict[str, Any]) -> T:
+def _field(default: T, metadata: Mapping[str, object]) -> T:
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata=metadata))
     return cast(T, field(default=default, metadata=metadata))
@@ -118,16 +119,16 @@ class Settings:
         return _detail(cls, name, "help") or ""
 
     @classmethod
-    def kind(cls, name: str) -> Any:
+    def kind(cls, name: str) -> object:
         """A field's type."""
         return _hints(cls)[name]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The settings as config.yaml holds them."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self.names()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Settings by their names, as config.yaml holds them. Raises UserError for an unknown name."""
         names = cls.names()
         for key in data:
@@ -135,7 +136,7 @@ class Settings:
                 raise unknown("setting", str(key), names)
         return cls(**data)
 
-    def shared_with(self, other: type[Settings]) -> dict[str, Any]:
+    def shared_with(self, other: type[Settings]) -> Json:
         """The values of the fields that ``other`` offers, too."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
@@ -162,7 +163,7 @@ def default_of(entry: Field[Any]) -> Any:
 
 
 @cache
-def _hints(record: type[Settings]) -> dict[str, Any]:
+def _hints(record: type[Settings]) -> Json:
     return get_type_hints(record)
 
 
@@ -175,7 +176,7 @@ def _detail(record: type[Settings], name: str, key: str) -> Any:
     return None
 
 
-def _checked(name: str, value: Any, hint: Any, check: Check | None) -> object:
+def _checked(name: str, value: object, hint: object, check: Check | None) -> object:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return None

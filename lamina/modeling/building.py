@@ -51,16 +51,16 @@ def build(
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: blocks, in place of the backbone's own number; ``hidden_size``, ``num_heads`` and ``vocab_size``
             likewise.
-        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default what the
-            backbone is for: a decoder's, ModernBERT's and ViT's first.
+        head: "causal_lm", "masked_lm", "sequence_classification" or "image_classification"; by default the
+            backbone's own: the first of its row in ``ADAPTERS``.
         num_labels: classes of a classifier; by default those of an image backbone's configuration, and 1 (a reward) for
             sequences.
-        init: an initialiser's name, ``"name(std=0.01)"``, or "recommended": the one named beside the
+        init: an initializer's name, ``"name(std=0.01)"``, or "recommended": the one named beside the
             placement (``lamina placements NAME``), that of its paper's main runs where the paper states it.
-        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initialiser that profiles the model
-            (Admin's); random ones if not given.
-        width_scaling: the scheme by which weights start at a width other than the one the settings were chosen at
-            (``lamina.modeling.width.WidthScaling``); none if not given.
+        profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
+            (Admin's); random ones by default.
+        width_scaling: the scheme for initial weights at another width than the one the settings were chosen at
+            (``lamina.modeling.width.WidthScaling``); none by default.
         placement_options: the placement's options and those that every placement takes.
 
     Returns:
@@ -68,7 +68,7 @@ def build(
         with ``torch.manual_seed``).
 
     Raises:
-        UserError: (a ValueError) for an unknown name or option, a size with no meaning, a plan of another depth, a head
+        UserError: (a ValueError) for an unknown name or option, an invalid size, a plan of another depth, or a head
             that does not fit the backbone.
     """
     config = resolve_backbone(
@@ -121,10 +121,10 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
 
 @torch.no_grad()
 def _check_runs(model: PreTrainedModel) -> None:
-    """Raise UserError where a model does not run, or says other things with a cache than without one.
+    """Raise UserError if a model does not run, or its logits with a cache differ from those without one.
 
-    For backbones whose wiring has not been tested and configurations from files: some layers hand on more than the
-    stream, and then a model is built that fails, or forgets, at its first token.
+    For untested backbones and configurations from files. Layers that pass on more than the stream can be built into a
+    model that fails, or forgets, at its first token.
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
@@ -141,7 +141,7 @@ def _check_runs(model: PreTrainedModel) -> None:
                 runs.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
                 logits, cached = logits[:, -1], cached[:, -1]
                 if not torch.allclose(logits, cached, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
-                    raise UserError(f"{says} says other things with its cache than without (allowed: another backbone)")
+                    raise UserError(f"{says} has other logits with its cache than without (allowed: another backbone)")
     except UserError:
         raise
     except Exception as error:
@@ -159,12 +159,12 @@ def _labels(head: str, num_labels: int | None) -> dict[str, Any]:
 
 
 def recommended(plan: Plan) -> str:
-    """The initialiser that the plan names; normal for a plan that names none."""
+    """The initializer that the plan names, or else "normal"."""
     return plan.initialization or "normal"
 
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
-    """The plan of a placement, or the given one. Raises UserError where a plan is for another depth or gets options."""
+    """The plan of a placement, or the plan itself. Raises UserError for a plan of another depth or with options."""
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:
@@ -189,13 +189,13 @@ def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidde
     Returns:
         A Block; norms of kind "backbone" are RMSNorms with epsilon 1e-6.
     """
-    for name, given, kind in (
+    for name, value, kind in (
         ("attention", attention, nn.Module),
         ("feed_forward", feed_forward, nn.Module),
         ("layer_plan", layer_plan, Layer),
     ):
-        if not isinstance(given, kind):
-            raise UserError(f"{name}: {shortened(repr(given), 200)} (allowed: a {kind.__name__})")
+        if not isinstance(value, kind):
+            raise UserError(f"{name}: {shortened(repr(value), 200)} (allowed: a {kind.__name__})")
     whole_number("hidden_size", hidden_size)
     wiring = Plan(placement="wire", layers=(layer_plan,)).to_dict()["layers"][0]
     style = NormStyle()

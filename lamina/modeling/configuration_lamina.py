@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-# What a checkpoint's config.json says of the code beside it; modeling_lamina adds its heads.
+# The entry of config.json that names the code beside a checkpoint; modeling_lamina adds its heads.
 AUTO_MAP = {"AutoConfig": "configuration_lamina.LaminaConfig", "AutoModel": "modeling_lamina.LaminaModel"}
 
 
@@ -20,7 +20,7 @@ class LaminaConfig(PreTrainedConfig):
     Args:
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
         plan: a plan as ``lamina.placements.Plan.to_dict`` writes it; one entry of ``layers`` for each of the backbone's
-            ``num_hidden_layers``. Raises ValueError where the two numbers differ.
+            ``num_hidden_layers``. Raises ValueError if the two numbers differ.
     """
 
     model_type = "lamina"
@@ -37,8 +37,8 @@ class LaminaConfig(PreTrainedConfig):
         if self.backbone_config is None:
             self.backbone_config = AutoConfig.for_model("llama")
         elif isinstance(self.backbone_config, dict):
-            given = dict(self.backbone_config)
-            self.backbone_config = AutoConfig.for_model(given.pop("model_type"), **given)
+            fields = dict(self.backbone_config)
+            self.backbone_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         else:
             self.backbone_config = copy.deepcopy(self.backbone_config)  # it is changed below
         backbone = self.backbone_config
@@ -60,6 +60,6 @@ class LaminaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """The backbone's configuration: where vocab_size, hidden_size and num_hidden_layers are."""
+        """The backbone's configuration, which has vocab_size, hidden_size and num_hidden_layers."""
         assert isinstance(self.backbone_config, PreTrainedConfig)
         return self.backbone_config

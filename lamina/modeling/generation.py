@@ -23,7 +23,7 @@ class Generator(Protocol):
     """A model that continues token ids [batch, tokens]."""
 
     def generate(self, **options: object) -> torch.Tensor:
-        """The token ids with those that follow."""
+        """The token ids and their continuation."""
         ...
 
 
@@ -36,7 +36,7 @@ def continuation(
     *,
     trust_remote_code: bool = False,
 ) -> str:
-    """The prompt with what the model in a folder adds to it. Raises UserError where the folder holds no such model."""
+    """The prompt and its continuation by the model in a folder. Raises UserError if the folder has no such model."""
     folder = model_folder(path)
     if not folder.exists():
         raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")

@@ -1,4 +1,4 @@
-"""What a model's weights start from: an initialiser gives each weight, by its role, a standard deviation.
+"""The initial weights of a model: an initializer maps each weight, by its role, to a standard deviation.
 
 Roles are read off the modules' own attribute names by a table (core/architectures.py), never guessed from substrings.
 """
@@ -31,7 +31,7 @@ WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter with what an initialiser may want to know of it.
+    """A parameter and the facts that an initializer may need.
 
     ``layer`` is 0-based, -1 outside the blocks; ``sublayer`` is "attention", "feed_forward", "embedding" or "readout";
     ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts blocks.
@@ -86,7 +86,7 @@ def initializer(name: str, help: str, truncated: float | None = None) -> Callabl
 
 
 def help_of(name: str) -> str:
-    """One line on what an initialiser does."""
+    """One line about an initializer."""
     return INITIALIZERS.get(name).help
 
 
@@ -174,9 +174,9 @@ def initialize(
     """Draw every weight matrix anew, in the order of the parameters, from torch's global generator.
 
     Norm gains and learned scales keep the values that the plan gives them; biases are 0. ``input_ids``
-    [batch, tokens] is what an initialiser that profiles the model reads (Admin's); without it, random tokens.
-    ``base`` (of width scaling) has for each weight's name the weight whose standard deviation counts in place of its
-    own, and a factor on that.
+    [batch, tokens] is the input of an initializer that profiles the model (Admin's); random tokens by default.
+    ``base`` (for width scaling) maps each weight's name to the weight whose standard deviation is used instead, and a
+    factor on it.
     """
     name, std = check(init)
     entry = INITIALIZERS.get(name)
@@ -185,8 +185,8 @@ def initialize(
             weight.parameter.zero_()
         elif weight.role != "vector":
             like, factor = (weight, 1.0) if base is None else base[weight.name]
-            for piece, told in zip(_pieces(weight, model), _pieces(like, model), strict=True):
-                _draw(piece.parameter, entry.function(told, std) * factor, entry.truncated)
+            for piece, model_piece in zip(_pieces(weight, model), _pieces(like, model), strict=True):
+                _draw(piece.parameter, entry.function(model_piece, std) * factor, entry.truncated)
             if weight.role == "embedding" and (row := _padding_row(model, weight)) is not None:
                 weight.parameter[row].zero_()
     if name == "admin":

@@ -36,10 +36,10 @@ class ChunkKernel(Protocol):
 
 
 class LinearLoss:
-    """The ``linear_loss`` of a LaminaForCausalLM. Answers None where the logits are few enough to be kept whole.
+    """The ``linear_loss`` of a LaminaForCausalLM. Returns None if the logits are few enough to hold at once.
 
     Args:
-        compiled: compile what is done to a chunk's logits (worth it on a GPU, where it waits for memory).
+        compiled: compile the operations on a chunk's logits (worth it on a GPU, where they are bound by memory).
         liger: use Liger's kernels on a GPU where they are installed.
         elements: logits in a chunk (default: by device).
     """
@@ -69,18 +69,18 @@ class LinearLoss:
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor | None:
-        """The mean loss in float32, as transformers' ForCausalLMLoss has it, or None where this does not apply.
+        """The mean loss in float32, as transformers' ForCausalLMLoss has it, or None if this does not apply.
 
         Args:
             states: [batch, tokens, hidden_size]; the state of token i predicts label i + 1.
-            head: the readout; anything but a plain nn.Linear without bias (an adapter, a quantised or sharded weight)
+            head: the readout; anything but a plain nn.Linear without bias (an adapter, a quantized or sharded weight)
                 is left to the model.
             labels: [batch, tokens], -100 where there is none.
             scale: of the logits.
             softcap: the logits' bound c in c tanh(z / c).
-            num_items_in_batch: what the sum of the losses is divided by (default: the labels that are not ignored).
+            num_items_in_batch: the divisor of the summed losses (default: the labels that are not ignored).
             shift_labels: labels shifted already.
-            more: anything else the loss would be told: then it is left to the model.
+            more: other arguments of the loss; with any of them the loss is left to the model.
         """
         if type(head) is not nn.Linear or head.bias is not None or type(head.weight) is not nn.Parameter or more:
             return None
@@ -115,17 +115,17 @@ def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
     z = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    kept = (labels != IGNORED).unsqueeze(-1)
+    counted = (labels != IGNORED).unsqueeze(-1)
     target = labels.unsqueeze(-1).clamp(min=0)
     # Not logsumexp: Inductor would not fuse what follows with it.
     largest = z.amax(-1, keepdim=True)
     log_sum = largest + (z - largest).exp().sum(-1, keepdim=True).log()
-    loss = torch.where(kept, log_sum - z.gather(-1, target), 0.0).sum()
+    loss = torch.where(counted, log_sum - z.gather(-1, target), 0.0).sum()
     gradient = (z - log_sum).exp()
     gradient = gradient.scatter_add(-1, target, gradient.new_full((1, 1), -1.0).expand_as(target))
     if softcap is not None:
         gradient = gradient * (1 - (z / softcap) ** 2)
-    return loss, torch.where(kept, gradient, 0.0)
+    return loss, torch.where(counted, gradient, 0.0)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

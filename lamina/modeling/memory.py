@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory that is there, by arithmetic, before anything is allocated."""
+"""Whether a model fits into the free memory, by arithmetic, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def available(device: str = "cpu") -> int:
 
 
 def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "cpu") -> None:
-    """Raise UserError, naming the fields, where ``needed`` bytes are more than there are."""
-    if needed <= (there := available(device)):
+    """Raise UserError, naming the fields, if fewer than ``needed`` bytes are free."""
+    if needed <= (free := available(device)):
         return
     where = "the GPU" if device == "cuda" else "this machine"
     raise UserError(
-        f"{fields}: {what} at least {_gib(needed)} GiB of memory, and {where} has {_gib(there)} GiB free (allowed: "
+        f"{fields}: {what} at least {_gib(needed)} GiB of memory, and {where} has {_gib(free)} GiB free (allowed: "
         "lower values)"
     )
 
 
 def fewest_weights(config: PreTrainedConfig) -> int:
-    """A lower bound of a backbone's weights: a square matrix a block, and the embedding."""
+    """A lower bound of a backbone's weights: one square matrix per block, and the embedding."""
     width = config.hidden_size
     return config.num_hidden_layers * width * width + getattr(config, "vocab_size", 0) * width
 

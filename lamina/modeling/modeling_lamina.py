@@ -52,7 +52,7 @@ class Record(dict):
 
 
 class LaminaNorm(nn.Module):
-    """What the norms share: a gain of shape [hidden_size] (none where it isn't learned) and the statistics' epsilon."""
+    """The base of all norms: a gain [hidden_size], None if it is not learned, and the epsilon of the statistics."""
 
     def __init__(self, hidden_size: int, *, eps: float, gain: float = 1.0, learnable: bool = True, groups: int = 1):
         super().__init__()
@@ -119,17 +119,16 @@ NORMS: dict[str, type[LaminaNorm]] = {"rms": LaminaRMSNorm, "layer": LaminaLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """How a backbone's model type names its parts and what it can be a part of.
+    """The names of a model type's modules and the heads that fit it.
 
     Args:
         layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules; ``norm``: the
             backbone's final norm.
         dropout: the configuration's field for the dropout that the layer (not its modules) applies to its branches.
         stacked: the attention's one projection to queries, keys and values, where it has one.
-        embedding_norm: a norm that the backbone's embeddings end in. The plan's takes its place; where the plan has
-            none there is none.
-        input: the name of what the model reads.
-        embeddings: the module that makes the stream's x^0 of the input, where that is more than a look-up by id.
+        embedding_norm: a norm at the end of the backbone's embeddings. The plan's norm, or none, takes its place.
+        input: the name of the model's input.
+        embeddings: the module that computes x^0 from the input, if that is more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
         heads: the heads (names of HEADS) that fit, the default one first.
         arguments: keyword arguments of the backbone's constructor.
@@ -182,7 +181,7 @@ def adapter_of(config: PreTrainedConfig) -> Adapter:
 
 
 def check_head(config: PreTrainedConfig, head: str) -> None:
-    """Raise ValueError for a head that a backbone's states are of no use to."""
+    """Raise ValueError for a head that does not fit the backbone."""
     heads = adapter_of(config).heads
     if head not in heads:
         raise ValueError(
@@ -192,9 +191,9 @@ def check_head(config: PreTrainedConfig, head: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NormStyle:
-    """The backbone's own norm: what a plan's norms of kind "backbone" are, and the epsilon of all of them.
+    """The style of the backbone's own norms, which norms of kind "backbone" take over.
 
-    ``kind`` is "rms" or "layer"; ``bias``: whether a LayerNorm has one.
+    ``kind`` is "rms" or "layer"; ``eps`` is the epsilon of every norm; ``bias``: whether a LayerNorm has one.
     """
 
     kind: str = "rms"
@@ -212,7 +211,7 @@ class NormStyle:
 
 
 def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNorm | None:
-    """The norm that a plan's record asks for, in the backbone's style where it says so."""
+    """The norm of a plan's record; None for None."""
     if spec is None:
         return None
     kind = style.kind if spec["kind"] == "backbone" else spec["kind"]
@@ -230,9 +229,9 @@ def make_norm(spec: dict | None, hidden_size: int, style: NormStyle) -> LaminaNo
 class NormedProjections(nn.Module):
     """A backbone's attention with norms on its queries, keys or values: ``q_norm``, ``k_norm`` and ``v_norm``.
 
-    Each stands beside its projection, which stays the linear layer that transformers made: whatever wraps, swaps or
-    merges linear layers (LoRA, quantization, serving engines) leaves the norms alone. Mixed into the attention's class
-    by ``norm_projections``, whose ``forward`` calls the methods here where the backbone's calls the projections.
+    Each norm stands beside its projection, which stays the linear layer of transformers: code that wraps, swaps or
+    merges linear layers (LoRA, quantization, serving engines) leaves the norms alone. ``norm_projections`` mixes this
+    class into the attention's; its ``forward`` then calls the methods here instead of the projections.
     """
 
     backbone_class: type[nn.Module]
@@ -264,7 +263,7 @@ class NormedProjections(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Copied and pickled by the backbone's class: this one may not have been made yet where it is read."""
+        """Copy and pickle by the backbone's class: this one may not exist yet in the process that reads it."""
         return _empty_normed_projections, (self.backbone_class, self.normed, self.stacked), self.__getstate__()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object, **kwargs: object) -> None:
@@ -295,10 +294,10 @@ def normed_class(base: type[nn.Module], normed: tuple[str, ...], stacked: str | 
         if absent or not isinstance(forward, FunctionType):
             raise ValueError(f"{base.__name__}.forward does not call {absent[0]!r} itself")
         code = forward.__code__.replace(co_names=tuple(calls.get(name, name) for name in called))
-        made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-        made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-        made.__doc__, made.__qualname__ = forward.__doc__, forward.__qualname__
-        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "forward": made}
+        method = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+        method.__kwdefaults__, method.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+        method.__doc__, method.__qualname__ = forward.__doc__, forward.__qualname__
+        attributes = {"backbone_class": base, "normed": normed, "stacked": stacked, "forward": method}
         name = f"Normed{base.__name__}"
         _NORMED_CLASSES[key] = type(name, (NormedProjections, base), {**attributes, "__module__": __name__})
     return _NORMED_CLASSES[key]
@@ -309,18 +308,18 @@ _NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
 
 
 def _empty_normed_projections(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None) -> NormedProjections:
-    made = normed_class(base, normed, stacked)
-    return made.__new__(made)
+    normed_attention = normed_class(base, normed, stacked)
+    return normed_attention.__new__(normed_attention)
 
 
-# Where the norms on q, k and v stood at first: inside the projections.
+# In older checkpoints the norms on q, k and v are inside the projections.
 FORMER_KEYS = {
     former.format(part): f".{part}_norm." for part in "qkv" for former in (r"\.{}_proj\.norm\.", r"\.Wqkv\.norms\.{}\.")
 }
 
 
 def current_key(key: str) -> str:
-    """What a tensor of an older checkpoint is called now."""
+    """The current name of a tensor of an older checkpoint."""
     for former, current in FORMER_KEYS.items():
         key = re.sub(former, current, key)
     return key
@@ -397,12 +396,12 @@ class Residual(nn.Module):
         return nn.Parameter(torch.full((hidden_size,) if learned == "vector" else (), value))
 
     def forward(self, x: torch.Tensor, block_input: torch.Tensor | None = None, **kwargs: object) -> torch.Tensor:
-        """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x itself where not given."""
+        """``x`` and ``block_input``: [batch, tokens, hidden_size]; the block's input is x by default."""
         hidden = x if self.pre_norm is None else self.pre_norm(x)
         if self._has_pre_scale:
             hidden = hidden * self.pre_scale
         output = self.module(hidden, **kwargs)
-        if isinstance(output, tuple):  # attention returns its weights, too
+        if isinstance(output, tuple):  # attention also returns its weights
             output = output[0]
         branch = output if self.out_norm is None else self.out_norm(output)
         if self.dropout is not None:
@@ -431,7 +430,7 @@ class Residual(nn.Module):
 
     @property
     def graph_key(self) -> tuple[str, bool, bool]:
-        """What of the equation changes the compiled graph: where the skip comes from and which scales are applied."""
+        """What decides the compiled graph: the skip's source and which scales are applied."""
         return self.skip, self._has_skip_scale, self._has_pre_scale
 
 
@@ -529,7 +528,7 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
-    """Raise ValueError where the parts aren't there, or do something between them that wiring them again would lose."""
+    """Raise ValueError if the backbone lacks a part, or its layers do something that rewiring would lose."""
     kind = f"backbone {backbone.config.model_type!r}"
     layers = getattr(backbone, adapter.layers, None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(backbone, adapter.norm):
@@ -580,23 +579,23 @@ def norm_projections(attention: nn.Module, plan: dict, style: NormStyle, stacked
     if not dims:
         return
     try:
-        made = normed_class(type(module), tuple(dims), stacked)
+        normed_attention = normed_class(type(module), tuple(dims), stacked)
     except ValueError as error:
         raise ValueError(f"{'qk_norm' if 'q' in dims else 'v_norm'}: {error}") from None
     spec = plan.get("qkv_norm") or QKV_NORM
     in_head = {**spec, "kind": "rms", "groups": 1} if spec["kind"] == "group" else spec  # a head is a group
     norms = {p: make_norm(in_head if scopes[p] == "head" else spec, dim, style) for p, dim in dims.items()}
-    module.__class__ = made
+    module.__class__ = normed_attention
     for part, norm in norms.items():
         setattr(module, f"{part}_norm", norm)
 
 
-# What a plan means that doesn't say: RMSNorm, as in HybridNorm's code, OLMo 2 and Qwen 3.
+# The default of a plan without ``qkv_norm``: RMSNorm, as in HybridNorm's code, OLMo 2 and Qwen 3.
 QKV_NORM = {"kind": "rms", "initial_gain": 1.0, "learnable_gain": True, "groups": 1}
 
 
 class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
-    """What transformers has to know of every Lamina model."""
+    """The facts about every Lamina model that transformers needs."""
 
     config_class = LaminaConfig
     base_model_prefix = "model"
@@ -610,12 +609,12 @@ class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, for checkpoints of older versions, too; what is saved again has today's names."""
+        """Load as transformers does, also from checkpoints of older versions; saving again writes the current names."""
         kwargs["key_mapping"] = {**FORMER_KEYS, **(kwargs.get("key_mapping") or {})}
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        kept = [c for c in getattr(model, "_weight_conversions", None) or () if not _renames_former_keys(c)]
-        model._weight_conversions = kept or None  # type: ignore[assignment]
+        conversions = [c for c in getattr(model, "_weight_conversions", None) or () if not _renames_former_keys(c)]
+        model._weight_conversions = conversions or None  # type: ignore[assignment]
         return loaded
 
 
@@ -664,7 +663,7 @@ class LaminaModel(LaminaPreTrainedModel):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _after_embeddings(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        """For a backbone that takes no embeddings. A bound method: a copied or pickled model hooks its own norm."""
+        """Hook a backbone that takes no embeddings. A bound method, so that a copied model hooks its own norm."""
         return self._scaled_and_normed(output)
 
     def forward(
@@ -725,7 +724,7 @@ def head(name: str, auto_class: str) -> Callable[[M], M]:
 
 
 class LogitsStyle(NamedTuple):
-    """What some backbones do to their logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None for none."""
+    """A backbone's changes to its logits: Cohere's factor, Granite's divisor, Gemma 2's soft-cap; None for none."""
 
     factor: float | None
     divisor: float | None
@@ -733,7 +732,7 @@ class LogitsStyle(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LogitsStyle:
-        """What a backbone's configuration says."""
+        """The style in a backbone's configuration."""
         fields = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         return cls(*(getattr(config, name, None) or None for name in fields))
 
@@ -753,10 +752,10 @@ class LogitsStyle(NamedTuple):
 
 @head("causal_lm", "AutoModelForCausalLM")
 class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
-    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], loss where labels are given.
+    """A LaminaModel with a language-model head: logits [batch, tokens, vocab_size], and a loss with labels.
 
-    ``linear_loss``, where set, is asked for the loss first: of the last states [batch, tokens, hidden_size], the head
-    and the labels, without the logits, which are then None. It answers None where it does not apply.
+    If ``linear_loss`` is set, it computes the loss from the last states [batch, tokens, hidden_size], the head and the
+    labels. The logits are then None. It returns None if it does not apply.
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
@@ -783,7 +782,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: object,
     ) -> CausalLMOutputWithPast:
-        # Named one by one: Trainer and TRL keep only the columns whose names they find in this signature.
+        # Named one by one: Trainer and TRL keep only the columns whose names are in this signature.
         if kwargs.get("output_router_logits"):
             raise ValueError("output_router_logits: not supported (the router's balance is a loss of its own)")
         loss_kwargs = {k: kwargs.pop(k) for k in ("num_items_in_batch", "shift_labels") if k in kwargs}
@@ -838,7 +837,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
 
 
 class LaminaPredictionHead(nn.Module):
-    """What ModernBERT has between its states and its decoder: norm(activation(dense(x)))."""
+    """ModernBERT's layers between its states and its decoder: norm(activation(dense(x)))."""
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
@@ -852,7 +851,7 @@ class LaminaPredictionHead(nn.Module):
 
 @head("masked_lm", "AutoModelForMaskedLM")
 class LaminaForMaskedLM(LaminaPreTrainedModel):
-    """A LaminaModel that sees both sides, with the head that fills in masked tokens.
+    """A bidirectional LaminaModel with a head that predicts masked tokens.
 
     Logits [batch, tokens, vocab_size]; the loss is the mean over the labels that are not -100.
     """

@@ -1,4 +1,4 @@
-"""Admin's profiling pass: the skips' scales from the variances that a forward pass shows."""
+"""Admin's profiling pass: the skips' scales from the variances in a forward pass."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from lamina.modeling.parts import body_of, sublayers
 
 @torch.no_grad()
 def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None) -> list[float]:
-    """Set every sub-layer's omega in one forward pass in training mode; returns them, first to last.
+    """Set the omega of every sub-layer in one forward pass in training mode. Returns them, first to last.
 
     omega_1 = 1 and omega_{i+1} = sqrt(Var(omega_i x_i) + Var(f_i(x_i))), the variance over all elements of the tensor
-    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). omega_i is in force while sub-layer i is
-    profiled, so x_i is what the already scaled sub-layers before it give.
+    (Liu et al. 2020, arXiv 2004.08249, Eq 5 with the code's leading 1). omega_i is set before sub-layer i runs,
+    so x_i is the output of sub-layers that are scaled already.
 
     ``input_ids`` [batch, tokens], for a vision backbone images [batch, channels, height, width]; without them 8 x 64
-    tokens drawn evenly from the vocabulary, or 8 images of noise, by a generator of their own. Raises UserError for a
-    model whose skips have no learned vector to set.
+    tokens drawn uniformly from the vocabulary, or 8 images of noise, from a separate generator. Raises UserError if a
+    skip has no learned scale to set.
     """
     base = body_of(model)
     residuals = [residual for _, _, residual in sublayers(base)]
     if not all(isinstance(r.skip_scale, nn.Parameter) for r in residuals):
-        raise UserError("init: 'admin' sets learned skip scales, which this placement has not (allowed: admin's plan)")
+        raise UserError(
+            "init: 'admin' sets learned skip scales, which this placement does not have (allowed: admin's plan)"
+        )
     if input_ids is None:
-        input_ids = _made_up(base)
+        input_ids = _random_inputs(base)
     omegas = [1.0]
     handles = []
 
@@ -53,7 +55,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     return omegas[:-1]
 
 
-def _made_up(base: LaminaModel) -> torch.Tensor:
+def _random_inputs(base: LaminaModel) -> torch.Tensor:
     config = base.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     if base.main_input_name == "input_ids":

@@ -43,7 +43,7 @@ class WidthScaling:
     k_readout: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise UserError for a scheme that there is not."""
+        """Raise UserError for an unknown scheme."""
         if self.scheme not in SCHEMES:
             raise unknown("width_scaling", self.scheme, ["none", *SCHEMES])
 
@@ -67,9 +67,9 @@ class WidthScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
-    """A weight, the same one at the base width (on the meta device), and what the scheme makes of the two.
+    """A weight, the same one at the base width (on the meta device), and the scheme's factors.
 
-    ``rate`` is the factor on its learning rate; ``std`` is the factor on the standard deviation that its initialiser
+    ``rate`` is the factor on its learning rate; ``std`` is the factor on the standard deviation that its initializer
     gives it at the base width.
     """
 
@@ -105,7 +105,7 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Embedding, readout, vector (norm gains, biases, learned scales), or hidden: all that is between, by fan-in."""
+    """The kind of a weight; "vector" is norm gains, biases and learned scales, "hidden" all other weights of blocks."""
     if weight.role in ("vector", "bias"):
         return "vector"
     if weight.role == "embedding":
@@ -114,7 +114,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel:
-    """The same model at the base width on the meta device: shapes only. Raises UserError where there is none."""
+    """The same model at the base width on the meta device: shapes only. Raises UserError if it cannot exist."""
     outer = model.config
     try:
         config = resolve_backbone(outer.get_text_config(), hidden_size=scaling.base_width)
@@ -125,7 +125,7 @@ def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel
 
 
 def check_untied(config: PreTrainedConfig) -> None:
-    """Raise UserError where one tensor is both embedding and readout, which need rates of their own."""
+    """Raise UserError if one tensor is both embedding and readout: the two need different rates."""
     if config.tie_word_embeddings:
         raise UserError(
             "width_scaling: the backbone ties its readout to its embedding, and the two need rates of their own "
@@ -134,6 +134,6 @@ def check_untied(config: PreTrainedConfig) -> None:
 
 
 def embedding_scale(model: PreTrainedModel) -> float:
-    """What the embedding is multiplied by in the forward pass: by the plan, and by the backbone (Gemma's sqrt(d))."""
+    """The factor on the embedding in the forward pass: the plan's times the backbone's (Gemma's sqrt(d))."""
     base = body_of(model)
     return base.embedding_scale * float(getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0))

@@ -88,12 +88,11 @@ class BurningIn:
         sequences: int,
         longest_warmup: int,
         device: str = "cpu",
-        tick: Callable[[], None] = lambda: None,
+        tick: Callable[[], object] = lambda: None,
     ):
         settings = proxy.settings
         self.proxy, self.tick = proxy, tick
         self.model = build_model(proxy, blocks.stats.vocab_size, blocks.train.sample(settings.batch_size))
-        self.model.to(device)  # type: ignore[arg-type]  # transformers annotates it for the device's index only
         probe = blocks.eval.sample(sequences)
         self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
         train = blocks.train.for_run(settings.seed)

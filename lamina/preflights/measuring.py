@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -72,6 +71,8 @@ def take_snapshot(
             logits = model(input_ids=input_ids, use_cache=False).logits
             losses, context, variation = _losses(logits, input_ids)
             loss = losses.mean()
+            assert watch.first is not None
+            assert watch.last is not None
             vector = torch.randn(watch.last.shape, generator=generator).to(watch.last)
             watch.collect("jacobian_gain", 1.0 / float(vector.double().norm()))
             torch.autograd.grad(watch.last, watch.first, vector, retain_graph=True)
@@ -117,8 +118,8 @@ class _Watch:
     values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
     metric: str = ""
     factor: float = 1.0
-    first: Any = None
-    last: Any = None
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
     def collect(self, metric: str, factor: float) -> None:
         """Name what the next backward pass measures at the states."""

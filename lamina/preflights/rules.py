@@ -10,8 +10,9 @@ import json
 import math
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
+from lamina.core.json_types import Json
 from lamina.preflights.features import Features
 
 Kind = Literal["fine", "risky", "undecided", "will not train"]
@@ -23,12 +24,12 @@ FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencie
 
 
 @cache
-def calibration() -> dict[str, Any]:
+def calibration() -> Json:
     """The rules' numbers and where they come from."""
     return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
 
 
-def kind_of(numbers: Features, fitted: dict[str, Any]) -> Kind:
+def kind_of(numbers: Features, fitted: Json) -> Kind:
     """The verdict: "fine" and "risky" need a burn-in that was seen to learn, "will not train" a small chance."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
@@ -37,7 +38,7 @@ def kind_of(numbers: Features, fitted: dict[str, Any]) -> Kind:
     return "will not train" if sure < low else "undecided"
 
 
-def learns(numbers: Features, fitted: dict[str, Any]) -> bool:
+def learns(numbers: Features, fitted: Json) -> bool:
     """Whether the input is used and the held-out loss clearly below a constant prediction's.
 
     Clearly: by a fitted margin beside two standard errors.
@@ -46,7 +47,7 @@ def learns(numbers: Features, fitted: dict[str, Any]) -> bool:
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
 
 
-def chance(numbers: Features, fitted: dict[str, Any]) -> float:
+def chance(numbers: Features, fitted: Json) -> float:
     """The probability that the run trains, by the logistic rule on progress; 0 where the model has collapsed."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
@@ -57,7 +58,7 @@ def chance(numbers: Features, fitted: dict[str, Any]) -> float:
     return 1.0 / (1.0 + math.exp(-min(max(score, -50.0), 50.0)))
 
 
-def collapsed(numbers: Features, fitted: dict[str, Any]) -> bool:
+def collapsed(numbers: Features, fitted: Json) -> bool:
     """Whether some layer is cut off: its Jacobian to the last state has all but vanished and the input is not used."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
@@ -79,7 +80,7 @@ def projected(numbers: Features) -> float:
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
-def deciding_share(numbers: Features, fitted: dict[str, Any]) -> float:
+def deciding_share(numbers: Features, fitted: Json) -> float:
     """The share of the planned run's summed learning rates by which evidence of learning should have been seen.
 
     Where the loss still falls towards a constant prediction's: what it takes to get clearly below at the pace of the

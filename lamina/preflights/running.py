@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from lamina.core.json_types import Json
 from lamina.data import Blocks
 from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
@@ -41,7 +41,7 @@ class Preflight:
     features: Features
     verdict: Verdict
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Json:
         """A row of the table: the plan, the verdict, what it rests on."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         share = ffn_share(first)
@@ -107,7 +107,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     return found
 
 
-def _look(settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: Any) -> Preflight:
+def _look(settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: tqdm) -> Preflight:
     seen = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
     numbers = features(seen)
     proxy = seen.proxy
@@ -138,7 +138,7 @@ def burn_in_of(
     go_on: Callable[[Features], bool],
     *,
     device: str = "cpu",
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
     """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
 

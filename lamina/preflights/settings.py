@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from lamina.core.values import numbers
 from lamina.errors import UserError
@@ -85,7 +85,7 @@ class PreflightSettings(
         ]
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
         """Settings by their names; ``placement`` and ``learning_rate`` (as `pretrain` has them) are those of one run.
 
         Raises UserError for an unknown name.

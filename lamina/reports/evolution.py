@@ -1,9 +1,8 @@
-"""What scheduled probes saw while a model trained: a section a probe, for a run or for all of a study's placements."""
+"""What scheduled probes saw while a model trained: one section per probe, for one run or all placements of a study."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,15 +15,16 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from lamina.reports import depth
+from lamina.reports import charts, depth
+from lamina.reports.charts import Grid, Line
 from lamina.reports.page import Section, callouts, figure, sentence
 from lamina.reports.records import Frame, Trial
-from lamina.reports.style import FONT, Shown, polish, to_html
+from lamina.reports.style import Shown, polish, to_html
 
 _BY_DEPTH = ("layer", "size", "distance")  # what a value may be drawn against, the first that a frame has
 _TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
 _WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # what is said of a whole layer
-_ACROSS, _LINES, _QUANTITIES = 3, 7, 4  # panels in a row, steps drawn in one, quantities of a probe
+_LINES, _QUANTITIES = 7, 4  # steps drawn in one panel, quantities of a probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Quantity:
         return name + (f" ({', '.join(rest)})" if rest else "")
 
     def table(self, trial: Trial) -> Frame:
-        """A row a layer (or distance), a column a step; several values of one place are averaged."""
+        """One row per layer (or distance), one column per step; several values of one place are averaged."""
         rows = trial.probes.get(self.probe, pd.DataFrame())
         for column, value in self.fixed:
             if column not in rows:
@@ -104,7 +104,7 @@ class Drawable(Protocol):
 
 
 def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
-    """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel a placement."""
+    """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel per placement."""
     drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in shown]
     drawn = [(item, table) for item, table in drawn if not table.empty]
     if not drawn:
@@ -112,47 +112,50 @@ def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
     every = sorted({step for _, table in drawn for step in table.columns})
     steps = [every[i] for i in sorted({round(i) for i in np.linspace(0, len(every) - 1, min(len(every), _LINES))})]
     shades = sample_colorscale("Viridis", [0.92 * (1 - i / max(1, len(steps) - 1)) for i in range(len(steps))])
-    across = min(_ACROSS, len(drawn))
-    down = math.ceil(len(drawn) / across)
+    grid = Grid(len(drawn))
     picture = make_subplots(
-        rows=down,
-        cols=across,
+        rows=grid.down,
+        cols=grid.across,
         shared_yaxes="all",  # pyright: ignore[reportArgumentType]
         shared_xaxes=True,
         horizontal_spacing=0.03,
-        vertical_spacing=0.16 / down,
+        vertical_spacing=0.16 / grid.down,
         subplot_titles=[item.label for item, _ in drawn] if len(shown) > 1 else None,
     )
     for number, (_, table) in enumerate(drawn):
-        row, column = number // across + 1, number % across + 1
+        row, col = grid.place(number)
         for step, shade in zip(steps, shades, strict=True):
             if step in table:
-                picture.add_scatter(
-                    x=table.index.to_numpy(),
-                    y=table[step].to_numpy(dtype=np.float32),
-                    mode="lines" if len(table) > 16 else "lines+markers",
-                    line={"color": shade, "width": 2},
-                    marker={"size": 5},
-                    name=f"step {step:g}",
-                    legendgroup=str(step),
-                    showlegend=number == 0,
-                    hovertemplate=f"step {step:g}, {quantity.by} %{{x}}: %{{y:.4g}}<extra></extra>",
-                    row=row,
-                    col=column,
-                )
-        picture.update_yaxes(title=quantity.label if column == 1 else None, row=row, col=column)
-        if row == down or number + across >= len(drawn):
-            picture.update_xaxes(title=quantity.by, showticklabels=True, row=row, col=column)
+                _at_step(table, step, str(shade), quantity.by, legend=number == 0).draw(picture, row, col)
+        picture.update_yaxes(title=quantity.label if col == 1 else None, row=row, col=col)
+        if grid.lowest(number):
+            picture.update_xaxes(title=quantity.by, showticklabels=True, row=row, col=col)
     if quantity.log:
         picture.update_yaxes(type="log")
-    polish(picture, 400 if down == 1 else 220 * down + 90)
-    picture.update_yaxes(**(depth.ticks_of(picture) if quantity.log else {}))
-    picture.update_layout(margin_t=72 if len(shown) > 1 else 52, legend_y=1.06 if down == 1 else 1 + 0.13 / down)
-    return picture.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
+    polish(picture, 400 if grid.down == 1 else 220 * grid.down + 90)
+    picture = charts.log_axis(picture) if quantity.log else picture
+    legend_y = 1.06 if grid.down == 1 else 1 + 0.13 / grid.down
+    picture.update_layout(margin_t=72 if len(shown) > 1 else 52, legend_y=legend_y)
+    return charts.titles_above(picture)
+
+
+def _at_step(table: Frame, step: float, shade: str, by: str, *, legend: bool) -> Line:
+    """One step's values against the depth."""
+    return Line(
+        x=table.index.to_numpy(),
+        y=table[step].to_numpy(dtype=np.float32),
+        color=shade,
+        name=f"step {step:g}",
+        group=str(step),
+        legend=legend,
+        markers=len(table) <= 16,
+        marker=5,
+        hover=f"step {step:g}, {by} %{{x}}: %{{y:.4g}}",
+    )
 
 
 def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
-    """What a probe says of the whole model (layer -1, or no layer at all), over the steps: a panel a metric."""
+    """What a probe says of the whole model (layer -1, or no layer at all), over the steps: one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
     for item in shown:
         rows = frames.get(item.placement, pd.DataFrame())
@@ -173,18 +176,16 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
     named: set[str] = set()
     for number, label in enumerate(labels, start=1):
         for item, rows in numbers[label]:
-            picture.add_scatter(
+            Line(
                 x=rows["step"],
                 y=rows["value"].to_numpy(dtype=np.float32),
-                mode="lines+markers",
-                line={"color": item.colour, "width": 2},
+                color=item.color,
                 name=item.label,
-                legendgroup=item.label,
-                showlegend=len(shown) > 1 and item.placement not in named,
-                hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
-                row=1,
-                col=number,
-            )
+                group=item.label,
+                legend=len(shown) > 1 and item.placement not in named,
+                markers=True,
+                hover="step %{x}: %{y:.4g}",
+            ).draw(picture, 1, number)
             named.add(item.placement)
         picture.update_yaxes(title=label, row=1, col=number)
     picture.update_xaxes(title="step")

@@ -1,4 +1,4 @@
-"""Figures of the training itself: losses against tokens, U-curves over the learning rate, a run's own course."""
+"""Figures of the training itself: losses against tokens, U-curves over the learning rate, the course of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from lamina.reports.charts import Line
 from lamina.reports.ranking import by_rate
 from lamina.reports.records import Frame
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
@@ -37,7 +38,7 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
                     x=_float32(train["tokens"]),
                     y=_float32(train["loss"]),
                     mode="lines",
-                    line={"color": rgba(item.colour, 0.38), "width": 1},
+                    line={"color": rgba(item.color, 0.38), "width": 1},
                     legendgroup=item.label,
                     showlegend=False,
                     hoverinfo="skip",
@@ -52,7 +53,7 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
             x=_float32(means["tokens"]) if len(means) else [None],
             y=_float32(means["eval_loss"]) if len(means) else [None],
             mode="lines+markers",
-            line={"color": item.colour, "width": 2.2},
+            line={"color": item.color, "width": 2.2},
             marker={"size": 6},
             legendgroup=item.label,
             name=item.label + _in_legend(item),
@@ -74,18 +75,18 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
             )
             top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
         ends = [losses[-1] for losses in evaluated if len(losses)]
-        if ends and min(ends) > unigram_entropy:  # none is down there yet: the way that they have come is what there is
+        if ends and min(ends) > unigram_entropy:  # none is down there yet: show how far they have come
             ends += [losses[len(losses) // 2] for losses in evaluated if len(losses)]
         top = max([top, *ends])  # where each one ended is in the picture
         pad = 0.06 * max(top - low, 0.1)
         figure.update_yaxes(range=[low - pad, top + pad])
     figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="loss (nats a token)")
+    figure.update_yaxes(title="loss (nats per token)")
     figure.update_layout(hovermode="x unified")
     return polish(figure, 440)
 
 
-def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
+def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
     """Mean eval loss of the finished seeds against the learning rate; what did not finish stands at the top edge."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
@@ -106,7 +107,7 @@ def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) ->
             y=fine["eval_loss"] if len(fine) else [None],
             error_y={"type": "data", "array": spread, "thickness": 1.1, "width": 3} if spread.any() else None,
             mode="lines+markers",
-            line={"color": colour[placement], "width": 2.2},
+            line={"color": color[placement], "width": 2.2},
             marker={"size": [11 if loss == fine["eval_loss"].min() else 7 for loss in fine["eval_loss"]]},
             name=label,
             legendgroup=label,
@@ -120,8 +121,8 @@ def u_curves(results: Frame, colour: Mapping[str, str], order: Sequence[str]) ->
             marker={
                 "symbol": [_MARKERS.get(status, "x-thin-open") for status in lost["status"]],
                 "size": 11,
-                "color": colour[placement],
-                "line": {"width": 2.2, "color": colour[placement]},
+                "color": color[placement],
+                "line": {"width": 2.2, "color": color[placement]},
             },
             customdata=lost[["status_text", "learning_rate"]].map(lambda v: escape(str(v))).to_numpy(),
             name=label,
@@ -147,16 +148,14 @@ def course(shown: Shown) -> go.Figure | None:
     figure = make_subplots(rows=1, cols=len(names), horizontal_spacing=0.09)
     for number, (column, title) in enumerate(names, start=1):
         rows = thin(metrics.dropna(subset=[column]), _TRAIN_POINTS)
-        figure.add_scatter(
+        Line(
             x=rows["step"],
             y=rows[column],
-            line={"color": shown.colour, "width": 1.8},
-            mode="lines",
-            showlegend=False,
-            hovertemplate="step %{x}: %{y:.3g}<extra></extra>",
-            row=1,
-            col=number,
-        )
+            color=shown.color,
+            width=1.8,
+            legend=False,
+            hover="step %{x}: %{y:.3g}",
+        ).draw(figure, 1, number)
         figure.update_yaxes(title=title, row=1, col=number)
         if column == "grad_norm" and rows[column].max() > 20 * rows[column].min() > 0:
             figure.update_yaxes(type="log", row=1, col=number)

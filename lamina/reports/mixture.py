@@ -1,4 +1,4 @@
-"""That a ranking is of one experiment: its trials' own settings are read, not only the study's."""
+"""Checks that a ranking is of one experiment: it reads the settings of each trial, not only the study's."""
 
 from __future__ import annotations
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from lamina.reports import depth, evolution
+from lamina.reports import charts, depth, evolution
+from lamina.reports.charts import Line
+from lamina.reports.metrics import METRICS, Metric
 from lamina.reports.page import Section, details, figure
 from lamina.reports.records import Frame, Trial, by_depth
-from lamina.reports.style import GREY, Shown, polish, rgba, thin, to_html
+from lamina.reports.style import Shown, polish, thin, to_html
 
 FP16_MAX = 65504  # the largest number that float16 holds
 SUBLAYERS = ("attention", "feed_forward")
@@ -31,7 +34,7 @@ class Monitored:
     by: str = "layer"
 
     def table(self, trial: Trial) -> Frame:
-        """A row a layer, a column a step; empty where nothing was recorded."""
+        """One row per layer, one column per step; empty where nothing was recorded."""
         rows = trial.layers
         rows = rows[rows["metric"].eq(self.metric) & rows["layer"].ge(0)]
         for column in ("sublayer", "role"):
@@ -42,7 +45,7 @@ class Monitored:
 
 def sections(shown: Sequence[Shown]) -> list[Section]:
     """The sections that these trials have records for."""
-    made = [_magnitudes(shown), _parts(shown), _gains(shown), _experts(shown)]
+    made = [_magnitudes(shown), _parts(shown), _gains(shown), _experts(shown), _every_step(shown)]
     return [section for section in made if section.html]
 
 
@@ -59,45 +62,27 @@ def largest(shown: Sequence[Shown]) -> go.Figure | None:
         rows = pd.concat(bands).groupby("step", as_index=False).agg(low=("low", "min"), high=("high", "max"))
         rows = thin(rows, _STEPS)
         steps, low, high = (rows[name].to_numpy(dtype=np.float32) for name in ("step", "low", "high"))
-        picture.add_scatter(
-            x=[*steps, *steps[::-1]],
-            y=[*high, *low[::-1]],
-            mode="lines",
-            fill="toself",
-            fillcolor=rgba(item.colour, 0.22),
-            line={"width": 0},
-            hoverinfo="skip",
-            legendgroup=item.label,
-            showlegend=False,
-        )
-        picture.add_scatter(
+        Line(
             x=steps,
             y=high,
-            mode="lines",
-            line={"color": item.colour, "width": 2},
+            band_x=steps,
+            low=low,
+            high=high,
+            opacity=0.22,
+            color=item.color,
             name=item.label,
-            legendgroup=item.label,
-            showlegend=True,
+            group=item.label,
+            legend=True,
             customdata=low,
-            hovertemplate=f"{item.label}: %{{customdata:.4g}} to %{{y:.4g}}<extra></extra>",
-        )
+            hover=f"{item.label}: %{{customdata:.4g}} to %{{y:.4g}}",
+        ).draw(picture)
     if not picture.data:
         return None
-    steps = np.concatenate([np.asarray(trace["x"], dtype=float) for trace in picture.data])  # type: ignore[index]
-    picture.add_scatter(
-        x=[steps.min(), steps.max()],
-        y=[FP16_MAX, FP16_MAX],
-        mode="lines",
-        line={"color": GREY, "width": 1.4, "dash": "dash"},
-        name=f"FP16's limit, {FP16_MAX:,}",
-        hoverinfo="skip",
-    )
+    steps = np.concatenate([np.asarray(trace.x, dtype=float) for trace in cast("tuple[go.Scatter, ...]", picture.data)])
+    charts.reference(picture, [steps.min(), steps.max()], FP16_MAX, f"FP16's limit, {FP16_MAX:,}")
     picture.update_xaxes(title="step")
     picture.update_yaxes(type="log", title="the 100 largest |x|")
-    picture.update_layout(hovermode="x unified")
-    polish(picture, 400)
-    picture.update_yaxes(**depth.ticks_of(picture))
-    return picture
+    return charts.log_axis(polish(picture.update_layout(hovermode="x unified"), 400))
 
 
 def _band(trial: Trial) -> Frame:
@@ -108,18 +93,21 @@ def _band(trial: Trial) -> Frame:
 
 def _magnitudes(shown: Sequence[Shown]) -> Section:
     top = largest(shown)
-    html = figure(to_html(top), _TOP, "The 100 largest magnitudes against FP16's limit") if top else ""
-    for metric, heading, caption in (
-        ("hidden_abs_max", "Largest |x| by layer", _ABS_MAX),
-        ("hidden_abs_mean", "Mean |x| by layer", _ABS_MEAN),
-    ):
-        table, label = _streams(metric), heading.removesuffix(" by layer").lower()
-        ends, maps = depth.ends(shown, table, label), depth.heat_maps(shown, table, label)
-        html += figure(to_html(ends), caption, heading) if ends else ""
-        html += figure(to_html(maps), _OVER_STEPS) if maps else ""
+    metric = METRICS["hidden_top_abs"]
+    html = figure(to_html(top), metric.caption, metric.title) if top else ""
+    for metric in (METRICS["hidden_abs_max"], METRICS["hidden_abs_mean"]):
+        html += by_layer(shown, metric, _streams(metric.name), metric.title)
+    metric = METRICS["hidden_mean"]
     means = [Monitored(label=f"mean ({_words(s)})", metric="hidden_mean", sublayer=s, log=False) for s in SUBLAYERS]
-    html += _folded("Mean of all elements", means, shown, _MEAN)
+    html += _folded(metric.title, means, shown, metric.caption)
     return Section(name="Magnitudes", title="Magnitudes of the stream", html=html)
+
+
+def by_layer(shown: Sequence[Shown], metric: Metric, table: depth.Table, heading: str = "") -> str:
+    """A metric of whole blocks: by layer at both ends of training, then by layer and step."""
+    ends, maps = depth.ends(shown, table, metric.quantity), depth.heat_maps(shown, table, metric.quantity)
+    html = figure(to_html(ends), metric.caption, heading) if ends else ""
+    return html + (figure(to_html(maps), metric.over_steps, "" if heading else "Over the steps") if maps else "")
 
 
 def _streams(metric: str) -> Callable[[Trial], Frame]:
@@ -145,14 +133,21 @@ def _gains(shown: Sequence[Shown]) -> Section:
     inside = rows[rows["layer"].ge(0)]
     places = sorted({(role, sub) for role, sub in zip(inside["role"], inside["sublayer"], strict=True)})
     html = ""
-    for metric, name, folded in (("gain_mean", "mean gain", False), ("gain_abs_max", "largest |gain|", True)):
+    for metric in (METRICS["gain_mean"], METRICS["gain_abs_max"]):
         drawn = [
             Monitored(
-                label=f"{name}, {_words(role)} ({_words(sub)})", metric=metric, role=role, sublayer=sub, log=False
+                label=f"{metric.quantity}, {_words(role)} ({_words(sub)})",
+                metric=metric.name,
+                role=role,
+                sublayer=sub,
+                log=False,
             )
             for role, sub in places
         ]
-        html += _folded("Largest gains", drawn, shown, _LARGEST_GAINS) if folded else _by_steps(drawn, shown, _GAINS)
+        if metric.name == "gain_mean":
+            html += _by_steps(drawn, shown, metric.caption)
+        else:
+            html += _folded(metric.title, drawn, shown, metric.caption)
     ends = _outside(shown, "gain_mean", ("embedding_norm", "final_norm"), "mean gain", log=False)
     if ends:
         html += details("Embedding's and final norm", figure(to_html(ends), _FINAL))
@@ -162,16 +157,48 @@ def _gains(shown: Sequence[Shown]) -> Section:
 def _experts(shown: Sequence[Shown]) -> Section:
     if _all_rows(shown, "expert_load").empty:
         return Section(name="Experts", title="Load of the experts", html="")
-    maps = depth.heat_maps(shown, _imbalance, "busiest expert's load / balanced load", log=False)
-    lines = evolution.by_steps(shown, _Imbalance(label="busiest expert's load / balanced load", metric="expert_load"))
-    html = figure(to_html(lines), _IMBALANCE) if lines else ""
-    html += figure(to_html(maps), _OVER_STEPS) if maps else ""
+    metric = METRICS["expert_load"]
+    maps = depth.heat_maps(shown, _imbalance, metric.quantity, log=False)
+    lines = evolution.by_steps(shown, _Imbalance(label=metric.quantity, metric=metric.name))
+    html = figure(to_html(lines), metric.caption) if lines else ""
+    html += figure(to_html(maps), metric.over_steps) if maps else ""
     html += "".join(
         details(f"Every expert of {item.placement} at the last step", figure(to_html(drawn), _EXPERTS))
         for item in shown
         if (drawn := _every_expert(item)) is not None
     )
     return Section(name="Experts", title="Load of the experts", html=html)
+
+
+def _every_step(shown: Sequence[Shown]) -> Section:
+    html = ""
+    for metric in (METRICS["step_loss"], METRICS["step_gradient_norm"]):
+        picture = go.Figure()
+        for item in shown:
+            rows = item.trials[0].layers
+            series = _peaks(rows[rows["metric"] == metric.name])
+            if len(series):
+                Line(
+                    x=series.index.to_numpy(),
+                    y=series.to_numpy(dtype=np.float32),
+                    color=item.color,
+                    width=1.2,
+                    name=item.label,
+                    legend=len(shown) > 1,
+                    hover=f"{item.label}, step %{{x}}: %{{y:.4g}}",
+                ).draw(picture)
+        if picture.data:
+            drawn = polish(picture.update_xaxes(title="step").update_yaxes(title=metric.quantity), 340)
+            drawn = charts.log_axis(drawn) if metric.log else drawn
+            html += details(metric.title, figure(to_html(drawn), metric.caption))
+    return Section(name="Every step", title="Loss and gradient norm of every step", html=html)
+
+
+def _peaks(rows: Frame) -> Frame:
+    """The values by step; of more than can be drawn the largest of each few, so that every spike is seen."""
+    values = rows.groupby("step")["value"].last()
+    every = max(1, len(values) // (2 * _STEPS))
+    return values if every == 1 else values.groupby(values.index // every * every).max()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +232,7 @@ def _every_expert(item: Shown) -> go.Figure | None:
             colorscale="Viridis",
             zmin=0,
             hovertemplate="layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
-            colorbar={
-                "title": {"text": "load / balanced load", "side": "right", "font": {"size": 12, "color": GREY}},
-                "thickness": 12,
-                "outlinewidth": 0,
-            },
+            colorbar=charts.color_bar("load / balanced load"),
         )
     )
     picture.update_xaxes(title="expert")
@@ -227,20 +250,21 @@ def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: s
             if rows.empty:
                 continue
             values = thin(rows.groupby("step", as_index=False)["value"].mean(), _STEPS)
-            picture.add_scatter(
+            Line(
                 x=values["step"],
                 y=values["value"].to_numpy(dtype=np.float32),
-                mode="lines",
-                line={"color": item.colour, "width": 1.8, "dash": dash},
+                color=item.color,
+                width=1.8,
+                dash=dash,
                 name=(f"{item.label}, " if len(shown) > 1 else "") + _words(role),
-                hovertemplate=f"{item.label}, {_words(role)}: %{{y:.4g}}<extra></extra>",
-            )
+                hover=f"{item.label}, {_words(role)}: %{{y:.4g}}",
+            ).draw(picture)
     if not picture.data:
         return None
     picture.update_xaxes(title="step")
     picture.update_yaxes(title=title)
     polish(picture, 340)
-    return picture.update_yaxes(type="log", **depth.ticks_of(picture)) if log else picture
+    return charts.log_axis(picture) if log else picture
 
 
 def _all_rows(shown: Sequence[Shown], metric: str) -> Frame:
@@ -266,36 +290,11 @@ def _words(name: str) -> str:
     return name.replace("feed_forward", "feed-forward").replace("_", " ")
 
 
-_TOP = (
-    "The 100 largest |x| among all elements of the embedded tokens and of the streams behind every sub-layer together, "
-    "for the monitor's held-out blocks (Peri-LN, Figure 11): the line is the largest, the band reaches down to the "
-    "100th. Measured in float32, so that a value above the dashed line is seen; in FP16 it would be infinite, in BF16 "
-    "it still has a number."
-)
-_ABS_MAX = (
-    "Largest magnitude of the stream behind each block. A step upwards at one layer that all later layers keep is a "
-    "massive activation: it came from that layer."
-)
-_ABS_MEAN = "Mean magnitude of the stream behind each block. Far below the largest one, few channels hold the stream."
-_OVER_STEPS = "The same at every record: layers upwards, steps to the right."
-_MEAN = (
-    "Mean of all elements of the stream behind the sub-layer, from the first record (light) to the last (dark). "
-    "LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the mean |x|, the two differ."
-)
+_EMBEDDING = "Norm of the gradient of the embedding's and the readout's parameters, before clipping, against the step."
+_FINAL = "Mean gain of the embedding's norm and of the final norm against the step."
+_EXPERTS = "Each expert's share of its layer's tokens over a balanced share: 1 is balance, 0 an expert never chosen."
 _SUBLAYERS = (
     "The same as by block, for each sub-layer: the norm of the gradient of its parameters before clipping, and the "
     "variance of the stream behind the attention (behind the feed-forward it is the block's); from the first record "
     "(light) to the last (dark)."
 )
-_EMBEDDING = "Norm of the gradient of the embedding's and the readout's parameters, before clipping, against the step."
-_GAINS = (
-    "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, from the first "
-    "record (light) to the last (dark), as in Peri-LN's Figure 9. A norm without a gain has no line."
-)
-_LARGEST_GAINS = "Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels."
-_FINAL = "Mean gain of the embedding's norm and of the final norm against the step."
-_IMBALANCE = (
-    "Load of each layer's busiest expert over that of a balanced one, from the first record (light) to the last "
-    "(dark): 1 is perfect balance, the number of experts over those chosen is a router that always takes the same ones."
-)
-_EXPERTS = "Each expert's share of its layer's tokens over a balanced share: 1 is balance, 0 an expert never chosen."

@@ -12,9 +12,9 @@ USUAL_TOKENS = 20  # a parameter: what a run that makes the best of its compute 
 
 
 def notices(summary: Frame, results: Frame, recommended: Mapping[str, str] | None = None) -> list[str]:
-    """Sentences on initialisers that differ, rates and seeds that were too few, edges of a sweep, trials cut short.
+    """What a reader should beware of: differing initializers, too few rates or seeds, edges of a sweep, cut trials.
 
-    ``summary`` is that of ``summarize``; ``recommended`` the initialiser that each placement's plan names, where known.
+    ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, where known.
     Plain text: whoever puts it into a page escapes it.
     """
     rows = rows_of(summary)
@@ -24,7 +24,7 @@ def notices(summary: Frame, results: Frame, recommended: Mapping[str, str] | Non
     said += [*_edges(rows, results), *_budget(rows)]
     cut = int((results["status"] == "interrupted").sum())
     if cut:
-        said.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume goes on with the study.")
+        said.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume continues the study.")
     return said
 
 
@@ -34,7 +34,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[dict[str, Any]], recommended: Mapping[str, str]) -> list[str]:
-    """That the initialisers differ; or, where they are one, whose recommended one it is not."""
+    """That the initializers differ; or, where they are one, whose recommended one it is not."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -42,8 +42,8 @@ def _inits(rows: list[dict[str, Any]], recommended: Mapping[str, str]) -> list[s
     if len(users) > 1:
         groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
         return [
-            f"The initialisers differ ({groups}), so this is no paired comparison: what looks like the placement may "
-            "be its initialiser. --init same:scaled gives one to all."
+            f"The initializers differ ({groups}), so this is no paired comparison: what looks like the placement may "
+            "be its initializer. --init same:scaled gives one to all."
         ]
     others = [(name, recommended[name]) for init in users for name in users[init] if name in recommended]
     others = [(name, own) for name, own in others if own not in users]
@@ -51,7 +51,7 @@ def _inits(rows: list[dict[str, Any]], recommended: Mapping[str, str]) -> list[s
         return []
     theirs = listed([f"{name} ({own})" for name, own in others])
     return [
-        f"One initialiser for all, {next(iter(users))}; another is recommended for {theirs}. --init recommended gives "
+        f"One initializer for all, {next(iter(users))}; another is recommended for {theirs}. --init recommended gives "
         "each its own, and then compares the two together."
     ]
 
@@ -61,19 +61,19 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
     if not counts or max(counts.values()) < 2:
         return [
             "One learning rate: placements differ in the rate that suits them, so a comparison at a single rate is "
-            "confounded: it shows who does best at this rate, not who is best. Several rates, each placement ranked at "
-            "its best one: --learning-rates 1e-3,3e-3,1e-2"
+            "confounded: it shows which one does best at this rate, not which is best. To rank each placement at its "
+            "best of several rates: --learning-rates 1e-3,3e-3,1e-2"
         ]
     if len(set(counts.values())) < 2:
         return []
     tried = listed([f"{name} {count}" for name, count in counts.items()])
-    return [f"Not all had as many learning rates to choose from ({tried}), which favors those with more."]
+    return [f"Not all had the same number of learning rates to choose from ({tried}), which favors those with more."]
 
 
 def _seeds(rows: list[dict[str, Any]]) -> list[str]:
     if max(row["seeds"] for row in rows) > 1:
         return []
-    return ["One seed: small differences may be noise, and nothing here tells how small. --seeds 0,1,2 does."]
+    return ["One seed: small differences may be noise, and nothing here shows how small. --seeds 0,1,2 does."]
 
 
 def _edges(rows: list[dict[str, Any]], results: Frame) -> list[str]:
@@ -102,6 +102,6 @@ def _budget(rows: list[dict[str, Any]]) -> list[str]:
     if not math.isfinite(ratio) or ratio >= USUAL_TOKENS:
         return []
     return [
-        f"{steps:,.0f} steps are {ratio:.2g} tokens a parameter, where about {USUAL_TOKENS} are usual: this measures "
-        "who starts fastest, not who ends best."
+        f"{steps:,.0f} steps are {ratio:.2g} tokens per parameter, where about {USUAL_TOKENS} are usual: this measures "
+        "which one starts fastest, not which ends best."
     ]

@@ -1,4 +1,4 @@
-"""The page itself: one file that asks nothing of any server (its content security policy forbids it)."""
+"""The page itself: one file that loads nothing from any server (its content security policy forbids it)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page. ``html`` is trusted: whoever builds it escapes what users wrote."""
+    """A part of the page. ``html`` is trusted: its builder escapes what users wrote."""
 
     name: str
     title: str
@@ -63,13 +63,13 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, se
     return path
 
 
-def prose(texts: Iterable[str], colours: Mapping[str, str]) -> str:
-    """Plain sentences as paragraphs, the placements' names in them set off with their colours."""
-    return "".join(f"<p>{_names(escape(text), colours)}</p>" for text in texts)
+def prose(texts: Iterable[str], colors: Mapping[str, str]) -> str:
+    """Plain sentences as paragraphs, the placements' names in them set off with their colors."""
+    return "".join(f"<p>{_names(escape(text), colors)}</p>" for text in texts)
 
 
 def callouts(texts: Iterable[str]) -> str:
-    """What a reader should beware of; a command line flag is set as code, with its value."""
+    """Warnings; a command-line flag is set as code, with its value."""
     flag = r"(--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
     shown = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
     return "".join(f'<p class="notice">{text}</p>' for text in shown)
@@ -93,8 +93,8 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _names(text: str, colours: Mapping[str, str]) -> str:
-    escaped = {escape(name): colour for name, colour in colours.items() if name}
+def _names(text: str, colors: Mapping[str, str]) -> str:
+    escaped = {escape(name): color for name, color in colors.items() if name}
     if not escaped:
         return text
     pattern = "|".join(re.escape(name) for name in sorted(escaped, key=len, reverse=True))

@@ -1,4 +1,4 @@
-"""From a row a trial to a row a placement: each at its best learning rate, sorted by eval loss."""
+"""One row per placement, at its best learning rate and sorted by eval loss, from one row per trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lamina.reports.records import Frame, complete
 
 
 def summarize(results: Frame) -> Frame:
-    """One row a placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
+    """One row per placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
 
     The best rate is the one with the lowest mean among those at which every seed finished (where there is none:
     at which the most did), so that a rate cannot win by losing its bad seeds. Placements without a finished seed come

@@ -1,4 +1,4 @@
-"""Reading what a run or a study left: whatever is missing or cut off is left out, never an error of the page."""
+"""Reads the files of a run or a study. What is missing or cut off is left out; it is never an error of the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lamina.studies import record as study_record
 
 logger = logging.getLogger(__name__)
 
-# pandas' own annotations make every selection a union of all it could ever be; Frame says what a value is to a reader.
+# pandas' own annotations make every selection a union of all it could ever be; Frame names the type for readers.
 if TYPE_CHECKING:
     Frame: TypeAlias = Any
 else:
@@ -101,7 +101,7 @@ class Trial:
 
     @cached_property
     def gradients(self) -> Frame:
-        """Gradient norm of each block's parameters: a row a block (counted from 1), a column a step."""
+        """Gradient norm of each block's parameters: one row per block (counted from 1), one column per step."""
         rows = self.layers
         rows = rows[(rows["metric"] == "gradient_norm") & (rows["layer"] >= 0) & (rows["role"] == "all")]
         whole = rows[rows["sublayer"] == "block"]
@@ -113,11 +113,11 @@ class Trial:
 
     @cached_property
     def variances(self) -> Frame:
-        """Variance of each block's output: a row a block (counted from 1; 0 is the embedding), a column a step."""
+        """Variance of each block's output: one row per block (from 1; 0 is the embedding), one column per step."""
         return self.streams("hidden_variance")
 
     def streams(self, metric: str) -> Frame:
-        """A metric of each block's output: a row a block (counted from 1; 0 is the embedding), a column a step."""
+        """A metric of each block's output: one row per block (from 1; 0 is the embedding), one column per step."""
         rows = self.layers[self.layers["metric"] == metric]
         outputs = rows["sublayer"].eq("feed_forward") & rows["layer"].ge(0)
         embedding = rows["sublayer"].eq("block") & rows["layer"].eq(-1)
@@ -136,7 +136,7 @@ class Study:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The machine and versions of the first trial that says."""
+        """The machine and versions, of the first trial that has them."""
         return next((t.environment for t in self.trials if t.environment), {})
 
 
@@ -232,7 +232,7 @@ def read_parquet(path: Path) -> Frame:
 
 
 def by_depth(rows: Frame) -> Frame:
-    """Rows of one quantity as a table: a row a block (counted from 1; 0 for layer -1), a column a step."""
+    """Rows of one quantity as a table: one row per block (counted from 1; 0 for layer -1), one column per step."""
     values: Frame = pd.to_numeric(rows["value"], errors="coerce")
     table: Frame = rows.assign(value=values, depth=rows["layer"].astype(int) + 1).pivot_table(
         index="depth", columns="step", values="value", aggfunc="last", dropna=False

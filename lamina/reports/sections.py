@@ -12,19 +12,20 @@ import pandas as pd
 from lamina import placements
 from lamina.placements import Plan, diagram
 from lamina.placements.resolution import parse_spec
-from lamina.reports import depth, figures, tables
+from lamina.reports import depth, figures, monitored, tables
+from lamina.reports.metrics import METRICS
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, prose
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, rows_of
 from lamina.reports.sentences import sentences
-from lamina.reports.style import Shown, colours, to_html
+from lamina.reports.style import Shown, colors, to_html
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """The ranking, what the figures show of it (each placement's trials at its best rate) and each one's colour."""
+    """The ranking, what the figures show of it (each placement's trials at its best rate) and each one's color."""
     summary = summarize(study.results)
-    colour = colours(study.results["placement"])
+    color = colors(study.results["placement"])
     rates = study.results["learning_rate"]
     shown = []
     for row in rows_of(summary):
@@ -34,22 +35,22 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
         shown.append(
             Shown(
                 placement=row["placement"],
-                colour=colour[row["placement"]],
+                color=color[row["placement"]],
                 trials=tuple(study.trials[i] for i in chosen),
                 status_text=row["status_text"],
             )
         )
-    return summary, shown, colour
+    return summary, shown, color
 
 
-def what_happened(study: Study, summary: Frame, shown: list[Shown], colour: dict[str, str]) -> Section:
+def what_happened(study: Study, summary: Frame, shown: list[Shown], color: dict[str, str]) -> Section:
     said = sentences(
         summary,
         gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in shown},
         variances={item.placement: depth.over_seeds(item, depth.variances) for item in shown},
     )
     own = {item.placement: t.plan.initialization for item in shown for t in item.trials if t.plan is not None}
-    html = prose(said, colour) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
+    html = prose(said, color) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
     return Section(name="What happened", title="What happened", html=html)
 
 
@@ -61,17 +62,15 @@ def loss(study: Study, shown: list[Shown], several: bool) -> Section:
 
 
 def by_depth(shown: list[Shown]) -> list[Section]:
-    sections = []
-    for name, table, quantity, title, at_ends, over_steps in (
-        ("Gradients", depth.gradients, "gradient norm", "Gradient norm by layer", _GRADIENT_ENDS, _GRADIENT_STEPS),
-        ("Variances", depth.variances, "hidden variance", "Hidden variance by layer", _VARIANCE_ENDS, _VARIANCE_STEPS),
-    ):
-        ends, maps = depth.ends(shown, table, quantity), depth.heat_maps(shown, table, quantity)
-        html = figure(to_html(ends), at_ends) if ends else ""
-        html += figure(to_html(maps), over_steps, "Over the steps") if maps else ""
-        html = html or '<p class="notice">No records by layer in this folder.</p>'
-        sections.append(Section(name=name, title=title, html=html))
-    return sections
+    """The gradients and the variances by layer."""
+    missing = '<p class="notice">No records by layer in this folder.</p>'
+    return [
+        Section(name=name, title=metric.title, html=monitored.by_layer(shown, metric, table) or missing)
+        for name, metric, table in (
+            ("Gradients", METRICS["gradient_norm"], depth.gradients),
+            ("Variances", METRICS["hidden_variance"], depth.variances),
+        )
+    ]
 
 
 def diagrams(study: Study, shown: list[Shown]) -> Section:
@@ -88,7 +87,7 @@ def diagrams(study: Study, shown: list[Shown]) -> Section:
         spec = "" if item.placement == title else f'<span class="spec">{escape(item.placement)}</span>'
         source = f'<p class="source">{escape(scheme.source)}</p>' if scheme else ""
         cards.append(
-            f'<div class="plan" style="border-top-color:{item.colour};width:{width}px"><h3>{escape(title)}{spec}</h3>'
+            f'<div class="plan" style="border-top-color:{item.color};width:{width}px"><h3>{escape(title)}{spec}</h3>'
             f'<div class="drawing">{drawing}</div><pre>{escape(lines)}</pre>{source}</div>'
         )
     html = f"<p>{escape(_DIAGRAMS)}</p><div class=plans>{''.join(cards)}</div>" if cards else ""
@@ -152,22 +151,6 @@ _LOSS = (
     "Points: eval loss. Thin lines: training loss. A curve that stays on the dashed line has learned how often each "
     "token occurs and nothing else. A double-click shows what lies above the picture (the first steps, mostly). A "
     "click on a name hides it."
-)
-_GRADIENT_ENDS = (
-    "Norm of the gradient of each block's parameters, before clipping. Level lines are what one hopes for: every layer "
-    "is told equally much. A line that falls towards either end leaves the layers there almost untaught."
-)
-_GRADIENT_STEPS = (
-    "Layers upwards, steps to the right, one colour scale for all. An even colour from bottom to top is healthy; a map "
-    "that turns dark from one edge shows where, and when, the gradient vanishes."
-)
-_VARIANCE_ENDS = (
-    "Variance of the stream behind each block. Where it climbs through depth, each further block changes the stream by "
-    "a smaller share and deep layers matter less; where a norm stands on the stream it stays level."
-)
-_VARIANCE_STEPS = (
-    "As above, for the variance: a map that brightens upwards grows through depth, one that brightens to the right "
-    "grows in training."
 )
 _DIAGRAMS = (
     "Drawn from the plans that were trained, bottom to top: the vertical line is the stream, the branch to its right "

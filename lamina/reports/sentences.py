@@ -17,10 +17,10 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
-    """Say who leads and by how much, who got nowhere, and what gradients and variances by layer show of the reason.
+    """Sentences on which placement leads and by how much, which failed, and what the layers show of the reason.
 
-    ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, a row a block (counted from
-    1; 0 is the embedding) and a column a logged step. Plain text: whoever puts it into a page escapes it.
+    ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, one row per block (from 1;
+    0 is the embedding) and one column per logged step. Plain text: whoever puts it into a page escapes it.
     """
     said = [_lead(summary), _trouble(summary), _why(summary, gradients or {}, variances or {})]
     return [sentence for sentence in said if sentence]

@@ -1,4 +1,4 @@
-"""What all figures share: one colour a placement, one look, one way into a page."""
+"""What all figures share: one color per placement, one look, one way into a page."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that co
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A placement as the figures show it: the trials of its best learning rate, in its colour."""
+    """A placement as the figures show it: the trials of its best learning rate, in its color."""
 
     placement: str
-    colour: str
+    color: str
     trials: tuple[Trial, ...]
     status_text: str = ""
 
@@ -43,8 +43,8 @@ class Shown:
         return escape(name)
 
 
-def colours(placements: Iterable[str]) -> dict[str, str]:
-    """One colour for each placement, the same in every figure of a page."""
+def colors(placements: Iterable[str]) -> dict[str, str]:
+    """One color for each placement, the same in every figure of a page."""
     names = list(dict.fromkeys(placements))
     free = [c for c in _OTHERS if c not in _FIXED.values()] + [
         c for n, c in _FIXED.items() if not any(name.startswith(n) for name in names)
@@ -61,9 +61,9 @@ def colours(placements: Iterable[str]) -> dict[str, str]:
     return given
 
 
-def rgba(colour: str, alpha: float) -> str:
-    """A hexadecimal colour with transparency."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def rgba(color: str, alpha: float) -> str:
+    """A hexadecimal color with transparency."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
 

@@ -19,7 +19,7 @@ _SPIKE_NOTE = (
 )
 
 
-def ranking_table(summary: Frame, colours: Mapping[str, str]) -> str:
+def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
     """The placements, each at its best learning rate, best first."""
     several = bool((summary["learning_rates"] > 1).any())
     fields = [Field(title="", kind="rank", cell=lambda row: str(int(row["rank"])))]
@@ -31,18 +31,18 @@ def ranking_table(summary: Frame, colours: Mapping[str, str]) -> str:
         elif column.name == "learning_rate" and several:
             fields.append(number("learning_rate", "g", "best learning rate"))
         else:
-            fields.append(_field(column, colours))
+            fields.append(_field(column, colors))
     unfinished = {True: "", False: "unfinished"}
     return Table(
         fields=fields, rows=rows_of(summary), kind="ranking", row_kind=lambda row: unfinished[bool(row["finished"])]
     ).html()
 
 
-def trials_table(results: Frame, colours: Mapping[str, str]) -> str:
+def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
     """All trials, best first, with the reason of each one's status."""
     ordered = results.assign(order=[(severity(s) > 0) * (1 + severity(s)) for s in results["status"]])
     ordered = ordered.sort_values(["order", "eval_loss"], na_position="last", kind="stable")
-    fields = [_field(column, colours) for column in _present(TRIALS, results)]
+    fields = [_field(column, colors) for column in _present(TRIALS, results)]
     return Table(fields=fields, rows=rows_of(ordered), kind="trials").html()
 
 
@@ -51,10 +51,10 @@ def _present(columns: Iterable[Column], table: Frame) -> list[Column]:
     return [c for c in columns if not c.optional or (c.name in table and table[c.name].notna().any())]
 
 
-def _field(column: Column, colours: Mapping[str, str]) -> Field:
+def _field(column: Column, colors: Mapping[str, str]) -> Field:
     """A result's column as one of a page's table."""
     if column.name == "placement":
-        return Field(title=column.title, kind="name", cell=lambda row: named(row["placement"], colours))
+        return Field(title=column.title, kind="name", cell=lambda row: named(row["placement"], colors))
     if column.name == "status":
         return Field(title=column.title, cell=lambda row: chip(row["status"]))
     if column.share is not None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from lamina.core.json_types import Json
 from lamina.data import prepare_blocks
 from lamina.data.blocks import Block
 from lamina.jobs import digests
@@ -118,7 +119,6 @@ def measure(
     plan = make_plan(settings.placement, config.num_hidden_layers)
     model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=ids, width_scaling=scaling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)  # type: ignore[arg-type]  # transformers annotates it for the device's index only
     run = ShortRun(
         replace(settings, batch_size=len(ids), trainer={"optim": "adamw_torch"}),
         model,
@@ -223,7 +223,7 @@ def slopes(table: Frame, tolerance: float) -> Frame:
     return found
 
 
-def verdict(found: Frame, settings: CoordCheckSettings) -> dict[str, Any]:
+def verdict(found: Frame, settings: CoordCheckSettings) -> Json:
     """What result.json says: flat, grows, shrinks or broken, and the modules that are not flat at some step.
 
     Under muP logits that shrink by up to n^-1/2 are no fault: they start so, and outgrow it in training.

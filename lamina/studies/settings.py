@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, numbers, seed_number
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, WorkerSettings
@@ -57,7 +57,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     learning_rates: str | float | tuple[float | str, ...] = changed(
         "5e-3", help="comma-separated peak learning rates; each placement is ranked at its best one"
     )
-    learning_rates_of: str | dict[str, Any] = setting(
+    learning_rates_of: str | Json = setting(
         "",
         'placements with their own rates instead of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in YAML and Python '
         "also a mapping from the placement to its rates)",

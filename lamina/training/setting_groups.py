@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from lamina.core.json_types import Json
 from lamina.core.values import mapping, one_of, place, text
 from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError
@@ -262,7 +263,7 @@ class TrainerSettings(Settings):
     """What goes to transformers' Trainer as it is."""
 
     report_to: str = setting("none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers)
-    trainer: dict[str, Any] = setting(
+    trainer: Json = setting(
         {}, "any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
     )
 

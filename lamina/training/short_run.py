@@ -13,6 +13,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -36,7 +37,7 @@ class ShortRun(TrainerCallback):
 
     Args:
         settings: of the run; what they leave to a trial of the speed is fp32 and not compiled.
-        model: new, as the run would build it.
+        model: new, as the run would build it; it is moved to the device.
         train: the blocks to train on.
         in_order: whether item ``i`` of ``train`` is the i-th block of the run; else the run's order shuffles them.
         device: cpu or cuda.
@@ -65,6 +66,7 @@ class ShortRun(TrainerCallback):
         self.settings = replace(
             settings, precision=precision, compile="off", device=device, probe_every=0, report_to="none"
         )
+        nn.Module.to(model, device)  # transformers' own ``to`` is wrapped and loses its type
         self.model, self.rate_factors, self.schedule, self.dataset = model, rate_factors, schedule, train
         self.order = TrainOrder(
             len(train),  # type: ignore[arg-type]  # torch's Dataset does not promise a length

@@ -48,7 +48,7 @@ def run(tmp_path):
 
 def shown(*folders) -> list[Shown]:
     return [
-        Shown(placement=f"p{i}", colour="#0072b2", trials=(Trial(name="t", placement=f"p{i}", folder=folder),))
+        Shown(placement=f"p{i}", color="#0072b2", trials=(Trial(name="t", placement=f"p{i}", folder=folder),))
         for i, folder in enumerate(folders)
     ]
 

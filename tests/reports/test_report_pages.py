@@ -11,7 +11,7 @@ from synthetic_study import COURSES, write_study
 from lamina.errors import UserError
 from lamina.reports import figures, report, screenshot
 from lamina.reports.records import read_study
-from lamina.reports.style import Shown, colours
+from lamina.reports.style import Shown, colors
 
 
 def without_plotly(page: str) -> str:
@@ -60,13 +60,13 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     assert "optimizer.weight decay" in body
 
 
-def test_a_placement_has_one_colour_in_every_figure(page):
+def test_a_placement_has_one_color_in_every_figure(page):
     figures = [part for part in without_plotly(page).split("plotly-graph-div")[1:] if '"name":"keel"' in part]
     assert len(figures) == 6
     assert all("#e69f00" in part for part in figures)
-    given = colours([*COURSES, "mine", "keel(alpha=3)", "yours.yaml"])
+    given = colors([*COURSES, "mine", "keel(alpha=3)", "yours.yaml"])
     assert len(set(given.values())) == len(given)
-    assert given["mix_ln(alpha=0.25)"] == colours(["mix_ln"])["mix_ln"]
+    assert given["mix_ln(alpha=0.25)"] == colors(["mix_ln"])["mix_ln"]
 
 
 def test_several_rates_give_u_curves_and_no_confounding(grid):
@@ -182,7 +182,7 @@ SHORT = {"keel": (3.9, 0.2, 1.0, "short"), "pre_ln": (4.2, -0.3, 3.0, "short"), 
 def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     folder = write_study(tmp_path / "study", courses=SHORT, num_layers=4, steps=20, logged=3, failed=False)
     study = read_study(folder)
-    shown = [Shown(placement=t.placement, colour="#0072b2", trials=(t,), status_text="short") for t in study.trials]
+    shown = [Shown(placement=t.placement, color="#0072b2", trials=(t,), status_text="short") for t in study.trials]
     drawn = figures.loss_curves(shown, 3.24)
     low, high = drawn.layout.yaxis.range
     ends = [trial.metrics["eval_loss"].dropna().iloc[-1] for trial in study.trials]
@@ -196,7 +196,7 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
 def test_short_runs_are_points_of_the_u_curves(tmp_path):
     folder = write_study(tmp_path / "study", courses=SHORT, rates=(1e-3, 3e-3), num_layers=4, logged=3, failed=False)
     study = read_study(folder)
-    drawn = figures.u_curves(study.results, colours(SHORT), list(SHORT))
+    drawn = figures.u_curves(study.results, colors(SHORT), list(SHORT))
     low, high = drawn.layout.yaxis.range
     points = [y for trace in drawn.data for y in trace.y if y is not None]
     assert set(study.results.eval_loss) <= set(points)

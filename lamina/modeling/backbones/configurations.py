@@ -25,17 +25,17 @@ _SIZES = (
 def read_config(
     path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: object
 ) -> PreTrainedConfig:
-    """The configuration of a saved model: a folder's, or that of a name on the hub.
+    """Read the configuration of a saved model from a folder or the hub.
 
     Args:
         path: a folder with config.json, or a name on the hub.
-        field: what the user calls it ("model", "checkpoint"); every message begins with it.
-        trust_remote_code: run the code that it asks for, where it does.
-        weights: whether it is to be loaded; a Lamina model then needs its plan.
+        field: the user's name for the path ("model", "checkpoint"); every message begins with it.
+        trust_remote_code: run the code that the configuration asks for.
+        weights: whether the weights will be loaded, too; a Lamina model then needs its plan.
         more: for ``AutoConfig.from_pretrained``.
 
     Raises:
-        UserError: where it is no configuration, of a model that is not known, or with fields that have no meaning.
+        UserError: if there is no configuration, its model type is unknown, or a field is invalid.
     """
     name, place = str(path), Path(path)
     says = f"{field} {name!r}: config.json"
@@ -90,7 +90,7 @@ def _check_plan(config: LaminaConfig, says: str) -> None:
 
 
 def _check_quantization(asked: object, says: str) -> None:
-    """Transformers leaves a method that it does not know out, and then reads the weights as if they were plain."""
+    """Raise UserError for an unknown method: transformers would ignore it and read the weights as plain ones."""
     if asked is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN

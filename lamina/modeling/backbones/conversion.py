@@ -1,6 +1,7 @@
-"""From transformers' checkpoints to Lamina's and back, tensor by tensor, for the architectures whose placement we know.
+"""Conversion of transformers' checkpoints to Lamina's and back, for the architectures whose placement is known.
 
-Conversion renames; nothing is trained, guessed or dropped: every tensor is used exactly once, or UserError names it.
+Conversion renames tensors. Nothing is trained, guessed or dropped: every tensor is used exactly once, or a UserError
+names it.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ logger = logging.getLogger(__name__)
 def from_transformers(
     model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
 ) -> LaminaForCausalLM:
-    """The Lamina model that computes what a causal language model of transformers does.
+    """Convert a causal language model of transformers to the Lamina model with the same logits.
 
     Args:
         model_or_path: the model, or a folder (or a name on the hub) with safetensors; remote code is never run.
         dtype: of the weights that are read from a path; "auto" keeps the checkpoint's.
 
     Returns:
-        A LaminaForCausalLM in evaluation mode with weights of its own; its logits equal the source's. In half precision
-        those of Gemma and OLMo 2 differ by rounding (``Conversion.gain_in_float32``).
+        A LaminaForCausalLM in evaluation mode that shares no weights with the source. Its logits are equal; in half
+        precision those of Gemma and OLMo 2 differ by rounding (``Conversion.gain_in_float32``).
 
     Raises:
-        UserError: for a model type whose placement is not known, weights that aren't safetensors, a tensor that is
-            missing, left over or of another shape.
+        UserError: for a model type whose placement is unknown, weights that are not safetensors, or a tensor that is
+            missing, extra or of another shape.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if isinstance(model.config, LaminaConfig):
@@ -64,19 +65,20 @@ def from_transformers(
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
     with init.no_init_weights():
-        ours = LaminaForCausalLM._from_config(outer, dtype=dtype)
-    fill(ours, model, {key: (lamina_name(key, conversion), offset) for key, offset in gains(model)})
-    copy_buffers({lamina_name(name, conversion): name for name, _ in model.named_buffers()}, model, ours)
-    nn.Module.to(ours, model.device)
-    return ours.eval()
+        converted = LaminaForCausalLM._from_config(outer, dtype=dtype)
+    fill(converted, model, {key: (lamina_name(key, conversion), offset) for key, offset in gains(model)})
+    copy_buffers({lamina_name(name, conversion): name for name, _ in model.named_buffers()}, model, converted)
+    nn.Module.to(converted, model.device)
+    return converted.eval()
 
 
 def to_transformers(
     model_or_path: PreTrainedModel | str | Path, *, dtype: str | torch.dtype = "auto"
 ) -> PreTrainedModel:
-    """The model of transformers that computes what a Lamina model does, where there is one; from_transformers undone.
+    """Convert a Lamina model to transformers' model with the same logits: the inverse of ``from_transformers``.
 
-    Raises UserError for a plan that is not that of its backbone's architecture, and as ``from_transformers`` does.
+    Raises UserError if the plan is not the one of its backbone's architecture, and for whatever ``from_transformers``
+    raises it.
     """
     model = load(model_or_path, dtype=dtype) if isinstance(model_or_path, str | Path) else model_or_path
     if not isinstance(model, LaminaForCausalLM):
@@ -90,15 +92,15 @@ def to_transformers(
     # The backbone's own: Gemma 2 runs on the eager kernel only, whatever the outer model was asked for.
     config._attn_implementation = model.model.backbone.config._attn_implementation
     with init.no_init_weights():
-        theirs: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
-    fill(theirs, model, {lamina_name(key, conversion): (key, -offset) for key, offset in gains(theirs)})
-    copy_buffers({name: lamina_name(name, conversion) for name, _ in theirs.named_buffers()}, model, theirs)
-    nn.Module.to(theirs, model.device)
-    return theirs.eval()
+        converted: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(model))
+    fill(converted, model, {lamina_name(key, conversion): (key, -offset) for key, offset in gains(converted)})
+    copy_buffers({name: lamina_name(name, conversion) for name, _ in converted.named_buffers()}, model, converted)
+    nn.Module.to(converted, model.device)
+    return converted.eval()
 
 
 def check_plan(config: LaminaConfig) -> Conversion:
-    """How a Lamina model goes back to transformers. Raises UserError where transformers has no such placement."""
+    """The conversion back to transformers. Raises UserError if transformers has no such placement."""
     model_type = config.get_text_config().model_type
     conversion = conversion_of(model_type)
     assert config.plan is not None
@@ -112,7 +114,7 @@ def check_plan(config: LaminaConfig) -> Conversion:
 
 
 def _rounding_note(model_type: str, dtype: torch.dtype) -> str:
-    """What a user of a half-precision checkpoint has to know, for an architecture with ``gain_in_float32``."""
+    """The warning for a half-precision checkpoint of an architecture with ``gain_in_float32``."""
     return (
         f"dtype: {model_type!r} multiplies by its norms' gains in float32 and rounds afterwards, Lamina rounds first: "
         f"in {_short(dtype)} the logits differ by rounding (dtype float32 converts without a difference)"
@@ -120,9 +122,10 @@ def _rounding_note(model_type: str, dtype: torch.dtype) -> str:
 
 
 def load(path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source") -> PreTrainedModel:
-    """A causal language model from a folder or a hub's name, ours or transformers', every tensor of it accounted for.
+    """Load a causal language model, Lamina's or transformers', from a folder or a name on the hub.
 
-    Reads safetensors only and runs no remote code. Raises UserError naming the field, file or tensor that is wrong.
+    Reads safetensors only and runs no remote code. Raises UserError naming the invalid field, file or tensor; a missing
+    or extra tensor is an error.
     """
     config = read_config(path, field=field)
     model, _ = load_weights(path, config, AutoModelForCausalLM, field, dtype=dtype, extra=False)
@@ -132,14 +135,14 @@ def load(path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "s
 
 
 def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
-    """The configuration of a checkpoint that can be converted. Raises UserError naming what is wrong with it."""
+    """Read the configuration of a checkpoint. Raises UserError if the checkpoint cannot be converted."""
     config = configurations.read_config(path, field)
     if config.model_type == "gemma3":
         raise UserError("model_type: 'gemma3' sees images, too (allowed: the text model on its own, 'gemma3_text')")
     if config.model_type != LaminaConfig.model_type:
         conversion_of(config.model_type)
     if getattr(config, "quantization_config", None):
-        raise UserError("quantization_config: quantised weights cannot be converted (allowed: the original checkpoint)")
+        raise UserError("quantization_config: quantized weights cannot be converted (allowed: the original checkpoint)")
     if Path(path).is_dir():
         stored_shapes(Path(path), field)  # before anything is begun
     return config
@@ -153,7 +156,10 @@ def _backbone_config(config: LaminaConfig) -> PreTrainedConfig:
 
 
 def computed(plan: Plan) -> tuple[object, ...]:
-    """What a plan computes, whatever it is called and however it starts: every backbone here has RMSNorms."""
+    """The parts of a plan that decide the function it computes, without its name and initial values.
+
+    A norm of kind "rms" counts as "backbone": every backbone of the table has RMSNorms.
+    """
 
     def norm(spec: Norm | None) -> Norm | None:
         if spec is None:
@@ -176,13 +182,13 @@ def _check_class(model: PreTrainedModel) -> None:
     if not isinstance(model, wanted):
         raise UserError(f"source: the model is a {type(model).__name__} (allowed: {wanted.__name__})")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise UserError("quantization_config: quantised weights cannot be converted (allowed: the original checkpoint)")
+        raise UserError("quantization_config: quantized weights cannot be converted (allowed: the original checkpoint)")
     if model.config.tie_word_embeddings:
         _check_tied(model)
 
 
 def _check_tied(model: PreTrainedModel) -> None:
-    """Raise UserError where the configuration ties two tensors that differ: one of them would be lost."""
+    """Raise UserError if the configuration ties two tensors that differ: one of them would be lost."""
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_parameter("lm_head.weight")
     if head is not embedding and not torch.equal(head, embedding):

@@ -31,7 +31,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 
 
 class ConversionRecord(TypedDict):
-    """What conversion.json says."""
+    """The content of conversion.json."""
 
     source: str
     to: Target
@@ -46,14 +46,14 @@ class ConversionRecord(TypedDict):
 def convert(
     source: str, output: Path, *, to: Target | None, dtype: str, overwrite: bool, verify: bool
 ) -> ConversionRecord:
-    """Write the converted model into ``output``. Raises UserError, having changed nothing there, where it can't.
+    """Convert a saved model into a new folder. If it cannot, raises UserError and leaves ``output`` as it was.
 
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: what to convert to; by default the one that the source is not.
+        to: the form to convert to; by default the one that the source does not have.
         dtype: of the weights; "auto" keeps the checkpoint's.
-        overwrite: delete what Lamina wrote into ``output`` before.
+        overwrite: delete the files that Lamina wrote into ``output`` earlier.
         verify: load what was written and compare its logits with the source's.
     """
     job_folder.refuse(output, resume=False, overwrite=overwrite)
@@ -85,7 +85,7 @@ def convert(
 
 
 def _target(source: str, to: Target | None) -> Target:
-    """What the source is converted to. Raises UserError, before gigabytes are read, where it can't be."""
+    """The form to convert to. Raises UserError, before the weights are read, if the source cannot be converted."""
     config = conversion.read_config(source)
     form: Target = "lamina" if isinstance(config, LaminaConfig) else "transformers"
     other: Target = "transformers" if form == "lamina" else "lamina"
@@ -114,30 +114,30 @@ def _record(source: str, to: Target, model: PreTrainedModel, lamina_model: PreTr
 
 @torch.no_grad()
 def largest_difference(
-    one: PreTrainedModel, other: PreTrainedModel, *, blocks: int = 4, length: int = 64, seed: int = 0
+    first: PreTrainedModel, second: PreTrainedModel, *, blocks: int = 4, length: int = 64, seed: int = 0
 ) -> tuple[float, float]:
-    """The largest absolute difference of two models' logits on random tokens, and the largest absolute logit of one.
+    """The largest absolute difference of two models' logits on random tokens, and the first one's largest logit.
 
-    ``blocks`` blocks of ``length`` tokens (fewer where the model holds fewer), drawn from a generator of their own.
+    ``blocks`` blocks of ``length`` tokens (fewer if the model's context is shorter), drawn from a separate generator.
     """
-    config = one.config.get_text_config()
+    config = first.config.get_text_config()
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
     generator = torch.Generator().manual_seed(seed)
     difference = largest = 0.0
     for _ in range(blocks):
         ids = torch.randint(config.vocab_size, (1, length), generator=generator)
-        ours, theirs = (
-            m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float().cpu() for m in (one, other)
+        logits, others = (
+            m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float().cpu() for m in (first, second)
         )
-        if not (torch.isfinite(ours).all() and torch.isfinite(theirs).all()):
+        if not (torch.isfinite(logits).all() and torch.isfinite(others).all()):
             return float("nan"), float("nan")
-        difference = max(difference, (ours - theirs).abs().max().item())
-        largest = max(largest, ours.abs().max().item())
+        difference = max(difference, (logits - others).abs().max().item())
+        largest = max(largest, logits.abs().max().item())
     return difference, largest
 
 
 def _verified_difference(model: PreTrainedModel, written: Path, model_type: str) -> float:
-    """The largest difference between the logits of the source and of what was written. Raises UserError if large."""
+    """The largest difference between the source's logits and the written model's. Raises UserError if it is large."""
     again = conversion.load(written)
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
@@ -154,7 +154,7 @@ def _verified_difference(model: PreTrainedModel, written: Path, model_type: str)
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:
-    """The tokenizer's files as they are, from a folder or the hub's cache."""
+    """Copy the tokenizer's files unchanged from a folder or the hub's cache."""
     for name in TOKENIZER_FILES:
         try:
             stored = cached_file(

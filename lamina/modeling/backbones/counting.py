@@ -1,4 +1,4 @@
-"""How many parameters a backbone has, and how many of them a token passes through."""
+"""The number of a backbone's parameters, and of those that one token uses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lamina.modeling.modeling_lamina import HEADS, adapter_of
 
 
 class Count(NamedTuple):
-    """Parameters, embeddings and head included; ``active`` has of a layer's routed experts those that a token takes."""
+    """Parameters with embeddings and head; ``active`` counts only the routed experts that one token uses."""
 
     total: int
     active: int
 
 
 def count_parameters(config: PreTrainedConfig) -> Count:
-    """The parameters of transformers' own model of this configuration, tied ones once.
+    """Count the parameters of transformers' own model of this configuration; tied ones count once.
 
-    From models of one and two layers more than the leading dense ones, on the meta device: the layers behind them are
-    all alike, so a depth of 512 costs no more than one of 2.
+    Layers after the leading dense ones are alike, so two shallow models on the meta device suffice: a depth of 512
+    takes no longer than one of 2.
     """
     first = (getattr(config, "first_k_dense_replace", None) or 0) + 1
     if config.num_hidden_layers <= first:

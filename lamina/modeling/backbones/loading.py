@@ -41,7 +41,7 @@ def load_weights(
     extra: bool = True,
     **more: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model of a class in evaluation mode, and the tensors of it that the checkpoint does not have.
+    """Load a model in evaluation mode. Returns it with the names of its tensors that the checkpoint lacks.
 
     Args:
         path: a folder with weights, or a name on the hub.
@@ -49,15 +49,15 @@ def load_weights(
         cls: the model's class, or one of transformers' Auto classes.
         field: the user's name for the path; every message begins with it.
         dtype: of the weights; "auto" keeps the checkpoint's.
-        pickles: read a .bin file, tensors only, where there is nothing else.
+        pickles: read a .bin file, tensors only, if there is nothing else.
         trust_remote_code: run the code beside the checkpoint.
-        optional: whether a tensor of the model may be missing, by its name; without it none may be.
+        optional: whether the checkpoint may lack a tensor of the model; without it, it may lack none.
         extra: whether the checkpoint may have tensors that the model does not use.
         more: for ``from_pretrained``.
 
     Raises:
         UserError: naming the first tensor that is missing, extra, of another shape, of a layer that the configuration
-            does not have or not finite; the file that cannot be read; or what transformers says of it.
+            does not have or not finite; the file that cannot be read; or the error of transformers.
     """
     name, place = str(path), Path(path)
     says = f"{field} {name!r}"
@@ -100,7 +100,7 @@ def _from_pretrained(
 
 
 def refuse_tensors(says: str, keys: Iterable[str], why: str) -> None:
-    """Raise UserError, beginning with ``says``, for the first of these tensors, and name a few more."""
+    """Raise UserError, beginning with ``says``, if there are such tensors; it names the first ones."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
@@ -108,7 +108,7 @@ def refuse_tensors(says: str, keys: Iterable[str], why: str) -> None:
 
 
 def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], says: str) -> None:
-    """Raise UserError where the configuration is of a far larger model than the files hold, before it is allocated."""
+    """Raise UserError, before anything is allocated, if the configuration's model is far larger than the files."""
     stored = sum(math.prod(shape) for shape in shapes.values())
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
@@ -132,7 +132,7 @@ def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, 
 
 
 def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], says: str) -> None:
-    """Raise UserError for tensors of layers behind the last one: the configuration would cut the model short."""
+    """Raise UserError for tensors of layers beyond the last: the configuration would cut the model short."""
 
     def kind(key: str) -> str:
         return ".".join("#" if part.isdigit() else part for part in key.split("."))
@@ -140,11 +140,11 @@ def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], says: str) 
     known = {kind(key) for key, _ in model.named_parameters()}
     more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in known)
     if more:
-        raise UserError(f"{says}: the weights have {one_line(repr(more[0]))}, a layer that config.json has not")
+        raise UserError(f"{says}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")
 
 
 def check_finite(model: nn.Module, field: str) -> None:
-    """Raise UserError naming the first weight that holds NaN or infinite values, and where."""
+    """Raise UserError naming the first weight with NaN or infinite values and their position."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter.detach()).all()):
             bad = ~torch.isfinite(parameter.detach())
@@ -158,11 +158,11 @@ def check_finite(model: nn.Module, field: str) -> None:
 def load_tokenizer(
     path: str | Path, config: PreTrainedConfig, field: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises UserError where there is none, or where it has tokens the model has not."""
+    """Load the tokenizer beside a model. Raises UserError if there is none or it has more tokens than the model."""
     name, place = str(path), Path(path)
     if place.is_dir():
-        there = [file for file in TOKENIZER_FILES if (place / file).is_file()]
-        if not there or there == ["tokenizer_config.json"]:
+        present = [file for file in TOKENIZER_FILES if (place / file).is_file()]
+        if not present or present == ["tokenizer_config.json"]:
             raise UserError(f"{field}: {name!r} holds no tokenizer (allowed: a folder with tokenizer.json)")
     with quiet():
         try:

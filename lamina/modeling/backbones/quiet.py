@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' own words and bars: what matters is said in one line here."""
+    """Silence transformers' messages and progress bars: Lamina reports what matters in one line."""
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

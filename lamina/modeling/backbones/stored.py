@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_json(path: Path, says: str) -> dict[str, object]:
-    """The object in a JSON file. Raises UserError, beginning with ``says``, where there is none."""
+    """Read the object in a JSON file. Raises UserError, beginning with ``says``, if there is none."""
     if path.stat().st_size > _LARGEST_JSON:
         raise UserError(f"{says} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
     try:
@@ -35,10 +35,10 @@ def kind_of(value: object) -> str:
 
 
 def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | None:
-    """Name and shape of every tensor in a folder's safetensors files, whose headers are checked on the way.
+    """The shape of every tensor in a folder's safetensors files, by name. Checks the files' headers.
 
-    None where there are none but pickled weights and ``pickles`` allows those. Raises UserError naming the file that
-    is missing, cut short or altered, or that lies outside of the folder.
+    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
+    missing, cut short, altered or outside the folder.
     """
     says = f"{field} {str(path)!r}:"
     if (path / WEIGHTS).is_file():
@@ -48,8 +48,8 @@ def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | 
     others = sorted(p.name for kind in (*PICKLES, "*.gguf", "*.h5") for p in path.glob(kind))
     if others and pickles:
         return None
-    found = f"has its weights in {others[0]}" if others else "has no weights"
-    raise UserError(f"{field}: {str(path)!r} {found} (allowed: {WEIGHTS}; nothing is ever unpickled)")
+    content = f"has its weights in {others[0]}" if others else "has no weights"
+    raise UserError(f"{field}: {str(path)!r} {content} (allowed: {WEIGHTS}; nothing is ever unpickled)")
 
 
 def _indexed(path: Path, says: str) -> Shapes:

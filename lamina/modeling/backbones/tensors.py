@@ -1,4 +1,4 @@
-"""The tensors of a converted model: their names on both sides, and a copy of every one of them."""
+"""The tensors of a converted model: their names on both sides, and the copying of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
 
 
 def conversion_of(model_type: str) -> Conversion:
-    """How a model type is converted. Raises UserError for one that is not."""
+    """The conversion of a model type. Raises UserError for a type that has none."""
     rows = conversions()
     if model_type not in rows:
         raise unknown("model_type", model_type, rows)
@@ -26,7 +26,7 @@ def conversion_of(model_type: str) -> Conversion:
 
 
 def lamina_name(key: str, conversion: Conversion) -> str:
-    """Where a tensor of transformers' model is in Lamina's."""
+    """The name in Lamina's model of a tensor of transformers' model."""
     if match := _LAYER.fullmatch(key):
         index, part, rest = match.groups()
         part = conversion.norms.get(part) or _MODULES.get(part, part)
@@ -35,9 +35,9 @@ def lamina_name(key: str, conversion: Conversion) -> str:
 
 
 def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
-    """Each tensor's name in transformers' model and what its stored gain lacks (0 for all that is no norm of a layer).
+    """Each tensor's name in transformers' model and the offset to add to it: 0 unless it is a layer's norm.
 
-    The norms inside an attention module are the module's own and stay as they are stored.
+    Norms inside an attention module belong to the module and stay as they are stored.
     """
     conversion = conversion_of(model.config.model_type)
     for key in model.state_dict():
@@ -48,16 +48,16 @@ def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
 
 def fill(target: PreTrainedModel, source: PreTrainedModel, renamed: Mapping[str, tuple[str, float]]) -> None:
     """Copy every tensor of ``source`` into ``target``; ``renamed``: source's name -> target's name, offset."""
-    given, wanted = source.state_dict(), target.state_dict()
-    refuse_tensors("extra", given.keys() - renamed.keys(), f"has no place in {type(target).__name__}")
-    refuse_tensors("missing", renamed.keys() - given.keys(), f"is not in the {type(source).__name__}")
+    stored, wanted = source.state_dict(), target.state_dict()
+    refuse_tensors("extra", stored.keys() - renamed.keys(), f"has no place in {type(target).__name__}")
+    refuse_tensors("missing", renamed.keys() - stored.keys(), f"is not in the {type(source).__name__}")
     places = {new: (key, offset) for key, (new, offset) in renamed.items()}
     refuse_tensors("missing", wanted.keys() - places.keys(), f"is not in the {type(source).__name__}")
     refuse_tensors("extra", places.keys() - wanted.keys(), f"has no place in {type(target).__name__}")
     with torch.no_grad():
         for new, tensor in wanted.items():
             key, offset = places[new]
-            value = given[key]
+            value = stored[key]
             if value.shape != tensor.shape:
                 raise UserError(
                     f"tensor {key!r}: its shape is {list(value.shape)}, the configuration asks for {list(tensor.shape)}"
@@ -69,11 +69,11 @@ def fill(target: PreTrainedModel, source: PreTrainedModel, renamed: Mapping[str,
 
 
 def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """What no checkpoint holds (the rotary frequencies): a model cast as a whole has them rounded, one loaded has not.
+    """Copy the buffers that no checkpoint stores (rotary frequencies); casting a model rounds them, loading does not.
 
     ``names``: target's name -> source's name.
     """
-    theirs = dict(source.named_buffers())
+    buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
-        if (value := theirs.get(names.get(name, ""))) is not None and value.shape == buffer.shape:
+        if (value := buffers.get(names.get(name, ""))) is not None and value.shape == buffer.shape:
             buffer.data = value.detach().clone()

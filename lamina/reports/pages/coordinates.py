@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
-from lamina.reports import tables
+from lamina.reports import charts, tables
+from lamina.reports.charts import Line
 from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, write_page
 from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
@@ -75,31 +75,28 @@ def _verdict(result: Row) -> str:
 
 
 def _figure(table: Frame) -> go.Figure:
-    """Mean |x| against the width: before the first step and after the last, a line a module."""
+    """Mean |x| against the width: before the first step and after the last, one line per module."""
     sizes: Frame = table[table["metric"] == "size"]
     steps = sorted({int(sizes["step"].min()), int(sizes["step"].max())})
     titles = ["before the first step" if step == 0 else f"after {step} steps" for step in steps]
-    drawn = make_subplots(rows=1, cols=len(steps), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.05)
+    drawn = charts.side_by_side(titles, spacing=0.05)
     means = sizes.groupby(["step", "module", "width"])["value"].mean()
     modules = list(dict.fromkeys(sizes["module"]))
     for column, step in enumerate(steps, start=1):
         for place, module in enumerate(modules):
             values = means.loc[step, module]
-            drawn.add_scatter(
+            Line(
                 x=list(values.index),
                 y=list(values),
-                mode="lines+markers",
-                line={
-                    "color": PALETTE[place % len(PALETTE)],
-                    "dash": ("solid", "dot", "dash")[place // len(PALETTE) % 3],
-                },
+                color=PALETTE[place % len(PALETTE)],
+                dash=("solid", "dot", "dash")[place // len(PALETTE) % 3],
+                width=None,
                 name=escape(module),
-                legendgroup=module,
-                showlegend=column == 1,
-                hovertemplate=f"{escape(module)}: %{{y:.3g}} at %{{x}}<extra></extra>",
-                row=1,
-                col=column,
-            )
+                group=module,
+                legend=column == 1,
+                markers=True,
+                hover=f"{escape(module)}: %{{y:.3g}} at %{{x}}",
+            ).draw(drawn, 1, column)
     widths = sorted(set(map(int, sizes["width"])))
     drawn.update_xaxes(type="log", title="width", tickvals=widths, ticktext=[str(width) for width in widths])
     drawn.update_yaxes(type="log", exponentformat="power")

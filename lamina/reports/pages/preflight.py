@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
+from lamina.reports import charts
+from lamina.reports.charts import Line
 from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import GREY, colours, polish, to_html
+from lamina.reports.style import GREY, colors, polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, swatch, text
 
 RECORDS = "preflight.json"
 _FIGURES = (
     ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
-        "burn-in. Where it falls by many orders of magnitude towards the embedding (0), the early layers get no "
+        "burn-in. Where it falls by many orders of magnitude toward the embedding (0), the early layers get no "
         "gradient; where it rises by as many, a small change below is a large one above."
     )),
     ("gradient_norm", "Backward: gradient of the weights", "gradient norm", (
@@ -65,12 +66,12 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
         {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)
     ]
     labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
-    colour = colours(labels)
+    color = colors(labels)
     losses = dict(zip(labels, courses, strict=True))
     first = records[0]
-    sections = [Section(name="Verdict", title="Will it train?", html=_verdicts(records, labels, colour))]
+    sections = [Section(name="Verdict", title="Will it train?", html=_verdicts(records, labels, color))]
     for metric, title, quantity, caption in _FIGURES:
-        drawn = _by_layer(rows, layers, metric, quantity, colour)
+        drawn = _by_layer(rows, layers, metric, quantity, color)
         sections.append(
             Section(name=title.split(":")[-1].strip().capitalize(), title=title, html=figure(to_html(drawn), caption))
         )
@@ -78,7 +79,7 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
         Section(
             name="Burn-in",
             title="Loss in the burn-in",
-            html=figure(to_html(_losses(losses, first["unigram_loss"], colour)), _BURN_IN),
+            html=figure(to_html(_losses(losses, first["unigram_loss"], color)), _BURN_IN),
         )
     )
     sections.append(Section(name="Numbers", title="All numbers", html=_numbers(records, labels)))
@@ -109,15 +110,15 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
-def _verdicts(records: list[dict[str, Any]], labels: list[str], colour: Mapping[str, str]) -> str:
+def _verdicts(records: list[dict[str, Any]], labels: list[str], color: Mapping[str, str]) -> str:
     """A table of verdicts, and below it why and what to change: text in a column would be out of sight on a phone."""
     reasons = []
     for row, label in zip(records, labels, strict=True):
         parts = {"": row["reason"], "What to change: ": row["change"], "Note: ": row["note"], "Papers: ": row["advice"]}
         lines = "<br>".join(f"{name}{escape(str(part))}" for name, part in parts.items() if part)
-        reasons.append(f"<p>{swatch(colour[label])}<b>{escape(label)}</b> {chip(row['verdict'])}<br>{lines}</p>")
+        reasons.append(f"<p>{swatch(color[label])}<b>{escape(label)}</b> {chip(row['verdict'])}<br>{lines}</p>")
     fields = [
-        Field(title="placement", kind="name", cell=lambda row: swatch(colour[row["label"]]) + escape(row["placement"])),
+        Field(title="placement", kind="name", cell=lambda row: swatch(color[row["label"]]) + escape(row["placement"])),
         number("learning_rate", "g", "learning rate"),
         Field(title="verdict", cell=lambda row: chip(row["verdict"])),
         text("init"),
@@ -141,33 +142,24 @@ def _any_number(name: str, title: str) -> Field:
     return Field(title=title, kind="number", cell=cell)
 
 
-def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, colour: Mapping[str, str]) -> go.Figure:
+def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Mapping[str, str]) -> go.Figure:
     """A metric of the blocks against the layer, before the first step and at the last measurement, side by side."""
-    drawn = make_subplots(
-        rows=1,
-        cols=2,
-        shared_yaxes=True,
-        horizontal_spacing=0.035,
-        subplot_titles=["before the first step", "after the burn-in"],
-    )
+    drawn = charts.side_by_side(["before the first step", "after the burn-in"])
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
     for (placement, rate), own in chosen.groupby(["placement", "learning_rate"], sort=False):
         label = label_of(str(placement), float(rate), rows)  # type: ignore[arg-type]
         for column, step in ((1, own["step"].min()), (2, own["step"].max())):
             shown = own[own["step"] == step].sort_values("layer")
             values = shown["value"].to_numpy(dtype=float)
-            drawn.add_scatter(
+            Line(
                 x=shown["layer"] + 1,
                 y=np.where(np.isfinite(values) & (values > 0), values, math.nan),
-                mode="lines",
-                line={"color": colour[label], "width": 2},
+                color=color[label],
                 name=escape(label),
-                legendgroup=label,
-                showlegend=column == 1,
-                hovertemplate=f"{escape(label)}: %{{y:.3g}}<extra></extra>",
-                row=1,
-                col=column,
-            )
+                group=label,
+                legend=column == 1,
+                hover=f"{escape(label)}: %{{y:.3g}}",
+            ).draw(drawn, 1, column)
     drawn.update_xaxes(title="layer (0: the embedding)")
     if metric != "token_similarity":
         drawn.update_yaxes(type="log", exponentformat="power")
@@ -177,17 +169,11 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, colour: Ma
     return drawn.update_layout(margin_t=84, legend_y=1.12)
 
 
-def _losses(losses: Mapping[str, list[float]], unigram: float, colour: Mapping[str, str]) -> go.Figure:
+def _losses(losses: Mapping[str, list[float]], unigram: float, color: Mapping[str, str]) -> go.Figure:
     drawn = go.Figure()
     for label, values in losses.items():
-        drawn.add_scatter(
-            x=list(range(1, len(values) + 1)),
-            y=values,
-            mode="lines",
-            line={"color": colour[label], "width": 2},
-            name=escape(label),
-        )
+        Line(x=list(range(1, len(values) + 1)), y=values, color=color[label], name=escape(label)).draw(drawn)
     drawn.add_hline(y=unigram, line={"color": GREY, "width": 1.2, "dash": "dash"})
     drawn.update_xaxes(title="step")
-    drawn.update_yaxes(title="loss (nats a token)")
+    drawn.update_yaxes(title="loss (nats per token)")
     return polish(drawn, 380)

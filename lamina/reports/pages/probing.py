@@ -1,4 +1,4 @@
-"""The page of `lamina probe`: a section a probe, built from the folder's files alone."""
+"""The page of `lamina probe`: one section per probe, built from the folder's files alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def probing_report(folder: Path) -> Path:
 
 
 def main_numbers(frame: Frame) -> Frame:
-    """How a probe's values spread: a row a metric (and sub-layer and role), with where the extremes are.
+    """How a probe's values spread: one row per metric (and sub-layer and role), with where the extremes are.
 
     Columns: those of sublayer, role and metric that the frame has, then rows, lowest, at, median, highest, at_highest.
     """

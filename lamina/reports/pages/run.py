@@ -16,7 +16,7 @@ from lamina.reports.style import to_html
 def run_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
     study = read_run(Path(folder))
-    summary, shown, colour = sections.prepare(study)
+    summary, shown, color = sections.prepare(study)
     row = rows_of(study.results)[0]
     course = figures.course(shown[0])
     return write_page(
@@ -25,11 +25,11 @@ def run_report(folder: Path) -> Path:
         facts=[f"status: {row['status']}", *sections.facts(study)],
         command=str(study.header.get("command") or ""),
         sections=[
-            sections.what_happened(study, summary, shown, colour),
+            sections.what_happened(study, summary, shown, color),
             Section(
                 name="Result",
                 title="Result",
-                html=tables.ranking_table(summary, colour) + tables.spike_note(summary),
+                html=tables.ranking_table(summary, color) + tables.spike_note(summary),
             ),
             sections.loss(study, shown, several=False),
             Section(

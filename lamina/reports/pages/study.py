@@ -19,19 +19,19 @@ def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
     study = read_study(Path(folder))
     refuse_other_experiments(study)
-    summary, shown, colour = sections.prepare(study)
+    summary, shown, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())
-    ranking = tables.ranking_table(summary, colour) + details(
-        f"All {len(study.results)} trials", tables.trials_table(study.results, colour)
+    ranking = tables.ranking_table(summary, color) + details(
+        f"All {len(study.results)} trials", tables.trials_table(study.results, color)
     )
-    rates = figures.u_curves(study.results, colour, list(summary["placement"]))
+    rates = figures.u_curves(study.results, color, list(summary["placement"]))
     return write_page(
         study.folder / PAGE,
         title=f"Where the norms sit: {_title(summary)}",
         facts=sections.facts(study),
         command=str(study.header.get("command") or ""),
         sections=[
-            sections.what_happened(study, summary, shown, colour),
+            sections.what_happened(study, summary, shown, color),
             Section(
                 name="Ranking",
                 title="Ranking by eval loss",

@@ -16,9 +16,9 @@ from lamina.reports.style import PALETTE, to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, text
 
 _FIGURE = (
-    "Eval loss against the learning rate that was given, before the width's factors: under a right scaling the curves "
-    "of all widths have their bottom at the same rate. Marks along the top edge did not finish at that rate: triangle "
-    "stuck, x diverged, cross failed, square interrupted, circle too short to tell."
+    "Eval loss against the learning rate of the settings, before the factors of the width: under a right scaling the "
+    "curves of all widths have their bottom at the same rate. Marks along the top edge did not finish at that rate: "
+    "triangle stuck, x diverged, cross failed, square interrupted, circle too short to tell."
 )
 
 
@@ -34,9 +34,9 @@ def transfer_report(folder: Path) -> Path:
     refuse_other_experiments(study)
     by_width = _by_width(study.results, folder)
     order = list(dict.fromkeys(by_width["placement"]))
-    colour = {name: PALETTE[i % 4] for i, name in enumerate(order)}
-    curves = figures.u_curves(by_width, colour, order)
-    trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, colour))
+    color = {name: PALETTE[i % 4] for i, name in enumerate(order)}
+    curves = figures.u_curves(by_width, color, order)
+    trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, color))
     return write_page(
         folder / PAGE,
         title=f"Learning rates for {summary['placement']}: width {summary['proxy_width']} to {summary['target_width']}",
@@ -66,7 +66,7 @@ def transfer_report(folder: Path) -> Path:
 
 
 def sentences(summary: Row) -> list[str]:
-    """What a transfer found, in plain words: the intervals, the rate, how sure it is, what the wider runs said."""
+    """What a transfer shows, in plain words: the intervals, the rate, its risk, and how the wider runs ended."""
     said, proxy, target = [], summary["proxy_width"], summary["target_width"]
     if summary["learning_rate"] is None:
         return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]

@@ -1,0 +1,249 @@
+"""The shapes of all charts: lines, alone or in panels, with their bands; and heat maps on one color scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from lamina.reports.records import Frame
+from lamina.reports.style import FONT, GREY, log_ticks, polish, rgba
+
+_ACROSS = 3  # panels or maps in a row
+_MAX_ROWS, _MAX_COLUMNS = 128, 80  # cells of a heat map
+Values = Sequence[float | None] | np.ndarray | Frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        x, y: its points.
+        color: as hexadecimal.
+        name: in the legend, escaped.
+        group: lines of one group are hidden together; only one of them stands in the legend.
+        legend: whether it stands in the legend; None leaves it to plotly.
+        width: in pixels; None: plotly's own.
+        dash: plotly's name of a dash pattern.
+        markers: whether each point has a marker; of ``marker`` pixels.
+        hover: plotly's template for a point; None: no text.
+        low, high: the edges of a band around it, at ``band_x``.
+        opacity: of the band.
+        customdata: more values for the template.
+    """
+
+    x: Values
+    y: Values
+    color: str
+    name: str = ""
+    group: str | None = None
+    legend: bool | None = None
+    width: float | None = 2
+    dash: str | None = None
+    markers: bool = False
+    marker: float | None = None
+    hover: str | None = None
+    low: Values | None = None
+    high: Values | None = None
+    band_x: Values | None = None
+    opacity: float = 0.14
+    customdata: Values | None = None
+
+    def draw(self, figure: go.Figure, row: int | None = None, col: int | None = None) -> None:
+        """Add the line to a figure, or to one of its panels."""
+        panel = {} if row is None else {"row": row, "col": col}
+        if self.low is not None and self.high is not None and self.band_x is not None:
+            figure.add_scatter(
+                x=[*self.band_x, *self.band_x[::-1]],
+                y=[*self.high, *self.low[::-1]],
+                mode="lines",
+                fill="toself",
+                fillcolor=rgba(self.color, self.opacity),
+                line={"width": 0},
+                hoverinfo="skip",
+                legendgroup=self.group,
+                showlegend=False,
+                **panel,
+            )
+        figure.add_scatter(
+            x=self.x,
+            y=self.y,
+            mode="lines+markers" if self.markers else "lines",
+            line={"color": self.color, "width": self.width} | ({"dash": self.dash} if self.dash else {}),
+            marker=None if self.marker is None else {"size": self.marker},
+            name=self.name or None,
+            legendgroup=self.group,
+            showlegend=self.legend,
+            customdata=self.customdata,
+            hovertemplate=None if self.hover is None else f"{self.hover}<extra></extra>",
+            **panel,
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How panels stand: in rows of at most three.
+
+    Attributes:
+        count: how many panels there are.
+    """
+
+    count: int
+
+    @property
+    def across(self) -> int:
+        """Panels in a row."""
+        return min(_ACROSS, self.count)
+
+    @property
+    def down(self) -> int:
+        """Rows."""
+        return math.ceil(self.count / self.across)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Row and column of a panel, from 1."""
+        return number // self.across + 1, number % self.across + 1
+
+    def lowest(self, number: int) -> bool:
+        """Whether no panel stands below."""
+        return number + self.across >= self.count
+
+
+def side_by_side(titles: Sequence[str], spacing: float = 0.035) -> go.Figure:
+    """Panels in one row that share their y axis."""
+    return make_subplots(
+        rows=1, cols=len(titles), shared_yaxes=True, horizontal_spacing=spacing, subplot_titles=list(titles)
+    )
+
+
+def reference(figure: go.Figure, x: Sequence[float], y: float, name: str) -> None:
+    """A dashed level line with a name in the legend."""
+    figure.add_scatter(
+        x=list(x),
+        y=[y] * len(x),
+        mode="lines",
+        line={"color": GREY, "width": 1.4, "dash": "dash"},
+        name=name,
+        hoverinfo="skip",
+    )
+
+
+def log_axis(figure: go.Figure) -> go.Figure:
+    """Logarithmic y axes with ticks that can be read, over at least a decade of what is drawn."""
+    return figure.update_yaxes(patch={"type": "log", **ticks_of(figure)})
+
+
+def ticks_of(figure: go.Figure) -> dict[str, object]:
+    """Range and ticks of a logarithmic y axis for what a figure draws."""
+    values = np.concatenate(
+        [np.asarray(trace["y"], dtype=float) for trace in cast("Sequence[go.Scatter]", figure.data)]
+    )
+    values = np.log10(values[np.isfinite(values) & (values > 0)])
+    if not len(values):
+        return {}
+    low, high = _at_least_a_decade(float(values.min()), float(values.max()))
+    pad = 0.06 * (high - low)
+    exponents, texts = log_ticks(low - pad, high + pad)
+    return {"range": [low - pad, high + pad], "tickvals": [10**e for e in exponents], "ticktext": texts}
+
+
+def heat_maps(maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, upwards: str) -> go.Figure | None:
+    """Tables as maps on one color scale: their rows upwards, their columns to the right.
+
+    Args:
+        maps: the title and the table of each, thinned to what a map can show; at least two columns each.
+        quantity: what the color is of.
+        log: whether the color is of the logarithm.
+        upwards: what the rows are.
+    """
+    drawn = [(title, cells) for title, table in maps if (cells := _cells(table, log)).shape[1] > 1]
+    drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
+    if not drawn:
+        return None
+    grid = Grid(len(drawn))
+    height = 196 * grid.down + 84
+    figure = make_subplots(
+        rows=grid.down,
+        cols=grid.across,
+        shared_yaxes=True,
+        shared_xaxes=True,
+        horizontal_spacing=0.025,
+        vertical_spacing=34 / max(height - 84, 1) if grid.down > 1 else 0,
+        subplot_titles=[title for title, _ in drawn],
+    )
+    number_form = "10^%{z:.2f}<extra></extra>" if log else "%{z:.4g}<extra></extra>"
+    for number, (title, cells) in enumerate(drawn):
+        row, col = grid.place(number)
+        figure.add_heatmap(
+            x=cells.columns.to_numpy(),
+            y=cells.index.to_numpy(),
+            z=cells.to_numpy(dtype=np.float32),
+            coloraxis="coloraxis",
+            hovertemplate=f"{title}<br>step %{{x}}, {upwards} %{{y}}: {number_form}",
+            row=row,
+            col=col,
+        )
+        if grid.lowest(number):
+            figure.update_xaxes(title="step", showticklabels=True, row=row, col=col)
+    for row in range(grid.down):
+        figure.update_yaxes(title=upwards, row=row + 1, col=1)
+    polish(figure, height)
+    figure.update_xaxes(showgrid=False)
+    figure.update_yaxes(showgrid=False)
+    values = np.concatenate([cells.to_numpy().ravel() for _, cells in drawn])
+    figure.update_layout(
+        plot_bgcolor="#f1f3f5",
+        margin={"l": 52, "r": 16, "t": 44, "b": 48},
+        coloraxis=_color_axis(values, quantity, log=log),
+    )
+    return titles_above(figure)
+
+
+def color_bar(title: str) -> dict[str, object]:
+    """The color bar of a heat map."""
+    return {
+        "title": {"text": title, "side": "right", "font": {"size": 12, "color": GREY}},
+        "thickness": 12,
+        "outlinewidth": 0,
+    }
+
+
+def titles_above(figure: go.Figure) -> go.Figure:
+    """The look of the titles above panels."""
+    return figure.update_annotations(font={"size": 13, "family": FONT}, yshift=2)
+
+
+def _color_axis(values: np.ndarray, quantity: str, *, log: bool) -> dict[str, object]:
+    low, high = np.nanquantile(values, [0.01, 0.99])
+    ticks, texts = None, None
+    if log:
+        low, high = _at_least_a_decade(float(low), float(high))
+        ticks, texts = log_ticks(low, high)
+    bar = color_bar(quantity)
+    bar["title"] = {"text": quantity, "side": "right", "font": {"size": 12, "color": GREY, "family": FONT}}
+    bar |= {"tickvals": ticks, "ticktext": texts, "tickfont": {"size": 12, "color": GREY}, "x": 1.012}
+    return {"colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": bar}
+
+
+def _cells(table: Frame, log: bool) -> Frame:
+    """A table thinned to the cells that a map can show, without what is not finite."""
+    if table.empty:
+        return table
+    rows = sorted({round(i) for i in np.linspace(0, len(table) - 1, min(len(table), _MAX_ROWS))})
+    columns = sorted({round(i) for i in np.linspace(0, table.shape[1] - 1, min(table.shape[1], _MAX_COLUMNS))})
+    cells = table.iloc[rows, columns]
+    cells = cells.where(np.isfinite(cells))
+    cells = np.log10(cells.where(cells > 0)) if log else cells
+    return cells.dropna(how="all", axis=1)
+
+
+def _at_least_a_decade(low: float, high: float) -> tuple[float, float]:
+    """Widen a range of exponents, so that noise does not fill the scale as if it were a difference."""
+    missing = max(0.0, 1 - (high - low))
+    return low - missing / 2, high + missing / 2

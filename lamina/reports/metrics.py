@@ -1,0 +1,151 @@
+"""The metrics that the layer monitor records: how the pages call, scale and explain each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OVER_STEPS = "The same at every record: layers upward, steps to the right."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric of layers/*.parquet.
+
+    Attributes:
+        name: in the table's column ``metric``.
+        title: above its charts.
+        quantity: on their axes.
+        caption: how to read them.
+        over_steps: how to read its maps over the steps.
+        log: whether its scale is logarithmic.
+    """
+
+    name: str
+    title: str
+    quantity: str
+    caption: str
+    over_steps: str = OVER_STEPS
+    log: bool = True
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            name="gradient_norm",
+            title="Gradient norm by layer",
+            quantity="gradient norm",
+            caption=(
+                "Norm of the gradient of each block's parameters, before clipping. Level lines are healthy: every "
+                "layer learns at a similar pace. A line that falls toward either end leaves the layers there almost "
+                "untrained."
+            ),
+            over_steps=(
+                "Layers upward, steps to the right, one color scale for all. An even color from bottom to top is "
+                "healthy; a map that turns dark from one edge shows where, and when, the gradient vanishes."
+            ),
+        ),
+        Metric(
+            name="hidden_variance",
+            title="Hidden variance by layer",
+            quantity="hidden variance",
+            caption=(
+                "Variance of the stream behind each block. Where it climbs through depth, each further block changes "
+                "the stream by a smaller share and deep layers matter less; where a norm stands on the stream it "
+                "stays level."
+            ),
+            over_steps=(
+                "As above, for the variance: a map that brightens upward grows through depth, one that brightens to "
+                "the right grows in training."
+            ),
+        ),
+        Metric(
+            name="hidden_abs_max",
+            title="Largest |x| by layer",
+            quantity="largest |x|",
+            caption=(
+                "Largest magnitude of the stream behind each block. A step up at one layer that all later layers "
+                "keep is a massive activation: it came from that layer."
+            ),
+        ),
+        Metric(
+            name="hidden_abs_mean",
+            title="Mean |x| by layer",
+            quantity="mean |x|",
+            caption=(
+                "Mean magnitude of the stream behind each block. Far below the largest one, few channels hold the "
+                "stream."
+            ),
+        ),
+        Metric(
+            name="hidden_mean",
+            title="Mean of all elements",
+            quantity="mean",
+            log=False,
+            caption=(
+                "Mean of all elements of the stream behind the sub-layer, from the first record (light) to the last "
+                "(dark). LayerNorm takes each token's mean away and RMSNorm leaves it; far from zero against the "
+                "mean |x|, the two differ."
+            ),
+        ),
+        Metric(
+            name="hidden_top_abs",
+            title="The 100 largest magnitudes against FP16's limit",
+            quantity="the 100 largest |x|",
+            caption=(
+                "The 100 largest |x| among all elements of the embedded tokens and of the streams behind every "
+                "sub-layer together, for the monitor's held-out blocks (Peri-LN, Figure 11): the line is the "
+                "largest, the band reaches down to the 100th. Measured in float32, so that a value above the dashed "
+                "line is seen; in FP16 it would be infinite, in BF16 it still has a number."
+            ),
+        ),
+        Metric(
+            name="gain_mean",
+            title="Norms' gains by layer",
+            quantity="mean gain",
+            log=False,
+            caption=(
+                "Mean gain of each norm and mean of each learned scale (skip scale, pre scale) against the depth, "
+                "from the first record (light) to the last (dark), as in Peri-LN's Figure 9. A norm without a gain "
+                "has no line."
+            ),
+        ),
+        Metric(
+            name="gain_abs_max",
+            title="Largest gains",
+            quantity="largest |gain|",
+            log=False,
+            caption="Largest magnitude of each norm's gain: far above the mean, the norm blows up few channels.",
+        ),
+        Metric(
+            name="expert_load",
+            title="Load of the experts",
+            quantity="busiest expert's load / balanced load",
+            log=False,
+            caption=(
+                "Load of each layer's busiest expert over that of a balanced one, from the first record (light) to "
+                "the last (dark): 1 is perfect balance, the number of experts over those chosen is a router that "
+                "always takes the same ones."
+            ),
+        ),
+        Metric(
+            name="step_loss",
+            title="Loss of every step",
+            quantity="loss (nats per token)",
+            log=False,
+            caption=(
+                "Training loss of every step, recorded or not. Where there are too many steps to draw, the largest "
+                "of each few."
+            ),
+        ),
+        Metric(
+            name="step_gradient_norm",
+            title="Gradient norm of every step",
+            quantity="gradient norm",
+            caption=(
+                "Norm of the gradient of all parameters together, before clipping, at every step. Its spikes are "
+                "those that the tables count."
+            ),
+        ),
+    )
+}
