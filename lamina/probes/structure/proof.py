@@ -107,8 +107,8 @@ def _check_axes(structure: Structure, tensors: Tensors, inputs: Batch) -> None:
                 f"{len(batch)} sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else f"{len(batch)} images"
             )
             raise UserError(
-                f"model: the stream at {_path(structure, state)} is {list(shape)} for {expected} (allowed: models whose "
-                "layers hand on [batch, tokens, width])"
+                f"model: the stream at {_path(structure, state)} is {list(shape)} for {expected} (allowed: models "
+                "whose layers hand on [batch, tokens, width])"
             )
 
 
