@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lamina.core.json_types import Json
 from lamina.errors import TrialsFailed
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
 
 def probe_folder(
     *, png: bool = False, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any
-) -> dict[str, Any]:
+) -> Json:
     """Measure a checkpoint into a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
 
     Returns what result.json holds; OUTPUT/report.html is the page, OUTPUT/NAME.parquet the table of the probe NAME.
@@ -57,7 +58,7 @@ def probe_folder(
     return result
 
 
-def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> dict[str, Any]:
+def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> Json:
     """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
 
     Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.

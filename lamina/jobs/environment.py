@@ -8,14 +8,14 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.jobs.ledger import LEDGER
 
 ENVIRONMENT = "environment.json"
 
 
-def environment(seed: int, kind: str = "") -> dict[str, Any]:
+def environment(seed: int, kind: str = "") -> Json:
     """What environment.json holds: kind, versions, machine, seed, and git revision of the source tree."""
     versions = {}
     for package in ("lamina", "torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow"):

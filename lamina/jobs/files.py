@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs import digests
@@ -64,12 +65,12 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Json:
     """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
     return read_mapping(path)
 
 
-def read_written_yaml(path: Path) -> dict[str, Any]:
+def read_written_yaml(path: Path) -> Json:
     """Read a YAML mapping that Lamina wrote. Raises UserError where it is not as it was written, too."""
     if words := digests.differs(path):
         raise UserError(f"{str(path)!r} {words} (allowed: the file as it was; --overwrite to begin again)")
@@ -85,7 +86,7 @@ def finite(data: Any) -> Any:
     return [finite(v) for v in data] if isinstance(data, list | tuple) else data
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
+def read_result(folder: Path) -> Json | None:
     """A run's result.json, or None where the run has not ended (or the file is not what was written, which is said)."""
     path = folder / "result.json"
     if words := digests.differs(path):

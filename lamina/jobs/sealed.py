@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml, write_yaml
 
@@ -21,7 +22,7 @@ def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
     write_yaml(path, {DIGEST: digest_of(data), **data})
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path) -> Json:
     """The mapping, without its digest. Raises UserError naming the file where it is missing, cut short or altered."""
     data = read_yaml(path)
     if DIGEST not in data:

@@ -78,7 +78,7 @@ def build(
         fields = "hidden_size, num_layers, vocab_size"
         refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
     head = _head(config, head)
-    plan = make_plan(placement, config.num_hidden_layers, **placement_options)
+    plan = _plan_for(config.num_hidden_layers, placement, **placement_options)
     init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
@@ -165,6 +165,10 @@ def recommended(plan: Plan) -> str:
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
     """The plan of a placement, or the plan itself. Raises UserError for a plan of another depth or with options."""
+    return _plan_for(num_layers, placement, **options)
+
+
+def _plan_for(num_layers: int, placement: str | Plan, **options: object) -> Plan:
     if not isinstance(placement, Plan):
         return resolve(placement, num_layers, **options)
     if options:

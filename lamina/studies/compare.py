@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
+from lamina.core.json_types import Json
 from lamina.data import prepare_blocks
 from lamina.errors import UserError
 from lamina.jobs import columns
@@ -101,7 +102,7 @@ def compare(
 
 def alike(
     settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
-) -> tuple[dict[str, Any], dict[str, PretrainSettings]]:
+) -> tuple[Json, dict[str, PretrainSettings]]:
     """One precision and one way to compile for all trials, or they would not be compared by placement alone."""
     if not speed.is_open(settings):
         return settings.to_dict(), trials
@@ -123,7 +124,7 @@ def alike(
 
 def run_study(
     settings: Any,
-    decided: dict[str, Any],
+    decided: Json,
     trials: dict[str, PretrainSettings],
     folder: Path,
     *,
@@ -152,7 +153,7 @@ def run_study(
     todo = {t: s for t, s in trials.items() if t not in results}
     progress = _Progress(todo, done=len(results), show=bar)
 
-    def ended(trial: str, result: dict[str, Any]) -> None:
+    def ended(trial: str, result: Json) -> None:
         results[trial] = result
         progress.ended(trial, result)
         write_results(folder, trials, results, keys)
@@ -168,7 +169,7 @@ def run_study(
 def write_results(
     folder: Path,
     trials: dict[str, PretrainSettings],
-    results: dict[str, dict[str, Any]],
+    results: dict[str, Json],
     keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:
     """Write results.csv, a row for each trial that has ended, and return it."""
@@ -197,7 +198,7 @@ class _Progress:
         for trial in running:
             self._advance(trial, _last_step(Path(self.trials[trial].output) / "metrics.jsonl"))
 
-    def ended(self, trial: str, result: dict[str, Any]) -> None:
+    def ended(self, trial: str, result: Json) -> None:
         self._advance(trial, self.trials[trial].steps)
         self.count += 1
         self.bar.set_description(f"{self.count}/{self.all} trials")

@@ -70,7 +70,7 @@ def coord_check(
         UserError: for invalid settings, a corpus that can't be read, an output folder in use.
         OSError: the disk is full.
     """
-    modes: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": _stored}
+    modes: Json = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": _stored}
     job = open_job(Kind.COORD_CHECK, CoordCheckSettings, settings, **modes)
     checked, folder, runs = job.settings, job.folder, job.settings.runs()
     for width in checked.all_widths:
@@ -102,7 +102,7 @@ def coord_check(
     return result
 
 
-def _stored(folder: Path) -> dict[str, Any] | None:
+def _stored(folder: Path) -> Json | None:
     return stored_study(folder) if has_study(folder) else None
 
 

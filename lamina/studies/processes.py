@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from lamina.core.json_types import Json
 from lamina.training.settings import PretrainSettings
 
 LOST = 255  # the exit code of a trial whose server is gone
@@ -73,7 +74,7 @@ class Server:
                 there = cls._current = Server()
             return there
 
-    def start(self, request: dict[str, Any]) -> Forked:
+    def start(self, request: Json) -> Forked:
         """Fork a trial."""
         with self.lock:
             self.count += 1
@@ -81,7 +82,7 @@ class Server:
         self.send({**request, "number": trial.number})
         return trial
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: Json) -> None:
         """Ask for something; nothing happens where the server is gone, which ``code`` tells of."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
@@ -133,7 +134,7 @@ class Forked:
 class Alone:
     """A trial in an interpreter of its own."""
 
-    def __init__(self, request: dict[str, Any]):
+    def __init__(self, request: Json):
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path, call="alone()")],
             stdin=subprocess.PIPE,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
 from lamina.jobs.sealed import DIGEST, read_sealed, write_sealed
@@ -36,7 +37,7 @@ def has_study(folder: Path) -> bool:
     return (folder / STUDY).is_file() or (folder / COPY).is_file()
 
 
-def read_study(folder: Path) -> dict[str, Any]:
+def read_study(folder: Path) -> Json:
     """The record of the study in a folder: that of study.yaml, or of the copy where that file is not whole.
 
     Raises UserError naming the file where neither is whole.
@@ -56,7 +57,7 @@ def read_study(folder: Path) -> dict[str, Any]:
     return study
 
 
-def stored_study(folder: Path) -> dict[str, Any]:
+def stored_study(folder: Path) -> Json:
     """The settings of the study in a folder. Raises UserError where it holds none that is whole."""
     return read_study(folder)["settings"]
 
@@ -115,7 +116,7 @@ def refuse_mixture(
                 )
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> Json:
     """study.yaml, whole; one from before there were digests has no copy and nothing but the known keys."""
     path = folder / STUDY
     if not (folder / COPY).is_file() and path.is_file():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 import torch
 
+from lamina.core.json_types import Json
 from lamina.data import prepare_blocks
 from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
@@ -124,7 +125,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
     return factors
 
 
-def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> dict[str, Any]:
+def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
     """What transfer.json holds: the rates by width, the intervals, the target's rates by role, how sure that is."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})

@@ -16,8 +16,9 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import orphans
 from lamina.jobs.environment import environment
@@ -77,7 +78,7 @@ def alone() -> int:
     return run(request)
 
 
-def run(request: dict[str, Any]) -> int:
+def run(request: Json) -> int:
     """One trial as ``request`` says; returns the exit code. What it prints is kept in its folder's log.txt."""
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ def run(request: dict[str, Any]) -> int:
     return 0
 
 
-def _end_with(request: dict[str, Any]) -> NoReturn:
+def _end_with(request: Json) -> NoReturn:
     """Run a trial and end this process without freeing what it has of the server, which takes longer than to start."""
     code = 1
     try:
@@ -121,7 +122,7 @@ def _end_with(request: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def _like_the_driver(request: dict[str, Any]) -> None:
+def _like_the_driver(request: Json) -> None:
     """Take over what the driver's process has changed since the server was started."""
     os.environ.clear()
     os.environ.update(request["environment"])

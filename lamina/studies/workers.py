@@ -8,8 +8,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.jobs.files import read_result, write_json
 from lamina.jobs.signals import STOP_SIGNALS, handled
 from lamina.studies import processes
@@ -24,7 +24,7 @@ def run_trials(
     trials: Mapping[str, PretrainSettings],
     *,
     workers: int,
-    ended: Callable[[str, dict[str, Any]], None],
+    ended: Callable[[str, Json], None],
     tick: Callable[[list[str]], None],
 ) -> None:
     """Run every trial, ``workers`` at a time; ``ended`` gets each one's id and result, ``tick`` the running ids.
@@ -52,7 +52,7 @@ def _run_all(
     waiting: list[str],
     running: dict[str, Process],
     workers: int,
-    ended: Callable[[str, dict[str, Any]], None],
+    ended: Callable[[str, Json], None],
     tick: Callable[[list[str]], None],
     stopped: list[int],
 ) -> None:
@@ -84,7 +84,7 @@ def _stop_signals() -> Iterator[list[int]]:
 def _reap(
     running: dict[str, Process],
     trials: Mapping[str, PretrainSettings],
-    ended: Callable[[str, dict[str, Any]], None],
+    ended: Callable[[str, Json], None],
     missing: str = "failed",
 ) -> None:
     for trial, process in list(running.items()):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainingArguments
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError, unknown
 from lamina.training.execution.devices import device_of
 from lamina.training.settings import PretrainSettings
@@ -74,7 +74,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
             raise unknown("trainer argument", name, known & set(OPTIONS))
         check_value(name, value)
     check_together(settings.trainer, settings.schedule)
-    values: dict[str, Any] = {
+    values: Json = {
         "output_dir": str(Path(settings.output) / "checkpoints"),
         "max_steps": settings.steps,
         "per_device_train_batch_size": settings.batch_size // processes,

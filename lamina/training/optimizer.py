@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.width import SCHEMES, WidthScaling, scaled_weights
 from lamina.training.settings import RunSettings
@@ -33,13 +32,13 @@ def rate_factors(model: PreTrainedModel, scaling: WidthScaling) -> dict[str, flo
 
 def parameter_groups(
     model: nn.Module, factors: dict[str, float], *, learning_rate: float, weight_decay: float
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """The optimizer's groups: one for each factor and for with and without decay, the factor nearest to 1 first.
 
     AdamW takes ``lr * weight_decay`` off a weight in a step, so a group whose rate is divided by m has its decay
     multiplied by m: a wider model would otherwise decay less. Gains, biases and learned scales do not decay.
     """
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool], Json] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lamina.core.json_types import Json
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.jobs import columns
 from lamina.jobs.status import Status
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lamina.training.run import TrainingRun
 
 
-def outcome(run: TrainingRun, status: Status, reason: str) -> dict[str, Any]:
+def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
     """The numbers of a run that ended with ``status``: a value for each measured column of ``lamina.jobs.columns``."""
     settings, plan, recorder, blocks = run.settings, run.resolved.plan, run.recorder, run.blocks
     steps = run.trainer.state.global_step

@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.core.json_types import Json
 from lamina.data import Blocks, prepare_blocks, stream_blocks
 from lamina.errors import UserError, mark_reported
 from lamina.jobs import digests
@@ -52,7 +53,7 @@ def pretrain(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> dict[str, Any]:
+) -> Json:
     """Train a model, from scratch or from a checkpoint, and leave the run's folder; returns what result.json holds.
 
     ``settings`` are a whole record, or only what the user gave, by name. A run that diverges, sticks or is interrupted
@@ -128,11 +129,11 @@ def _recorded(
     *,
     resume: bool,
     bar: bool,
-) -> dict[str, Any]:
+) -> Json:
     """Run, and write result.json however it ends, unless the user is at fault. ``seconds``: spent before a resume."""
     folder, began = Path(resolved.settings.output), time.monotonic()
 
-    def write(result: dict[str, Any]) -> dict[str, Any]:
+    def write(result: Json) -> Json:
         result["seconds"] = round(seconds + time.monotonic() - began, 2)
         if processes.first:
             write_json(folder / "result.json", result)
@@ -158,7 +159,7 @@ def _recorded(
 
 def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
     """The blocks of the run's corpus and their tokenizer; ``bar``: show one while they are made."""
-    of: dict[str, Any] = {
+    of: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,
         "sequence_length": settings.sequence_length,
@@ -178,7 +179,7 @@ def _run(
     *,
     resume: bool,
     bar: bool,
-) -> dict[str, Any]:
+) -> Json:
     """Train until it ends, and as often as ``rollback`` allows again from where it was good."""
     transformers.utils.logging.disable_progress_bar()
     settings = resolved.settings

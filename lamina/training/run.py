@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from lamina.core.json_types import Json
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.data.blocks import PartShare, spread
@@ -225,7 +225,7 @@ class StreamPosition:
     def __init__(self, run: TrainingRun):
         self.run = run
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The place of the block that follows the checkpoint's step."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         place = self.run.train_blocks.state_dict(following)

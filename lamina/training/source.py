@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
@@ -42,7 +43,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     refuse_as_output(settings.output, settings.from_model)
     plan, config = _read(folder)
     options = ", ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.options.items())
-    found: dict[str, Any] = {
+    found: Json = {
         "placement": plan.placement + (f"({options})" if options else ""),
         "backbone": folder,
         "num_layers": config.num_hidden_layers,
@@ -72,7 +73,7 @@ def refuse_as_output(output: str, from_model: str) -> None:
         raise UserError(f"output: {output!r} holds the model to go on from (allowed: another folder)")
 
 
-def _same(name: str, value: Any, found: dict[str, Any], plan: Plan, config: Any) -> bool:
+def _same(name: str, value: Any, found: Json, plan: Plan, config: Any) -> bool:
     """Whether a value written another way means what the checkpoint has."""
     if value is None:
         return True

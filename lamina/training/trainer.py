@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from lamina.core.json_types import Json
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing import store as checkpoints
@@ -22,86 +22,12 @@ from lamina.training.checkpointing.stateful import RunState, Stateful, collected
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.experts import ExpertBalance
+from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import DivergenceGuard
-from lamina.training.monitoring.layers import GradientNorms, Row, hidden_state_rows
+from lamina.training.monitoring.layers import hidden_state_rows
 from lamina.training.monitoring.series import StepSeries
 from lamina.training.optimizer import parameter_groups
 from lamina.training.order import TrainOrder
-
-
-class LayerGradNorms:
-    """A mixin for Trainer and TRL's trainers: per-layer gradient norms before clipping, and the guard's first look.
-
-    Trainer's own hook before the optimizer step comes after clipping, hence the two overridden methods.
-    """
-
-    guard: DivergenceGuard
-    layer_rows: list[Row]
-    gradient_norms: GradientNorms | None
-    series: StepSeries | None = None
-    overflows: int = 0
-    overflows_in_a_row: int = 0
-    state: TrainerState
-    args: TrainingArguments
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        squares = self._squares(model)  # clipping by a norm that is not finite would spoil every layer's gradient
-        norm = _whole(super()._clip_grad_norm(model))  # type: ignore[misc]
-        self._look(norm, squares)
-        return norm
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is not None:
-            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
-        squares = self._squares(model)  # without clipping Trainer calls only this one
-        norm = _whole(super()._get_grad_norm(model))  # type: ignore[misc]
-        self._look(norm, squares)
-        return norm
-
-    def _squares(self, model: nn.Module) -> torch.Tensor:
-        if self.gradient_norms is None:
-            self.gradient_norms = GradientNorms(self._plain(model))
-        squares = self.gradient_norms.squares()
-        if (scaler := self.scaler()) is not None:  # the gradients are those of the scaled loss still
-            squares = squares / scaler.scale(torch.ones((), device=squares.device)) ** 2
-        return squares
-
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16 training, where there is one."""
-        return getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
-
-    def count_overflow(self) -> None:
-        """After a step: note whether the loss scaler skipped it as its gradients overflowed, and end its series."""
-        skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)  # type: ignore[attr-defined]
-        self.overflows += skipped
-        self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
-        if self.series is not None:
-            self.series.end_step(self.state.global_step, skipped=skipped)
-
-    def _look(self, norm: Any, squares: torch.Tensor) -> None:
-        if self.series is not None:
-            self.series.add_norm(norm)
-        step = self.state.global_step + 1
-        recorded = step == 1 or step % max(1, int(self.args.logging_steps)) == 0
-        self.layer_rows = []
-        if not recorded and squares.device.type != "cpu":
-            return  # a look would wait for the device
-        value = float(norm)
-        if recorded or not math.isfinite(value):
-            assert self.gradient_norms is not None
-            self.layer_rows = self.gradient_norms.rows(step, squares)
-        if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
-            self.layer_rows = []  # the scaler leaves the step out and halves its scale: nothing has diverged yet
-            return
-        self.guard.see_gradient(step, value, self.layer_rows)
-        self.guard.see_layers(self.layer_rows)
-
-    def _plain(self, model: nn.Module) -> nn.Module:
-        return self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
-
-
-def _whole(norm: Any) -> Any:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class LaminaTrainer(LayerGradNorms, Trainer):
@@ -130,12 +56,12 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
         states: Sequence[Stateful] = (),
-        spared: Callable[[dict[str, Any]], bool] | None = None,
+        spared: Callable[[Json], bool] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.processes = Processes() if processes is None else processes
-        self.sharded = sharding.is_sharded(self.model)  # type: ignore[arg-type]
+        self.sharded = sharding.is_sharded(self.bare_model())
         if self.sharded:  # Trainer's accelerator would put DDP around it
             prepare = self.accelerator.prepare_model
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
@@ -201,7 +127,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The model's loss; in training with the experts' auxiliary loss, where they are balanced by one."""
         if self.experts is None or not model.training:
@@ -217,7 +143,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             extra = extra / self.current_gradient_accumulation_steps
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Json, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.sharded:  # gradients are reduced once a step, not once a micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -226,7 +152,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             step = self.state.global_step + 1
             whole = self.processes.gathered(inputs["input_ids"])
-            self.layer_rows = hidden_state_rows(self._plain(model), whole, step)
+            self.layer_rows = hidden_state_rows(self.bare_model(), whole, step)
             self.guard.see_layers(self.layer_rows)
             self.guard.see_loss(step, value)
         return loss
@@ -273,7 +199,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         keep = self.args.save_total_limit or 1
         self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.spared))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Its part of a checkpoint's run state: every process' loss since the last record, and the learning rate."""
         return {
             "step": self.state.global_step,
@@ -311,5 +237,5 @@ class LaminaTrainer(LayerGradNorms, Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Trainer's, uncompiled: evaluations are few, and their batches' shapes several."""
-        with uncompiled(self._plain(self.model)):  # type: ignore[arg-type]
+        with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 from lamina.jobs import digests
@@ -35,7 +36,7 @@ class RunIdentity:
     plan: Plan
     fingerprint: str
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The settings, and digests of the plan and of the text."""
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
@@ -77,7 +78,7 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def known_of(folder: Path) -> dict[str, Any]:
+def known_of(folder: Path) -> Json:
     """The identity in the newest checkpoint of a run's folder that has one; empty where none has."""
     for path in reversed(checkpoints(folder / "checkpoints")):
         state = listed_state(path)
@@ -94,7 +95,7 @@ def _changed(settings: PretrainSettings, noted: Path) -> str:
     return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
 
 
-def _stored(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+def _stored(path: Path, now: Json) -> Json:
     """What a file of the run holds; of a damaged one ``now``, if that is what was written. Raises UserError if not."""
     if words := digests.differs(path):
         if was_written(path, now):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import read_result, read_yaml
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
-def stored_settings(folder: Path, free: Collection[str]) -> dict[str, Any] | None:
+def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     """The settings of the run in a folder: its config.yaml's, or the newest checkpoint's where that file is not whole.
 
     None where there is neither. Raises UserError where the file is not whole and no checkpoint holds the settings, and
@@ -59,7 +59,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> dict[str, Any] | Non
     return {**settings, **stored}
 
 
-def result_to_keep(folder: Path) -> dict[str, Any] | None:
+def result_to_keep(folder: Path) -> Json | None:
     """The result of a run that has ended and is as it was written; None where there is something to resume or fix.
 
     The log names every file that is not as it was written and is not said of where it is read.
@@ -105,7 +105,7 @@ def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
         )
 
 
-def _whole(path: Path) -> dict[str, Any] | None:
+def _whole(path: Path) -> Json | None:
     """A run's config.yaml; None where it is missing. Raises UserError where it is cut short."""
     if not path.is_file():
         return None

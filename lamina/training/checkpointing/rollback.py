@@ -6,8 +6,8 @@ import json
 import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import was_written, write_json
@@ -86,7 +86,7 @@ class Rollbacks:
                 "file as it was; else another --output, or --overwrite)"
             ) from None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """How many there are, and all of them: rollbacks.json may be lost."""
         return {"rollbacks": len(self.done), "returns": self.to_list()}
 
@@ -141,6 +141,6 @@ class Rollbacks:
         write_json(self.folder / FILE, self.to_list())
         return entry
 
-    def to_list(self) -> list[dict[str, Any]]:
+    def to_list(self) -> list[Json]:
         """For result.json and the folder's file."""
         return [asdict(entry) for entry in self.done]

@@ -19,15 +19,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaNorm, current_key
+from lamina.modeling.parts import body_of
 from lamina.training.execution.processes import Processes
 
 STATES = "states.safetensors"
 
 
-def shard(model: nn.Module, processes: Processes, device: str, *, bf16: bool) -> None:
+def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
     """Share out a model's parameters by FSDP2: every block a unit, the rest (embedding, final norm, readout) another.
 
     The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
@@ -36,16 +39,16 @@ def shard(model: nn.Module, processes: Processes, device: str, *, bf16: bool) ->
     """
     mesh = init_device_mesh(device, (processes.size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.model.layers:  # type: ignore[union-attr]
-        norms = [m for m in block.modules() if isinstance(m, LaminaNorm) and m.weight is not None]  # type: ignore[union-attr]
+    for block in body_of(model, "parallel").layers:
+        norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, LaminaNorm) and m.weight is not None]
         apart = {id(norm.weight) for norm in norms}
-        matrices = all(p.ndim >= 2 or id(p) in apart for p in block.parameters())  # type: ignore[union-attr]
+        matrices = all(p.ndim >= 2 or id(p) in apart for p in block.parameters())
         if bf16 and matrices:
             if norms:  # one unit, so that one all-gather serves them all
-                fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # type: ignore[arg-type]
-            fully_shard(block, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
+                fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         else:
-            fully_shard(block, mesh=mesh)  # type: ignore[arg-type]
+            fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -148,12 +151,12 @@ def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
     """An optimizer's state by its parameters' names: what can be sharded, and the rest (step counts, settings)."""
     settle(model)
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
-    rest: dict[str, Any] = {"state": {}, "groups": []}
+    rest: Json = {"state": {}, "groups": []}
     for group in optimizer.param_groups:
         members = [names[id(parameter)] for parameter in group["params"]]
         rest["groups"].append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
@@ -179,8 +182,8 @@ def load_optimizer(
     settle(model)
     names = _names(model)
     kept = {current_key(name): entries for name, entries in rest["state"].items()}
-    state: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
+    state: dict[int, Json] = {}
+    groups: list[Json] = []
     wanted: dict[str, torch.Tensor] = {}
     stored = shapes(files) if files else {}
     by_name: dict[str, list[str]] = {}

@@ -18,6 +18,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
+from lamina.core.json_types import Json
 from lamina.jobs.manifest import listed
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.store import RUN_STATE
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def write(trainer: LaminaTrainer, folder: Path, state: dict[str, Any]) -> None:
+def write(trainer: LaminaTrainer, folder: Path, state: Json) -> None:
     """Write a checkpoint's files into ``folder``, each process its own; an error in one is raised in all."""
-    model: Any = trainer._plain(trainer.model)  # type: ignore[arg-type]
+    model = trainer.bare_model()
     processes, sharded = trainer.processes, sharding.is_sharded(model)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     tensors, rest = processes.together(lambda: sharding.optimizer_tensors(model, optimizer))
@@ -69,7 +70,7 @@ def _write_trainer_state(trainer: LaminaTrainer, folder: Path) -> None:
 
 def read_model(trainer: LaminaTrainer, checkpoint: Path) -> None:
     """Fill the trainer's model. Raises UserError for a checkpoint of another model."""
-    model = trainer._plain(trainer.model)  # type: ignore[arg-type]
+    model = trainer.bare_model()
     files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
     tensors = sharding.model_tensors(model)
     trainer.processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
@@ -84,7 +85,7 @@ def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
 
 def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
     """Restore the optimizer and the schedule. Raises UserError for a checkpoint of another model."""
-    model = trainer._plain(trainer.model)  # type: ignore[arg-type]
+    model = trainer.bare_model()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
     alone = not sharding.is_sharded(model)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from lamina.core.json_types import Json
+
 RunState = Mapping[str, Any]
 """What run_state.json of a checkpoint holds: JSON by name. An empty one stands for the beginning of the run."""
 
@@ -12,7 +14,7 @@ RunState = Mapping[str, Any]
 class Stateful(Protocol):
     """One more thing to resume is one more of these in ``TrainingRun.states``."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Its part of the run state: JSON by names of its own."""
         ...
 
@@ -21,6 +23,6 @@ class Stateful(Protocol):
         ...
 
 
-def collected(states: Iterable[Stateful]) -> dict[str, Any]:
+def collected(states: Iterable[Stateful]) -> Json:
     """The parts of all, in their order."""
     return {name: value for each in states for name, value in each.state_dict().items()}

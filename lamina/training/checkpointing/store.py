@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.jobs import manifest, replaced
 from lamina.jobs.manifest import (
     NOT_A_MANIFEST,
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 RUN_STATE = "run_state.json"
 
 
-def newest_checkpoint(folder: Path, admitted: Callable[[dict[str, Any]], bool] = lambda state: True) -> Path | None:
+def newest_checkpoint(folder: Path, admitted: Callable[[Json], bool] = lambda state: True) -> Path | None:
     """The newest whole checkpoint whose run state is ``admitted``; the log names those that are not whole.
 
     It also names files in the one found that its manifest does not list: they are not read.
@@ -58,12 +58,12 @@ def step_of(path: Path) -> int:
     return int(path.name.split("-")[-1])
 
 
-def run_state(path: Path) -> dict[str, Any]:
+def run_state(path: Path) -> Json:
     """What a whole checkpoint says of the run beyond its tensors: the guard, what was logged, the rollbacks so far."""
     return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
 
 
-def listed_state(path: Path) -> dict[str, Any] | None:
+def listed_state(path: Path) -> Json | None:
     """A checkpoint's run state if that file is as its manifest lists it, whatever became of the others; else None."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
@@ -111,7 +111,7 @@ def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
         raise
 
 
-def prune(folder: Path, step: int, keep: int, spared: Callable[[dict[str, Any]], bool] | None = None) -> None:
+def prune(folder: Path, step: int, keep: int, spared: Callable[[Json], bool] | None = None) -> None:
     """Once checkpoint-STEP is whole, leave ``keep`` up to it, and none after it: those are of a line given up.
 
     ``spared``: the newest one whose run state it accepts stays, too. So does one with another step's name: it is none
@@ -141,7 +141,7 @@ def clear(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _accepts(spared: Callable[[dict[str, Any]], bool], path: Path) -> bool:
+def _accepts(spared: Callable[[Json], bool], path: Path) -> bool:
     try:
         return spared(run_state(path))
     except (OSError, ValueError):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from lamina.core.json_types import Json
 from lamina.jobs.files import write_json, write_yaml
 from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.training.execution.compiling import compile_blocks, discard, missing_compiler
@@ -58,7 +59,7 @@ class Choice:
     def __str__(self) -> str:
         return f"{_named(self.precision, self.compile)}: {self.why}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """For speed.json."""
         return asdict(self)
 

@@ -20,10 +20,11 @@ from typing import Any, get_args
 
 import torch
 from torch import distributed, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lamina.core.values import one_of
 from lamina.errors import UserError
+from lamina.modeling.parts import body_of
 from lamina.training.monitoring.layers import Row
 from lamina.training.setting_groups import Balance
 
@@ -35,7 +36,7 @@ def find_routers(model: nn.Module) -> dict[int, Any]:
     (logits, weights, chosen experts), as those of transformers' DeepSeek models and their kin do.
     """
     found: dict[int, Any] = {}
-    for index, block in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
+    for index, block in enumerate(body_of(model, "experts").layers):
         gate = getattr(block.feed_forward.module, "gate", None)
         if isinstance(gate, nn.Module) and hasattr(gate, "num_experts") and hasattr(gate, "top_k"):
             found[index] = gate
@@ -115,7 +116,9 @@ class ExpertBalance(TrainerCallback):
                     losses.append(balance_loss(scores(logits, router), chosen, sequences))
         return self.rate * torch.stack(losses).sum() if losses else None
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Trainer's call right after the optimizer's step."""
         self.finish_step()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.training.checkpointing.stateful import RunState
 
 STILL_FALLING = 0.2  # nats that as many steps again would take off the loss, at the pace of the run's last fifth
@@ -64,9 +65,9 @@ class RecordedLosses:
 
     def __init__(self, folder: Path, steps: int):
         self.folder, self.steps = folder, steps
-        self._resumed: list[dict[str, Any]] = []
+        self._resumed: list[Json] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Those recorded so far."""
         return {"recorded_losses": deciding(self.records(), self.steps)}
 
@@ -74,21 +75,21 @@ class RecordedLosses:
         """Resume with those that the checkpoint holds."""
         self._resumed = state.get("recorded_losses", [])
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Json]:
         """The run's records, and of those that were lost what its checkpoint has kept."""
         return merged(self._resumed, read_metrics(self.folder))
 
 
-def merged(first: Iterable[Mapping[str, Any]], then: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def merged(first: Iterable[Mapping[str, Any]], then: Iterable[Mapping[str, Any]]) -> list[Json]:
     """The records of both by step; ``then`` counts where both have a value."""
-    by_step: dict[Any, dict[str, Any]] = {}
+    by_step: dict[Any, Json] = {}
     for record in (*first, *then):
         if record.get("step") is not None:
             by_step.setdefault(record["step"], {}).update(record)
     return [by_step[step] for step in sorted(by_step)]
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[Json]:
     """The whole lines of a run's metrics.jsonl."""
     records = []
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():

@@ -7,8 +7,8 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitoring.layers import Row
 
@@ -83,7 +83,7 @@ class DivergenceGuard:
         self.see_layers(rows)
         raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """What it has seen, for a checkpoint."""
         seen = {
             "best": self.best,

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from lamina.core.json_types import Json
 from lamina.data.blocks import PartShare
 from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
@@ -57,7 +58,9 @@ class RunRecorder(TrainerCallback):
         self._logged = (0, 0.0)
         self._flushed = time.monotonic()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.bar = tqdm(
             total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show_bar, dynamic_ncols=True
         )
@@ -66,10 +69,14 @@ class RunRecorder(TrainerCallback):
         if state.global_step == 0:
             self._monitor(0, [])
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._since = time.monotonic() if self._since is None else self._since
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.training_steps += 1
         assert self.trainer is not None
         self.trainer.count_overflow()
@@ -84,7 +91,9 @@ class RunRecorder(TrainerCallback):
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
             control.should_training_stop = control.should_save = True
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if not logs or "loss" not in logs:
             return
         step = state.global_step
@@ -110,7 +119,12 @@ class RunRecorder(TrainerCallback):
         return self.realized(step) or None
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Json | None = None,
+        **kwargs: object,
     ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.last_eval, self.evaluated_step = loss, state.global_step
@@ -118,7 +132,7 @@ class RunRecorder(TrainerCallback):
         record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
         self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Step and loss of the last evaluation, the best loss, and what the writers have brought to the disk."""
         self._take_series()
         self.layers.flush()
@@ -138,7 +152,9 @@ class RunRecorder(TrainerCallback):
             self.evaluated_step, self.last_eval = int(step), last
         self.best_eval = min(self.best_eval, best)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._take_series()
 
     def _take_series(self) -> None:
@@ -167,7 +183,7 @@ class RunRecorder(TrainerCallback):
 
     def _monitor(self, step: int, gradients: list[Row]) -> None:
         assert self.trainer is not None
-        model = self.trainer._plain(self.trainer.model)  # type: ignore[arg-type]
+        model = self.trainer.bare_model()
         device = next(model.parameters()).device
         states = hidden_state_rows(model, self.monitor_ids.to(device), step)
         self.guard.see_layers(states)

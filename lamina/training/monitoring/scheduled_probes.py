@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from lamina.core.json_types import Json
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.probes.engine.context import Context
@@ -51,7 +52,7 @@ class ScheduledProbes(TrainerCallback):
         folder: Path,
         settings: PretrainSettings,
         input_ids: torch.Tensor,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
     ):
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.input_ids, self.tokenizer = input_ids, tokenizer
@@ -60,7 +61,7 @@ class ScheduledProbes(TrainerCallback):
         self._structure: Structure | None = None
         self._noted: set[tuple[str, str]] = set()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Nothing: the ledger knows the parts."""
         return {}
 
@@ -70,11 +71,15 @@ class ScheduledProbes(TrainerCallback):
             checked_parts(self.folder.parent, "probes/*/part-*.parquet", state.get("files"))
             forget(self.folder, after=state["step"], files=state.get("files"))
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.global_step == 0:
             self._probe(state)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         # Trainer has stepped and cleared the gradients by now, and the recorder, called before, has stopped its clock.
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._probe(state)

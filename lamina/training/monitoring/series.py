@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lamina.core.json_types import Json
 from lamina.jobs.columns import SPIKES
 from lamina.probes.spikes import FEWEST, spikes
 from lamina.training.execution.processes import Processes
@@ -66,12 +67,12 @@ class StepSeries:
         return rows
 
 
-def spike_columns(folder: Path) -> dict[str, Any]:
+def spike_columns(folder: Path) -> Json:
     """Spike counts and scores of a run's steps, by the names of ``SPIKES``, from its layers/.
 
     None for a series of no more than the ``FEWEST`` steps that can't be judged.
     """
-    found: dict[str, Any] = dict.fromkeys(SPIKES)
+    found: Json = dict.fromkeys(SPIKES)
     series = _read(folder)
     for name, column in ((LOSS, "loss"), (NORM, "gradient")):
         values = [series[name][step] for step in sorted(series[name])]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.jobs import digests
 from lamina.jobs.files import finite, write_text, writing
 from lamina.jobs.manifest import entry_of, sync
@@ -38,7 +39,7 @@ class MetricsWriter:
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
         self._unsynced = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """How many records there are beside the rollbacks', and their SHA-256."""
         return {"records": (self._count, self._records.hexdigest())}
 
@@ -131,7 +132,7 @@ class NoWriter:
 
     def sync(self) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {}
 
     def load_state_dict(self, state: RunState) -> None: ...
@@ -212,7 +213,7 @@ class LayersWriter:
         self.rows: list[tuple[Any, ...]] = []
         self.next = 1 + max(map(_number, self.folder.glob("part-*.parquet")), default=-1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """What the run's files hold, these parts among them; call it when they are on the disk."""
         return {"files": digests.entries(self.run)}
 

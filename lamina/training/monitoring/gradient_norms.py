@@ -1,0 +1,95 @@
+"""Every layer's gradient norm before clipping, for Trainer and for TRL's trainers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
+
+from lamina.modeling.modeling_lamina import LaminaForCausalLM
+from lamina.training.monitoring.guard import DivergenceGuard
+from lamina.training.monitoring.layers import GradientNorms, Row
+from lamina.training.monitoring.series import StepSeries
+
+Norm = Any
+"""A gradient norm as Trainer has it: a tensor, a DTensor, or a number, by the device and the version of accelerate."""
+_Trainer = Trainer if TYPE_CHECKING else object  # a mixin: whose trainer it is, its user says
+
+
+class LayerGradNorms(_Trainer):
+    """A mixin for Trainer and TRL's trainers: per-layer gradient norms before clipping, and the guard's first look.
+
+    Trainer's own hook before the optimizer step comes after clipping, hence the two overridden methods.
+    """
+
+    guard: DivergenceGuard
+    layer_rows: list[Row]
+    gradient_norms: GradientNorms | None
+    series: StepSeries | None = None
+    overflows: int = 0
+    overflows_in_a_row: int = 0
+
+    def _clip_grad_norm(self, model: nn.Module) -> Norm:
+        squares = self._squares()  # clipping by a norm that is not finite would spoil every layer's gradient
+        norm = _whole(super()._clip_grad_norm(model))
+        self._look(norm, squares)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> Norm:
+        if grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)
+        squares = self._squares()  # without clipping Trainer calls only this one
+        norm = _whole(super()._get_grad_norm(model))
+        self._look(norm, squares)
+        return norm
+
+    def _squares(self) -> torch.Tensor:
+        if self.gradient_norms is None:
+            self.gradient_norms = GradientNorms(self.bare_model())
+        squares = self.gradient_norms.squares()
+        if (scaler := self.scaler()) is not None:  # the gradients are those of the scaled loss still
+            squares = squares / scaler.scale(torch.ones((), device=squares.device)) ** 2
+        return squares
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 training, where there is one."""
+        return getattr(self.accelerator, "scaler", None)
+
+    def count_overflow(self) -> None:
+        """After a step: note whether the loss scaler skipped it as its gradients overflowed, and end its series."""
+        skipped = self.scaler() is not None and bool(self.accelerator.optimizer_step_was_skipped)
+        self.overflows += skipped
+        self.overflows_in_a_row = self.overflows_in_a_row + 1 if skipped else 0
+        if self.series is not None:
+            self.series.end_step(self.state.global_step, skipped=skipped)
+
+    def _look(self, norm: Norm, squares: torch.Tensor) -> None:
+        if self.series is not None:
+            self.series.add_norm(norm)
+        step = self.state.global_step + 1
+        recorded = step == 1 or step % max(1, int(self.args.logging_steps)) == 0
+        self.layer_rows = []
+        if not recorded and squares.device.type != "cpu":
+            return  # a look would wait for the device
+        value = float(norm)
+        if recorded or not math.isfinite(value):
+            assert self.gradient_norms is not None
+            self.layer_rows = self.gradient_norms.rows(step, squares)
+        if not math.isfinite(value) and self.scaler() is not None and self.overflows_in_a_row < self.guard.patience:
+            self.layer_rows = []  # the scaler leaves the step out and halves its scale: nothing has diverged yet
+            return
+        self.guard.see_gradient(step, value, self.layer_rows)
+        self.guard.see_layers(self.layer_rows)
+
+    def bare_model(self) -> LaminaForCausalLM:
+        """The model without what accelerate or DDP put around it."""
+        assert self.model is not None
+        return self.accelerator.unwrap_model(self.model)
+
+
+def _whole(norm: Norm) -> Norm:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
