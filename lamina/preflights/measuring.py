@@ -1,4 +1,4 @@
-"""What one batch says about a model: states, branches, gradients and Jacobian by layer, and what it makes of its input.
+"""Measurements of a model on one batch: states, branches, gradients and Jacobian by layer, and its use of the input.
 
 One forward pass and two backward passes. Of the states only x^0 and x^N are kept; everything else is reduced to numbers
 by hooks while it passes.
@@ -27,7 +27,7 @@ class Snapshot:
     """A model at one step of the burn-in.
 
     ``rows`` is tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
-    ``loss``: nats a token on the held-out sequences; ``unigram``: what a constant prediction with the corpus' token
+    ``loss``: nats per token on the held-out sequences; ``unigram``: what a constant prediction with the corpus' token
     frequencies reaches on the same ones; ``error``: the standard error of their difference, from sequence to sequence
     (infinite with a single one). ``context``: by how many nats the model's predictions beat their own mean over
     all positions, ``variation``: their mean Kullback-Leibler divergence from it; 0 where the output does not depend on
@@ -52,7 +52,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Measure ``model`` on held-out token ids [sequences, tokens]; leaves its mode and clears its gradients.
 
-    ``unigram`` [sequences]: what a constant prediction reaches on each, in nats a token.
+    ``unigram`` [sequences]: what a constant prediction reaches on each, in nats per token.
 
     By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
     cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss' gradient with respect to the state;

@@ -1,7 +1,7 @@
 """The coordinate check: does any module's output grow with the width, at the start or after a few steps?
 
-Several widths take a few optimiser steps on one and the same batch; the mean magnitude of every module's output is
-recorded before each step and after the last. Under a right scaling it is the same at all widths: the slope of log|x|
+Several widths take a few optimizer steps on the same batch; the mean magnitude of every module's output is
+recorded before each step and after the last. Under the right scaling it is the same at all widths: the slope of log|x|
 against log(width) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
 """
 
@@ -58,7 +58,7 @@ def coord_check(
     """Run the check and leave its folder; returns ``slopes``' rows. The verdict is in result.json.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
         OSError: the disk is full.
     """
     from lamina.data import prepare_blocks
@@ -169,7 +169,7 @@ class OneBatch(Dataset[Block]):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """What each module below the model gives in the forward pass, by its name, in float32."""
+    """Each module's output in the forward pass, by its name, in float32."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -218,9 +218,9 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def verdict(found: Frame, settings: CoordCheckSettings) -> Json:
-    """What result.json says: flat, grows, shrinks or broken, and the modules that are not flat at some step.
+    """What result.json holds: flat, grows, shrinks or broken, and the modules that are not flat at some step.
 
-    Under muP logits that shrink by up to n^-1/2 are no fault: they start so, and outgrow it in training.
+    Under muP logits that shrink by up to n^-1/2 are expected: they start that way and grow out of it in training.
     """
     sizes = found[found["metric"] == "size"]
     expected = sizes["module"].eq("lm_head") & sizes["slope"].between(-0.5 - settings.tolerance, 0)
