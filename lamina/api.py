@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.errors import TrialsFailed
-from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,9 +28,8 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
     from lamina.studies.compare import compare as run
     from lamina.studies.settings import CompareSettings
 
-    made = CompareSettings.from_dict(settings)
-    with _page(Path(made.output), "results.csv"):
-        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    with _page(Path(settings.get("output", CompareSettings.output)), "results.csv"):
+        results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
 
@@ -53,10 +49,9 @@ def probe_folder(
     from lamina.probes.job.settings import ProbeSettings
     from lamina.reports.pictures import draw
 
-    made = ProbeSettings.from_dict(settings)
-    folder = Path(made.output)
+    folder = Path(settings.get("output", ProbeSettings.output))
     with _page(folder, "result.json"):
-        result = run(made, resume=resume, overwrite=overwrite, bar=bar)
+        result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     if png:
         draw(folder)
     return result
@@ -70,17 +65,13 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
+    from lamina.training.execution.processes import launched
     from lamina.training.pretrain import pretrain as run
     from lamina.training.settings import PretrainSettings
 
-    made = PretrainSettings.from_dict(settings)
-    if made.from_model is not None:
-        from lamina.training.source import settled
-
-        made = settled(made, settings)
-    result = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    if os.environ.get("RANK", "0") == "0":  # of several processes the first one writes
-        _write_page(Path(made.output))
+    result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    if launched()[0] == 0:  # of several processes the first one writes
+        _write_page(Path(settings.get("output", PretrainSettings.output)))
     return result
 
 
@@ -94,27 +85,11 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     Raises:
         UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
     """
-    from lamina.jobs import folder as run_folder
-    from lamina.preflights.running import layer_table, run_preflight, table
-    from lamina.preflights.settings import PreflightSettings
+    from lamina.preflights.job import preflight as run
 
-    made = PreflightSettings.from_dict(settings)
-    if made.output is None:
-        return table(run_preflight(made, bar=bar))
-    target = Path(made.output)
-    run_folder.refuse(target, resume=False, overwrite=overwrite)
-    found = run_preflight(made, bar=bar)
-    rows, layers = table(found), layer_table(found)
-    with run_folder.lock(target):
-        run_folder.claim(target, resume=False, overwrite=overwrite)
-        write_json(target / "environment.json", environment(made.seed))
-        write_text(target / "preflight.csv", rows.to_csv(index=False))
-        layers.to_parquet((target / "layers.parquet").absolute(), index=False)
-        losses = [item.burn_in.losses for item in found]
-        records = {"command": made.command(), "rows": rows.to_dict("records"), "losses": losses}
-        write_json(target / "preflight.json", records)
-
-        _write_page(target)
+    rows = run(settings, overwrite=overwrite, bar=bar)
+    if settings.get("output") is not None:
+        _write_page(Path(settings["output"]))
     return rows
 
 
@@ -129,10 +104,9 @@ def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = 
     from lamina.studies.coordinates import coord_check as run
     from lamina.studies.width_settings import CoordCheckSettings
 
-    made = CoordCheckSettings.from_dict(settings)
-    found = run(made, resume=resume, overwrite=overwrite, bar=bar)
-    _write_page(Path(made.output))
-    return found
+    slopes = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    _write_page(Path(settings.get("output", CoordCheckSettings.output)))
+    return slopes
 
 
 def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
@@ -148,9 +122,8 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     from lamina.studies.transfer import transfer as run
     from lamina.studies.width_settings import TransferSettings
 
-    made = TransferSettings.from_dict(settings)
-    with _page(Path(made.output), "transfer.json"):
-        results = run(made, resume=resume, overwrite=overwrite, bar=bar)
+    with _page(Path(settings.get("output", TransferSettings.output)), "transfer.json"):
+        results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from lamina.core.terminal import Printing, one_line
-from lamina.errors import UserError, nearest, out_of_memory, shortened
+from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
 
 COMMANDS = {
     "compare": "train placements side by side on your text and write one page about them (the main job)",
@@ -85,7 +85,7 @@ def _main(argv: list[str]) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return importlib.import_module(f"lamina.commands.{name.replace('-', '_')}").run(rest) or 0
     except UserError as error:
-        return _fail(str(error), 2, told=getattr(error, "told", False))
+        return _fail(str(error), 2, reported=is_reported(error))
     except KeyboardInterrupt:
         return _fail("interrupted; what was finished is kept (--resume continues it)", 130)
     except BrokenPipeError:
@@ -98,7 +98,7 @@ def _main(argv: list[str]) -> int:
         if error.errno not in _USER_ERRORS:
             raise
         where = f": {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror}{where}; what was finished is kept", 2, told=getattr(error, "told", False))
+        return _fail(f"{error.strerror}{where}; what was finished is kept", 2, reported=is_reported(error))
     except Exception as error:
         if (what := out_of_memory(error)) is None:
             raise
@@ -112,9 +112,9 @@ def _innermost(error: BaseException) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-def _fail(message: str, code: int, *, told: bool = False) -> int:
-    """Say it, unless another process of the run has."""
-    if not told:
+def _fail(message: str, code: int, *, reported: bool = False) -> int:
+    """Print the message, unless another process of the run does."""
+    if not reported:
         print(f"lamina: {one_line(message)}", file=sys.stderr)
     return code
 

@@ -67,6 +67,16 @@ def out_of_memory(error: BaseException | None) -> str | None:
     return None
 
 
+def mark_reported(error: BaseException) -> None:
+    """Note on an exception that another process of the run reports it: one line for all."""
+    error.__dict__["already_reported"] = True
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether another process reports it."""
+    return bool(getattr(error, "already_reported", False))
+
+
 def one_line(error: object) -> str:
     """An error as one line that is safe to print: control characters escaped, cut at 300 characters."""
     text = " ".join(str(error).split())

@@ -25,8 +25,6 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print the ranking and where the page is."""
-    from lamina.studies.compare import FREE
-    from lamina.studies.record import has_study, refuse_changes
     from lamina.studies.settings import CompareSettings
 
     parser = make_parser(
@@ -38,8 +36,6 @@ def run(argv: list[str]) -> int:
     add_output_modes(parser, "continue the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", CompareSettings.output))
-    if others.resume and has_study(folder):
-        given = refuse_changes(folder, given, FREE)
     try:
         results, failure = compare(**given, resume=others.resume, overwrite=others.overwrite), None
     except TrialsFailed as error:

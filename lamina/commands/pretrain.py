@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from lamina.api import pretrain
@@ -27,14 +26,10 @@ def run(argv: list[str]) -> int:
     add_settings(parser, PretrainSettings)
     add_output_modes(parser, "resume from the last checkpoint in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
-    if others.resume:
-        from lamina.training.checkpointing.resuming import stored_settings
-        from lamina.training.resolve import FREE, merge
+    from lamina.training.execution.processes import launched
 
-        stored = stored_settings(Path(given.get("output", PretrainSettings.output)), FREE)
-        given = given if stored is None else merge(stored, given)
     result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)
-    if os.environ.get("RANK", "0") != "0":  # of several processes the first one prints
+    if launched()[0] > 0:  # of several processes the first one prints
         return 130 if result["status"] == "interrupted" else 0
     folder = Path(given.get("output", PretrainSettings.output))
     loss = result.get("eval_loss")

@@ -40,18 +40,12 @@ def run(argv: list[str]) -> int:
     if not given.get("checkpoint"):
         given.pop("checkpoint", None)
     folder = Path(given.get("output", ProbeSettings.output))
-    if others.resume and (folder / "config.yaml").is_file():
-        from lamina.jobs.files import read_written_yaml
-
-        given = {**read_written_yaml(folder / "config.yaml"), **given}
-    elif others.resume is True and not given.get("checkpoint"):
-        raise UserError(f"checkpoint: none given, and {str(folder / 'config.yaml')!r}, which knows it, is missing")
     from lamina.api import probe_folder
 
     result = probe_folder(**given, png=others.png, resume=others.resume, overwrite=others.overwrite)
     print(summary(result))
     print(f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}{'/'}NAME.parquet")
-    return _refused(result, given) or int(result["status"] == "failed")
+    return _refused(result) or int(result["status"] == "failed")
 
 
 def listing(*, full: bool = False) -> str:
@@ -89,9 +83,9 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"\nnote: {note}" for note in result["notes"])])
 
 
-def _refused(result: dict[str, Any], given: dict[str, Any]) -> int:
+def _refused(result: dict[str, Any]) -> int:
     """0, or UserError where a probe that was named could not measure this model: the rest is written."""
-    if "all" in str(given.get("probes", "all")).split(","):
+    if "all" in str(result["settings"]["probes"]).split(","):
         return 0
     for name, record in result["probes"].items():
         if record["status"] == "skipped":

@@ -21,7 +21,6 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
-    from lamina.studies.record import has_study, refuse_changes
     from lamina.studies.width_settings import TransferSettings
 
     parser = make_parser(
@@ -34,10 +33,6 @@ def run(argv: list[str]) -> int:
     add_output_modes(parser, "continue the study in the output folder")
     given, others = given_settings(parser, argv, "resume", "overwrite")
     folder = Path(given.get("output", TransferSettings.output))
-    if others.resume and has_study(folder):
-        from lamina.studies.transfer import FREE
-
-        given = refuse_changes(folder, given, FREE)
     failure = None
     try:
         transfer(**given, resume=others.resume, overwrite=others.overwrite)

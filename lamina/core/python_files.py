@@ -30,7 +30,7 @@ def run_file(kind: str, path: Path) -> None:
 
 
 @contextmanager
-def guarded(what: str) -> Iterator[None]:
+def guarded(subject: str) -> Iterator[None]:
     """Turn whatever a user's code raises into a UserError; ``what`` is the sentence's subject."""
     try:
         yield
@@ -38,12 +38,12 @@ def guarded(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # SystemExit among them: a file that ends the process is no success
         reason = shortened(" ".join(str(error).split()), 300)
-        raise UserError(f"{what} raised {type(error).__name__}: {reason}") from error
+        raise UserError(f"{subject} raised {type(error).__name__}: {reason}") from error
 
 
 def _say(kind: str, path: Path) -> None:
-    said = os.environ.get(_SAID, "").split(os.pathsep)
-    if (place := str(path.absolute())) in said:
+    announced = os.environ.get(_SAID, "").split(os.pathsep)
+    if (place := str(path.absolute())) in announced:
         return
-    os.environ[_SAID] = os.pathsep.join([*filter(None, said), place])
+    os.environ[_SAID] = os.pathsep.join([*filter(None, announced), place])
     logger.warning("%s %r runs as code, with your rights: use only files that you trust", kind, str(path))

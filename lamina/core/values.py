@@ -86,21 +86,21 @@ def path(name: str, value: object) -> str:
     """A path as text, where a file or folder could have it."""
     if not isinstance(value, str | os.PathLike):
         raise UserError(f"{name}: {_shown(value)} is not a path")
-    given = os.fspath(value)
+    written = os.fspath(value)
     try:
-        encoded = os.fsencode(given)
+        encoded = os.fsencode(written)
     except UnicodeEncodeError:
-        raise UserError(f"{name}: {_shown(given)} holds characters that no path can hold (allowed: a path)") from None
-    if not given or isinstance(given, bytes):
-        raise UserError(f"{name}: {_shown(given)} (allowed: a path)")
-    if "\0" in given:
-        raise UserError(f"{name}: {_shown(given)} holds a NUL character (allowed: a path without)")
+        raise UserError(f"{name}: {_shown(written)} holds characters that no path can hold (allowed: a path)") from None
+    if not written or isinstance(written, bytes):
+        raise UserError(f"{name}: {_shown(written)} (allowed: a path)")
+    if "\0" in written:
+        raise UserError(f"{name}: {_shown(written)} holds a NUL character (allowed: a path without)")
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(os.fsencode(os.sep))):
         raise UserError(
-            f"{name}: {_shown(given)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
+            f"{name}: {_shown(written)} is too long (allowed: names of at most {LONGEST_NAME} bytes, "
             f"{LONGEST_PATH} in all)"
         )
-    return given
+    return written
 
 
 def writable_folder(name: str, folder: Path) -> None:

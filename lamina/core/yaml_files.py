@@ -24,8 +24,8 @@ class _Strict(_Loader):
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                what = f"the key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep=deep)
 

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, claim, in_use, lock, nothing_to_resume, refuse
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.settings import Settings
 
-
-class JobSettings(Protocol):
-    """What a job's settings are to its folder: a frozen record that comes from a mapping and goes back into one."""
-
-    output: Any
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], /) -> Self: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-S = TypeVar("S", bound=JobSettings)
+S = TypeVar("S", bound=Settings)
 Stored = Callable[[Path], Mapping[str, Any] | None]
 """Reads the settings that a folder holds; None where it holds none."""
 
@@ -37,13 +25,22 @@ class Job(Generic[S]):
 
     Attributes:
         settings: complete; of a resumed job those that its folder holds, with what may change.
-        given: what the user gave, by name.
+        given: what the user gave, by name; None where that was a whole record.
         resumes: whether the folder holds something to resume.
     """
 
-    def __init__(self, kind: Kind, settings: S, given: Mapping[str, Any], resume: Resume, overwrite: bool, wait: float):
-        self.kind, self.settings, self.given = kind, settings, given
-        self.folder = Path(settings.output)
+    def __init__(
+        self,
+        kind: Kind,
+        folder: Path,
+        settings: S,
+        given: Mapping[str, Any] | None,
+        *,
+        resume: Resume = False,
+        overwrite: bool = False,
+        wait: float = 0.0,
+    ):
+        self.kind, self.folder, self.settings, self.given = kind, folder, settings, given
         self.resumes = bool(resume) and in_use(self.folder)
         self._modes, self._wait = {"resume": resume, "overwrite": overwrite}, wait
         self._held = ExitStack()
@@ -102,8 +99,9 @@ def open_job(
     Raises:
         UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.
     """
-    by_name = given if isinstance(given, Mapping) else given.to_dict()
-    defaults = {entry.name: entry.default for entry in fields(settings) if entry.default is not MISSING}  # type: ignore[arg-type]
+    named = None if isinstance(given, Settings) else given
+    by_name = given.to_dict() if isinstance(given, Settings) else given
+    defaults = {name: settings.default(name) for name in settings.names()}
     folder = Path(by_name.get("output", defaults["output"]))
     refuse(folder, resume=resume, overwrite=overwrite)
     if policy is not None and stored is not None and resume and in_use(folder):
@@ -112,6 +110,6 @@ def open_job(
             raise nothing_to_resume(folder)
         if known is not None:
             record = settings.from_dict(policy.merge(known, by_name, defaults))
-            return Job(kind, record, by_name, resume, overwrite, wait)
-    record = settings.from_dict(given) if isinstance(given, Mapping) else given
-    return Job(kind, record, by_name, resume, overwrite, wait)
+            return Job(kind, folder, record, named, resume=resume, overwrite=overwrite, wait=wait)
+    record = given if isinstance(given, Settings) else settings.from_dict(given)
+    return Job(kind, folder, record, named, resume=resume, overwrite=overwrite, wait=wait)

@@ -167,8 +167,8 @@ class Plan:
             raise UserError("layers: a plan needs at least one layer")
         for name, kind in (("placement", str), ("initialization", str), ("options", Mapping)):
             if not isinstance(getattr(self, name), kind):
-                what = "a text" if kind is str else "a mapping"
-                raise UserError(f"{name}: {getattr(self, name)!r} is not {what}")
+                wanted = "a text" if kind is str else "a mapping"
+                raise UserError(f"{name}: {getattr(self, name)!r} is not {wanted}")
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
                 f"qkv_norm: {self.qkv_norm!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
@@ -187,10 +187,10 @@ class Plan:
 
     def kinds(self) -> list[tuple[Layer, list[int]]]:
         """The distinct layers with the indices at which each stands, in order of first appearance."""
-        found: dict[Layer, list[int]] = {}
+        indices: dict[Layer, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            found.setdefault(layer, []).append(index)
-        return list(found.items())
+            indices.setdefault(layer, []).append(index)
+        return list(indices.items())
 
     def to_dict(self) -> Json:
         """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.

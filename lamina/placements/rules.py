@@ -63,12 +63,12 @@ def from_rules(data: Mapping[str, object], num_layers: int) -> dict[str, object]
                 )
         for index in _indices(rule.get("layers", ":"), num_layers, where):
             for sublayer in SUBLAYERS:
-                given = rule.get(sublayer) or {}
-                if not isinstance(given, Mapping):
-                    raise UserError(f"{where}.{sublayer}: {given!r} is not a mapping of fields")
+                fields = rule.get(sublayer) or {}
+                if not isinstance(fields, Mapping):
+                    raise UserError(f"{where}.{sublayer}: {fields!r} is not a mapping of fields")
                 names = {"num_layers": num_layers, "num_sublayers": 2 * num_layers, "layer": index + 1}
                 layers[index][sublayer].update(
-                    {k: _formula(v, names, f"{where}.{sublayer}.{k}") for k, v in given.items()}
+                    {k: _formula(v, names, f"{where}.{sublayer}.{k}") for k, v in fields.items()}
                 )
     return {"layers": layers, **{key: as_written(key, data[key]) for key in data if key in PLAN_FIELDS}}
 

@@ -24,7 +24,7 @@ from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, judge
 from lamina.training.monitoring.writers import LAYER_COLUMNS
 from lamina.training.pretrain import read_blocks
-from lamina.training.resolve import check
+from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
@@ -92,7 +92,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     """
     runs = settings.runs()
     for run in runs:
-        check(run, trained=False)  # where the run is too large, a narrower model stands in for it
+        resolve_run(run, trained=False)  # where the run is too large, a narrower model stands in for it
     with _threads(settings.threads):
         blocks, _ = read_blocks(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"

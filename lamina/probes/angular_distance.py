@@ -100,10 +100,10 @@ class AngularDistance(DirectionsProbe):
             "The distances themselves: 0 is the same direction, 0.5 a right angle.",
         )
         titles = ("Angular distance, each block size by itself", "Angular distance")
-        found, whose = [], getattr(self, "_whose", "")
-        for shown, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
+        drawn, whose = [], getattr(self, "_whose", "")
+        for table, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
             figure = heat_map(
-                shown,
+                table,
                 x="start",
                 y="size",
                 value="value",
@@ -112,8 +112,8 @@ class AngularDistance(DirectionsProbe):
                 y_title="layers n in the block",
                 scale="Viridis_r",  # light is small, as in the papers
             )
-            found.append((figure, f"{caption} Angles of {whose}." if whose else caption))
-        return found
+            drawn.append((figure, f"{caption} Angles of {whose}." if whose else caption))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         distances = frame[frame["metric"] == "angular_distance"]
@@ -128,8 +128,8 @@ class AngularDistance(DirectionsProbe):
         blocks = [
             f"{_block(best[size], size)} (turns the stream by {by_block[size, best[size]]:.3f})" for size in sizes
         ]
-        said = [f"The blocks that turn the stream least, so could go first, by size: {'; '.join(blocks)}."]
-        return [*said, *_early_or_deep(by_block[1].to_numpy())]
+        text = [f"The blocks that turn the stream least, so could go first, by size: {'; '.join(blocks)}."]
+        return [*text, *_early_or_deep(by_block[1].to_numpy())]
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:

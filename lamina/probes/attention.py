@@ -79,18 +79,18 @@ class Attention(Probe):
         return pd.DataFrame(rows, columns=columns)
 
     def _add(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> None:
-        given = next(iter(inputs.values()))
+        batch = next(iter(inputs.values()))
         mask = inputs.get("attention_mask")
-        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
         def see(layer: int, logits: torch.Tensor, weights: torch.Tensor) -> None:
-            by_batch = _by_sequence(logits, weights, len(given))
+            by_batch = _by_sequence(logits, weights, len(batch))
             if by_batch is not None:
-                found.setdefault(layer, []).append(of_heads(*by_batch, mask))
+                pairs.setdefault(layer, []).append(of_heads(*by_batch, mask))
 
         with torch.no_grad(), context.eager_attention(), softmaxes(context.structure.layers, see):
             context.forward(inputs, head=False)
-        for layer, parts in found.items():
+        for layer, parts in pairs.items():
             samples = torch.cat([samples for samples, _ in parts], dim=1)  # of every softmax that the layer takes
             samples = torch.cat([samples, samples.mean(1, keepdim=True)], dim=1)
             self._samples.setdefault(layer, Running()).add(samples)
@@ -114,7 +114,7 @@ class Attention(Probe):
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         every = frame[frame["role"] == "all"]
         shares = every[every["metric"].isin(["entropy_share", "first_token_share"])]
-        made = [
+        drawn = [
             (
                 lines(
                     shares,
@@ -146,32 +146,32 @@ class Attention(Probe):
             y_title="head",
             value_title="share",
         )
-        made.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all alike."))
-        return made
+        drawn.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all alike."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         every = frame[frame["role"] == "all"].set_index(["metric", "layer"])["value"]
         spread, first, logit = (every[name] for name in ("entropy_share", "first_token_share", "max_logit"))
         heads = frame[(frame["role"] == "head") & (frame["metric"] == "max_logit")]
         top = heads.loc[heads["value"].idxmax()] if heads["value"].notna().any() else None
-        said = []
+        text = []
         if spread.notna().any():
-            said.append(
+            text.append(
                 f"Attention is sharpest in layer {spread.idxmin()} ({spread.min():.0%} of the largest possible "
                 f"entropy) and most even in layer {spread.idxmax()} ({spread.max():.0%})."
             )
         if first.notna().any():
             sinks = int((first > 0.5).sum())
-            said.append(
+            text.append(
                 f"The first token gets {first.mean():.0%} of the attention on average, most in layer {first.idxmax()} "
                 f"({first.max():.0%}); it gets more than half in {sinks} of {len(first)} layers."
             )
         if top is not None:
-            said.append(
+            text.append(
                 f"The largest attention logit is {logit.max():.3g} (layer {top['layer']}, head {top['index']}); the "
                 f"median over layers is {logit.median():.3g}."
             )
-        return said
+        return text
 
 
 def of_heads(

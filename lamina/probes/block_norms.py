@@ -25,12 +25,12 @@ def block_norms(
     ``tokens``: how many of each sequence; the other arguments are those of ``spectral_norm``.
     """
     inputs = short_inputs(context, sequences, tokens)
-    found = []
+    norms = []
     with context.eager_attention(), frozen(context.model):
         for block in record_layer_calls(context, inputs):
             options = {"batch_dims": 1, "identity": identity, "tolerance": tolerance, "iterations": iterations}
-            found.append(spectral_norm(block, block.stream, **options).value)
-    return torch.stack(found)
+            norms.append(spectral_norm(block, block.stream, **options).value)
+    return torch.stack(norms)
 
 
 def log10_total_norm(
@@ -60,9 +60,9 @@ def log10_total_norm(
             u = jacobian.transpose(u) / scale
         return u
 
-    found = largest_singular_value(forward, transpose, start, batch_dims=1, tolerance=tolerance, iterations=iterations)
+    norm = largest_singular_value(forward, transpose, start, batch_dims=1, tolerance=tolerance, iterations=iterations)
     shift = torch.stack([scale.flatten().double().cpu().log10() for scale in scales]).sum(0)
-    return shift + found.value.log10(), found
+    return shift + norm.value.log10(), norm
 
 
 def _length(x: torch.Tensor) -> torch.Tensor:

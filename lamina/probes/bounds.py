@@ -128,9 +128,9 @@ class Bounds(Probe):
             if unnormed(block):
                 plain.append((block.site.index, *identity_distance(block, self.tolerance)))
             context.progress(block.site.index + 1, len(blocks), "bounds")
-        for kind, found in variances.items():
-            left = torch.stack([sides.left for sides in found]).mean(0)
-            self._add(Sides(-1, kind, "fusenorm_eq_21", left, found[0].right))
+        for kind, group in variances.items():
+            left = torch.stack([sides.left for sides in group]).mean(0)
+            self._add(Sides(-1, kind, "fusenorm_eq_21", left, group[0].right))
         if plain:
             self._near_identity(plain)
 
@@ -159,39 +159,39 @@ class Bounds(Probe):
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """Both sides by layer, for each statement about layers."""
-        found, table = [], frame
+        drawn, table = [], frame
         layers = table[(table.layer >= 0) & table.role.str.startswith("fusenorm") & (table.metric != "ratio")].copy()
         layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
         for role, part in layers.groupby("role", sort=False):
             title = _STATEMENTS[str(role)]
             figure = lines(part, "layer", "value", color="side", title=title, y_title="side", log_y=True)
-            found.append((figure, f"{title}: left and right side by layer."))
-        return found
+            drawn.append((figure, f"{title}: left and right side by layer."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         """One line a statement: the sides, or how the ratio lies over the layers."""
-        said, table = [], frame
+        text, table = [], frame
         values = table.set_index(["role", "metric", "layer", "sublayer"]).value
         for role, part in table[table.metric == "ratio"].groupby("role", sort=False):
             ratios = part[part.layer >= 0].value
             if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
                 place = (part.layer.iloc[0], "feed_forward")
                 left, right = values[role, "left", *place], values[role, "right", *place]
-                said.append(
+                text.append(
                     f"{_STATEMENTS[str(role)]}: the gradient of the last down-projection is {left:.3g}, the bound "
                     f"{right:.3g} (ratio {left / right:.3g}; of single tokens at most "
                     f"{values[f'{role}_token', 'ratio', *place]:.3g})."
                 )
             elif role in _STATEMENTS and len(ratios):
-                said.append(
+                text.append(
                     f"{_STATEMENTS[str(role)]}: left over right is {ratios.median():.3g} (median over the layers), "
                     f"from {ratios.min():.3g} to {ratios.max():.3g}."
                 )
-        for role, what in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
+        for role, bound in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
             if (role, "left", -1, "model") in values.index:
                 slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
-                said.append(f"||J - I|| goes as {what}^{slope:.2f}; the paper has {expected:g}.")
-        return said
+                text.append(f"||J - I|| goes as {bound}^{slope:.2f}; the paper has {expected:g}.")
+        return text
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -38,16 +38,16 @@ def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[S
         if (norm := post_norm(block, index)) is not None:
             points["sum", index] = norm.input
     with torch.no_grad():
-        _, found = block.watch(points, block.stream)
+        _, tensors = block.watch(points, block.stream)
     sides = []
     for index, sublayer in enumerate(block.site.sublayers):
-        branch = found["branch", index].float() * _factor(sublayer.contribution)
+        branch = tensors["branch", index].float() * _factor(sublayer.contribution)
         branch = branch.reshape(block.stream.shape)
         left = _variance(branch)
         right = torch.full_like(left, constant / num_layers)
         sides.append(Sides(block.site.index, sublayer.kind, "fusenorm_eq_21", left, right))
-        if ("sum", index) in found:
-            total = found["sum", index].float().reshape(block.stream.shape)
+        if ("sum", index) in tensors:
+            total = tensors["sum", index].float().reshape(block.stream.shape)
             uncorrelated = _variance(total - branch) + _variance(branch)
             sides.append(Sides(block.site.index, sublayer.kind, "fusenorm_eq_20", _variance(total), uncorrelated))
     return sides
@@ -74,8 +74,8 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
     whole = spectral_norm(block, block.stream, batch_dims=1, tolerance=tolerance).value
     points = {"after": norms[0].output, 0: norms[0].input, 1: norms[1].input}
     with torch.no_grad():
-        _, found = block.watch(points, block.stream)
-    sigmas = [norm_scale(norms[i].module, found[i]).double().cpu().flatten(1) for i in (0, 1)]
+        _, tensors = block.watch(points, block.stream)
+    sigmas = [norm_scale(norms[i].module, tensors[i]).double().cpu().flatten(1) for i in (0, 1)]
     gains = [largest_gain(norm) for norm in norms]
 
     def branch(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
         return block.between(norms[0].output, end, y) * _factor(end)
 
     mixing = spectral_norm(branch, block.stream, batch_dims=1, tolerance=tolerance).value
-    measured = spectral_norm(inner, found["after"], batch_dims=1, tolerance=tolerance).value
+    measured = spectral_norm(inner, tensors["after"], batch_dims=1, tolerance=tolerance).value
     scales = [abs(wiring.skip_scale) for wiring in wirings]
 
     def bound(inverse: Sequence[torch.Tensor], jacobian: Any) -> torch.Tensor:
@@ -132,8 +132,8 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
     if stacked_side(feed_forward, module) is not None:
         up = up.chunk(2)[1]  # the first half is what the nonlinearity reads, in every model that stacks them
     start = torch.randn(up.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(up.device)
-    found = largest_singular_value(lambda v: down @ (up @ v), lambda u: up.T @ (down.T @ u), start, tolerance=1e-4)
-    return float(found.value)
+    norm = largest_singular_value(lambda v: down @ (up @ v), lambda u: up.T @ (down.T @ u), start, tolerance=1e-4)
+    return float(norm.value)
 
 
 def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
@@ -145,8 +145,8 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
     for number, (path, module) in enumerate(feed_forward.up):
         points[number] = Point(module, path, "output", feed_forward.post.call)
     with torch.no_grad():
-        _, found = block.watch(points, block.stream)
-    others = [m for n, m in enumerate(modules) if not torch.equal(found[n], found["pre"])]
+        _, tensors = block.watch(points, block.stream)
+    others = [m for n, m in enumerate(modules) if not torch.equal(tensors[n], tensors["pre"])]
     return others[-1]
 
 

@@ -68,13 +68,13 @@ class Directions:
         """
         held = self._held.flatten(2)
         rows = held.shape[1]
-        found = held.new_empty(len(held), rows, rows)
+        products = held.new_empty(len(held), rows, rows)
         for i in range(0, rows, _TILE):
             for j in range(0, i + 1, _TILE):
                 tile = held[:, i : i + _TILE] @ held[:, j : j + _TILE].mT
-                found[:, i : i + _TILE, j : j + _TILE] = tile
-                found[:, j : j + _TILE, i : i + _TILE] = tile.mT
-        return found[:, : self.states, : self.states], self._counts()
+                products[:, i : i + _TILE, j : j + _TILE] = tile
+                products[:, j : j + _TILE, i : i + _TILE] = tile.mT
+        return products[:, : self.states, : self.states], self._counts()
 
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum over the tokens of the angle between every two states over pi, [batch, N + 1, N + 1] float64, and the
@@ -111,8 +111,8 @@ class Directions:
             mask = None if mask.shape != (batch, tokens) or bool(mask.all()) else mask
         self._mask = self._chosen = None
         if self.tokens == "all":
-            kept = self.limit or max(batch, self._bytes // (4 * channels * self.states))
-            if (each := max(1, kept // batch)) < tokens:
+            limit = self.limit or max(batch, self._bytes // (4 * channels * self.states))
+            if (each := max(1, limit // batch)) < tokens:
                 generator = torch.Generator().manual_seed(self._seen)
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
                 self._chosen = chosen.to(state.device)

@@ -53,33 +53,33 @@ class Gains(Probe):
         return pd.DataFrame(rows, columns=columns)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        made = []
+        drawn = []
         for metric, title in (("gain_mean", "Mean gain by depth"), ("gain_max", "Largest gain by depth")):
-            shown = frame[(frame["metric"] == metric) & (frame["layer"] >= 0)].copy()
-            if len(shown):
-                shown["norm"] = shown["sublayer"] + ", " + shown["role"]
-                many = shown["index"] > 0
-                shown.loc[many, "norm"] += " " + (shown.loc[many, "index"] + 1).astype(str)
-                figure = lines(shown, "layer", "value", color="norm", title=title, y_title=metric.replace("_", " "))
-                made.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
-        return made
+            rows = frame[(frame["metric"] == metric) & (frame["layer"] >= 0)].copy()
+            if len(rows):
+                rows["norm"] = rows["sublayer"] + ", " + rows["role"]
+                many = rows["index"] > 0
+                rows.loc[many, "norm"] += " " + (rows.loc[many, "index"] + 1).astype(str)
+                figure = lines(rows, "layer", "value", color="norm", title=title, y_title=metric.replace("_", " "))
+                drawn.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        said = []
+        text = []
         means = frame[frame["metric"] == "gain_mean"]
         for (sublayer, role, index), part in means[means["layer"] >= 0].groupby(
             ["sublayer", "role", "index"], sort=False
         ):
             part = part.set_index("layer")["value"].sort_index()
             number = f" {index + 1}" if index else ""
-            said.append(
+            text.append(
                 f"The mean gain of the {sublayer}'s {role}{number} goes from {part.iloc[0]:.3g} in layer "
                 f"{part.index[0]} to {part.iloc[-1]:.3g} in layer {part.index[-1]} (smallest {part.min():.3g} in "
                 f"{part.idxmin()}, largest {part.max():.3g} in {part.idxmax()})."
             )
         for row in means[means["layer"] < 0].itertuples():
-            said.append(f"The {row.role}'s mean gain is {row.value:.3g}.")
-        return said
+            text.append(f"The {row.role}'s mean gain is {row.value:.3g}.")
+        return text
 
 
 def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]]:

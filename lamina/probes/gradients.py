@@ -123,12 +123,12 @@ class Gradients(Probe):
         layers = frame[frame["layer"] >= 0]
         by_sublayer = layers[layers["role"] == "all"]
         states = layers[layers["role"] == "state"]
-        found = []
+        drawn = []
         for metric, word in (("gradient_norm", "norm"), ("gradient_variance", "variance")):
-            shown = by_sublayer[by_sublayer["metric"] == metric]
-            if shown["value"].max() > 0:
+            rows = by_sublayer[by_sublayer["metric"] == metric]
+            if rows["value"].max() > 0:
                 figure = lines(
-                    shown,
+                    rows,
                     x="layer",
                     y="value",
                     color="sublayer",
@@ -137,7 +137,7 @@ class Gradients(Probe):
                     y_title=f"gradient {word}",
                     log_y=True,
                 )
-                found.append((figure, f"Gradient {word} of each layer's parameters, at these weights, not clipped."))
+                drawn.append((figure, f"Gradient {word} of each layer's parameters, at these weights, not clipped."))
         figure = lines(
             states[states["metric"] == "gradient_norm"],
             x="layer",
@@ -150,24 +150,24 @@ class Gradients(Probe):
         caption = (
             "Norm of the loss' gradient with respect to the stream before each layer; the last is behind them all."
         )
-        return [*found, (figure, caption)]
+        return [*drawn, (figure, caption)]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
-        said = []
+        text = []
         for role, what in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
             if ("block", role) in norms.index:
-                said += _along_depth(what, norms["block", role])
+                text += _along_depth(what, norms["block", role])
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
             shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
             whose = "the layers' shared" if shared else "the last layer's"
-            said.append(f"The total gradient norm is {total:.3g}, that of {whose} parameters {layers.iloc[-1]:.3g}.")
+            text.append(f"The total gradient norm is {total:.3g}, that of {whose} parameters {layers.iloc[-1]:.3g}.")
         for row in frame[frame["metric"] == "spike_score"].itertuples():
             what = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
-            said.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")
-        return said
+            text.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")
+        return text
 
 
 @dataclass

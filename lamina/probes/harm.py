@@ -14,12 +14,12 @@ _MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its no
 
 def figures(frame: Frame) -> list[tuple[Figure, str]]:
     """A line by layer for each metric, and for each meaning where they are not one."""
-    found = []
+    drawn = []
     for metric, group in _harm(frame).groupby("metric", sort=False):
         several, size = _differ(group), int(group["size"].iloc[0])
-        shown = group if several else group[group["meaning"] == group["meaning"].iloc[0]]
+        rows = group if several else group[group["meaning"] == group["meaning"].iloc[0]]
         figure = lines(
-            shown,
+            rows,
             x="layer",
             y="value",
             color="meaning" if several else None,
@@ -28,8 +28,8 @@ def figures(frame: Frame) -> list[tuple[Figure, str]]:
             y_title=_words(metric),
             band="standard_error",
         )
-        found.append((figure, "Positive is harm. Bars are standard errors, where they are known."))
-    return found
+        drawn.append((figure, "Positive is harm. Bars are standard errors, where they are known."))
+    return drawn
 
 
 def sentences(frame: Frame) -> list[str]:
@@ -39,26 +39,26 @@ def sentences(frame: Frame) -> list[str]:
     metric = str(harm["metric"].iloc[0])
     whole = float(frame.loc[frame["layer"] == -1, "value"].iloc[0])
     unit = " nats" if metric == "loss_increase" else ""
-    several, said = _differ(harm), []
+    several, text = _differ(harm), []
     for meaning, group in harm.groupby("meaning", sort=False):
         if meaning != harm["meaning"].iloc[0] and not several:
             continue
         group = group.dropna(subset="value").sort_values("value")
         if not len(group):
-            said.append(f"The {_words(metric)} is not a number for any layer.")
+            text.append(f"The {_words(metric)} is not a number for any layer.")
             continue
         least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
         how = f" ({_MEANT[str(meaning)]})" if several else ""
         if most["value"] - least["value"] < 1e-5 * abs(whole):
             what = "any one layer" if size == 1 else f"any {size} layers in a row"
-            said.append(f"Dropping {what} harms alike ({_words(metric)} {least['value']:.3g}{unit}){how}.")
+            text.append(f"Dropping {what} harms alike ({_words(metric)} {least['value']:.3g}{unit}){how}.")
         else:
-            said.append(
+            text.append(
                 f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit}), "
                 f"{_which(most['layer'], size)} most ({most['value']:.3g}{unit}){how}."
             )
-        said += _could_go(group, whole, unit) if size == 1 else []
-    return said + _agreement(frame, harm)
+        text += _could_go(group, whole, unit) if size == 1 else []
+    return text + _agreement(frame, harm)
 
 
 def _harm(frame: Frame) -> Frame:

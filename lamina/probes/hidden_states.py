@@ -180,8 +180,8 @@ class HiddenStates(Probe):
         around["what"] = around["sublayer"] + ", " + around["role"]
         sigma = frame[(frame["metric"] == "sigma") & (frame["layer"] >= 0)].copy()
         sigma["norm"] = sigma["sublayer"] + ", " + sigma["role"]
-        shown = states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])
-        made = [
+        magnitudes = states["metric"].isin(["abs_max", "top100_min", "abs_mean", "median"])
+        drawn = [
             (
                 lines(
                     states[states["metric"].isin(["variance", "token_variance"])],
@@ -197,7 +197,7 @@ class HiddenStates(Probe):
             ),
             (
                 lines(
-                    states[shown],
+                    states[magnitudes],
                     *("layer", "value"),
                     color="metric",
                     title="Magnitudes of the hidden states",
@@ -230,27 +230,27 @@ class HiddenStates(Probe):
                 y_title="sigma",
                 log_y=True,
             )
-            made.append((figure, "A norm's Jacobian is proportional to 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks."))
-        return made
+            drawn.append((figure, "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         model = frame[frame["layer"] == -1].set_index("metric")["value"]
         variance = states[states["metric"] == "variance"].set_index("layer")["value"].sort_index()
-        said = [growth(variance, model["growth_linear_r2"], model["growth_exponential_r2"])]
+        text = [growth(variance, model["growth_linear_r2"], model["growth_exponential_r2"])]
         peaks = states[states["metric"] == "abs_max"]
         if peaks["value"].notna().all():
-            said.append(headroom(peaks.loc[peaks["value"].idxmax()]))
-        said.append(massive(states))
+            text.append(headroom(peaks.loc[peaks["value"].idxmax()]))
+        text.append(massive(states))
         sigma = frame[(frame["metric"] == "sigma") & (frame["role"] == "pre_norm") & (frame["layer"] >= 0)]
         if len(sigma):
             by_layer = sigma.groupby("layer")["value"].mean()
-            said.append(
+            text.append(
                 f"The standard deviation at the pre-norms' inputs goes from {by_layer.iloc[0]:.3g} in layer "
                 f"{by_layer.index[0]} to {by_layer.iloc[-1]:.3g} in layer {by_layer.index[-1]}; a norm's Jacobian goes "
                 "with its inverse."
             )
-        return said
+        return text
 
 
 def r_squared(values: Sequence[float]) -> float:

@@ -143,14 +143,14 @@ class JacobianProbe(Probe):
         jacobian = Jacobian(block, x)
         whole = norm_of(jacobian, batch_dims=1, **self.options)
         distance = norm_of(jacobian, batch_dims=1, identity=1.0, **self.options)
-        for role, found, identity in (("jacobian", whole, 0.0), ("identity", distance, 1.0)):
-            self._search(layer, "block", role, found)
+        for role, norm, identity in (("jacobian", whole, 0.0), ("identity", distance, 1.0)):
+            self._search(layer, "block", role, norm)
             typical = typical_stretch(jacobian, identity=identity, batch_dims=1)
             self._add(layer, "block", role, "typical", typical)
         norms = {"jacobian": whole.value, "identity": distance.value}
         if path:
-            found = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
-            norms["residual_path"] = 10 ** found.value.log10().flatten(1).mean(1)
+            norm = spectral_norm(block.residual_path, x, batch_dims=x.ndim - 1, **self.options)
+            norms["residual_path"] = 10 ** norm.value.log10().flatten(1).mean(1)
         return norms
 
     def _measured_sigmas(self, block: LayerCall, wirings: Sequence[Wiring]) -> torch.Tensor:
@@ -177,10 +177,10 @@ class JacobianProbe(Probe):
         error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
         self._rows.append((layer, sublayer, role, 0, metric, float(values.mean()), error))
 
-    def _search(self, layer: int, sublayer: str, role: str, found: SpectralNorm) -> None:
-        self._unfinished += not found.converged
-        self._rows.append((layer, sublayer, role, 0, "iterations", float(found.iterations), math.nan))
-        self._rows.append((layer, sublayer, role, 0, "residual", float(found.residual.max()), math.nan))
+    def _search(self, layer: int, sublayer: str, role: str, norm: SpectralNorm) -> None:
+        self._unfinished += not norm.converged
+        self._rows.append((layer, sublayer, role, 0, "iterations", float(norm.iterations), math.nan))
+        self._rows.append((layer, sublayer, role, 0, "residual", float(norm.residual.max()), math.nan))
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """The norm by layer, the distance to the identity, and the cumulative products."""
@@ -190,7 +190,7 @@ class JacobianProbe(Probe):
         norms["which"] = norms.role.map({**_PATHS, "identity": "distance to the identity"})
         products = blocks[blocks.metric == "log10_product"].copy()
         products["which"] = products.role.map(_PATHS)
-        one = lines(
+        drawing = lines(
             norms, "layer", "value", color="which", title="Spectral norms", x_title="layer", y_title="norm", log_y=True
         )
         two = lines(
@@ -202,7 +202,10 @@ class JacobianProbe(Probe):
             y_title="log10 of the product",
         )
         return [
-            (one, "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path."),
+            (
+                drawing,
+                "Spectral norm of each block's Jacobian, of its distance to the identity and of its residual path.",
+            ),
             (
                 two,
                 "Products of these norms over the layers so far: how far a gradient can grow or fade on its way back.",
@@ -217,29 +220,29 @@ class JacobianProbe(Probe):
         model = {(row.role, row.metric): row.value for row in table[table.layer == -1].itertuples()}
         num_layers = len(norm)
         product = model["jacobian", "log10_product"]
-        said = [
+        text = [
             f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
             f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is 10^{product:.2f}."
         ]
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
-            said.append(
+            text.append(
                 f"The Jacobian from x^0 to x^{num_layers} itself has the norm 10^{total:.2f}: the product overstates "
                 f"it by a factor of 10^{product - total:.2f}."
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
         near = table[(table.role == "identity") & (table.metric == "typical")].value
-        said.append(
+        text.append(
             f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
             f"{last.median():.3g} in the last (medians) in the worst direction, {near.iloc[:quarter].median():.3g} and "
             f"{near.iloc[-quarter:].median():.3g} in a typical one: a layer near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
-            return said
+            return text
         path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
-        said.append(
+        text.append(
             f"Along the residual path alone the product is 10^{path:.2f}; the formula with the measured sigma gives "
             f"10^{fuse:.2f}, the one from gains and scales alone (Keel Eq 14-19) 10^{keel:.2f}."
         )
-        return said
+        return text

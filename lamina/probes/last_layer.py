@@ -72,23 +72,23 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
         "o": last.site.output,
     }
     points |= {f"norm{number}": norm.input for number, norm in enumerate(last.norms)}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if key == "a":  # the graph starts here: nothing before it is kept
-            found[key] = tensor.detach().requires_grad_()
-            return found[key].clone()  # Falcon adds to it in place
-        found[key] = tensor
+            tensors[key] = tensor.detach().requires_grad_()
+            return tensors[key].clone()  # Falcon adds to it in place
+        tensors[key] = tensor
         return None
 
     with frozen(context.model), torch.enable_grad(), intercept(points, change, roots=[context.model]):
         loss = context.loss(inputs)
-        by_a, by_o = torch.autograd.grad(loss, [found["a"], found["o"]])
-    tokens = [_by_token(tensor) for tensor in (found["h"], by_a, by_o)]
+        by_a, by_o = torch.autograd.grad(loss, [tensors["a"], tensors["o"]])
+    tokens = [_by_token(tensor) for tensor in (tensors["h"], by_a, by_o)]
     h, by_a, by_o = tokens
     right = h.norm(dim=-1) * by_o.norm(dim=-1) * _largest(last.sublayer.contribution.factor)
     for number, norm in enumerate(last.norms):
-        scale = norm_scale(norm.module, found[f"norm{number}"]).double().cpu().flatten()
+        scale = norm_scale(norm.module, tensors[f"norm{number}"]).double().cpu().flatten()
         right = right * 2 * largest_gain(norm) / scale
     left = h.norm(dim=-1) * by_a.norm(dim=-1)
     return LastLayerSides(float((h.T @ by_a).norm()), float(right.sum()), left, right)

@@ -185,12 +185,12 @@ class LayerDrop(Probe):
         same = _same_meanings(context, starts, self.block) if len(self.meanings) > 1 else set()
         for start in starts:
             context.progress(start + 1, len(starts) + 1, f"{name} without layer {start}")
-            found = (math.nan, math.nan)
+            result = (math.nan, math.nan)
             for meaning in self.meanings:
                 if meaning == self.meanings[0] or start not in same:
                     with removed(context, range(start, start + self.block), meaning):
-                        found = self._measure(context)
-                value, error = found
+                        result = self._measure(context)
+                value, error = result
                 rows.append(
                     (start, self.block, meaning, f"{name}_drop", sign * (base - value), math.hypot(base_error, error))
                 )

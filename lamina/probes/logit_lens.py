@@ -97,8 +97,8 @@ class LogitLens(Probe):
         for inputs in batches:
             for row in range(len(inputs["input_ids"])):
                 context.progress(done, min(self.tokens or total, total), "logit lens")
-                one = {name: tensor[row : row + 1].to(context.device) for name, tensor in inputs.items()}
-                sums, predicted = self._sequence(context, one)
+                sequence = {name: tensor[row : row + 1].to(context.device) for name, tensor in inputs.items()}
+                sums, predicted = self._sequence(context, sequence)
                 if predicted:
                     running.add((sums / predicted).unsqueeze(0))
                 done += predicted
@@ -153,7 +153,7 @@ class LogitLens(Probe):
         return sums, len(chosen)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        made = []
+        drawn = []
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
             (("top1_agreement",), "Agreement with the final prediction", "share", "How often the same token is first"),
@@ -167,31 +167,31 @@ class LogitLens(Probe):
                 y_title=unit,
                 band="standard_error",
             )
-            made.append((figure, f"{caption}, read off each state through the model's own final norm and head."))
-        return made
+            drawn.append((figure, f"{caption}, read off each state through the model's own final norm and head."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         table = frame[frame["layer"] >= 0].pivot(index="layer", columns="metric", values="value")
         loss, agreement = table["cross_entropy"], table["top1_agreement"]
         last = table.index[-1]
         uniform = float(frame.loc[frame["metric"] == "uniform_cross_entropy", "value"].iloc[0])
-        said = [
+        text = [
             f"Read off the states, the loss goes from {loss.iloc[0]:.2f} nats (state 0) to {loss.iloc[-1]:.2f} (state "
             f"{last}); uniform guessing has {uniform:.2f}."
         ]
         known = agreement.index[agreement >= 0.5]
-        said.append(
+        text.append(
             f"From state {known[0]} of {last} on the final prediction is first for at least half of the tokens."
             if len(known) and (agreement.loc[known[0] :] >= 0.5).all()
             else f"The final prediction is first for {agreement.iloc[-2]:.0%} of the tokens at state {table.index[-2]}."
         )
         worse = table.index[loss > uniform]
         if len(worse):
-            said.append(
+            text.append(
                 f"{len(worse)} states, {worse[0]} to {worse[-1]}, are worse than uniform guessing: they are in another "
                 "basis than the last."
             )
-        return said
+        return text
 
 
 def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -234,12 +234,12 @@ class Tail:
         self.vocabulary = wanted.shape[-1]
         self.chunk = max(1, _LOGITS // self.vocabulary)
         with torch.no_grad(), self.instead_of_the_layers(ids):
-            found = self(last[-1][0])
+            logits = self(last[-1][0])
         scale = max(float(wanted.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
-        if not torch.allclose(found, wanted, rtol=0.0, atol=0.02 * scale, equal_nan=True):
+        if not torch.allclose(logits, wanted, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(
                 f"logit_lens: {type(self.model).__name__}'s logits do not follow from its last state alone, they "
-                f"differ by {float((found - wanted).abs().max()):.3g} (allowed: a head that reads that state only)"
+                f"differ by {float((logits - wanted).abs().max()):.3g} (allowed: a head that reads that state only)"
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

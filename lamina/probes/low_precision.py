@@ -133,8 +133,8 @@ class LowPrecision(Probe):
             return
         tokens = as_tokens(value, self._context.batches[self._batch])
         x = tokens.x.float()
-        kept = x.numel() if tokens.valid is None else int(tokens.valid.sum()) * x.shape[-1]
-        self._elements[key] += kept
+        count = x.numel() if tokens.valid is None else int(tokens.valid.sum()) * x.shape[-1]
+        self._elements[key] += count
         size = _norms(x, tokens.valid)
         nonzero, infinite = int(torch.count_nonzero(x)), _infinite(x) if not bool(size.isfinite().all()) else 0
         for kind in FORMATS:
@@ -181,13 +181,13 @@ class LowPrecision(Probe):
         return pd.DataFrame(rows, columns=columns)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        made = []
+        drawn = []
         for role, title in (("state", "stream"), ("activation", "feed-forward's activations")):
-            shown = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
-            shown = shown[shown["value"] > 0].replace(math.inf, math.nan)
-            if len(shown):
+            rows = frame[(frame["role"] == role) & (frame["metric"] == "relative_error")]
+            rows = rows[rows["value"] > 0].replace(math.inf, math.nan)
+            if len(rows):
                 figure = lines(
-                    shown,
+                    rows,
                     *("layer", "value"),
                     color="format",
                     title=f"Relative error of the {title} in low precision",
@@ -195,13 +195,13 @@ class LowPrecision(Probe):
                     y_title="||q(x) - x|| / ||x||",
                     log_y=True,
                 )
-                made.append((figure, f"Round trips of the {title} by format; a gap is an overflow to inf."))
-        return made
+                drawn.append((figure, f"Round trips of the {title} by format; a gap is an overflow to inf."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         states = frame[(frame["role"] == "state") & (frame["layer"] >= 0)]
         errors = states[states["metric"] == "token_error"]
-        said = [
+        text = [
             "The largest error of a state's tokens, relative to their norm: "
             + ", ".join(
                 f"{kind} {part['value'].max():.2g} (state {part.loc[part['value'].idxmax(), 'layer']})"
@@ -212,14 +212,14 @@ class LowPrecision(Probe):
         ]
         over = states[(states["metric"] == "overflow_share") & (states["value"] > 0)]
         for kind, part in over.groupby("format", sort=False):
-            said.append(f"{kind} overflows to inf in states {ranges(part['layer'])}.")
+            text.append(f"{kind} overflows to inf in states {ranges(part['layer'])}.")
         table = errors.pivot_table(index="layer", columns="format", values="value")
         broken = table.index[table["int8_tensor"] > 5 * table["int8_token"]]
         if len(broken):
             worst = table.loc[broken, "int8_tensor"].idxmax()
             lost = states[(states["metric"] == "share_lost") & (states["format"] == "int8_tensor")]
             share = lost.loc[lost["layer"] == worst, "value"].iloc[0]
-            said.append(
+            text.append(
                 f"In states {ranges(broken)} a few massive values break INT8 per tensor: in state {worst} it rounds "
                 f"{share:.0%} of the elements to 0 (error {table.loc[worst, 'int8_tensor']:.2g} of a token's norm, "
                 f"{table.loc[worst, 'int8_token']:.2g} with a step for each token)."
@@ -227,8 +227,8 @@ class LowPrecision(Probe):
         losses = frame[frame["metric"] == "loss_increase"]
         if len(losses):
             each = ", ".join(f"{r.format} {r.value:+.3g}" for r in losses.itertuples())
-            said.append(f"With every state rounded, the loss rises by (nats per token): {each}.")
-        return said
+            text.append(f"With every state rounded, the loss rises by (nats per token): {each}.")
+        return text
 
 
 def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

@@ -22,8 +22,8 @@ def increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, flo
 def perplexity(losses: Sequence[float]) -> tuple[float, float]:
     """exp(mean loss), its error to first order."""
     value, error = mean(losses)
-    found = _exp(value)
-    return found, found * error
+    estimate = _exp(value)
+    return estimate, estimate * error
 
 
 def perplexity_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:

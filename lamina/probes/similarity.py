@@ -73,19 +73,19 @@ class Similarity(DirectionsProbe):
     def finish(self, context: Context) -> pd.DataFrame:
         start, end = self._pairs
         cosines = _rows(start, end - start, "cosine", self._cosines)
-        found = [cosines.sort_values(["size", "start"], ignore_index=True)]
+        frames = [cosines.sort_values(["size", "start"], ignore_index=True)]
         if len(self._states) > 2:
-            found.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
+            frames.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
         neighbors: Frame = cosines[cosines["size"] == 1]
-        found.append(neighbors.assign(metric="block_influence", value=1.0 - neighbors["value"]))
-        return pd.concat(found, ignore_index=True)
+        frames.append(neighbors.assign(metric="block_influence", value=1.0 - neighbors["value"]))
+        return pd.concat(frames, ignore_index=True)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         cosines = frame[frame["metric"] == "cosine"]
         square = cosines.assign(end=cosines["start"] + cosines["size"])
         by_distance = frame[frame["metric"] == "cosine_by_distance"]
         influence = frame[frame["metric"] == "block_influence"]
-        found = [
+        drawn = [
             (
                 lines(
                     by_distance,
@@ -114,16 +114,16 @@ class Similarity(DirectionsProbe):
                 "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",
             ),
         ]
-        return found if len(by_distance) else found[1:]
+        return drawn if len(by_distance) else drawn[1:]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         curve = frame[frame["metric"] == "cosine_by_distance"].set_index("size")["value"]
         influence = frame[frame["metric"] == "block_influence"].set_index("start")["value"].dropna()
         farthest = int(curve.index.max()) if len(curve) else 0
-        said = []
+        text = []
         if farthest > 1:
             middle = max(1, farthest // 2)
-            said.append(
+            text.append(
                 f"The cosine between two layers' outputs goes from {curve[1]:.2f} for neighbors over "
                 f"{curve[middle]:.2f} at a distance of {middle} layers to "
                 f"{curve[farthest]:.2f} between the first and the last layer."
@@ -132,11 +132,11 @@ class Similarity(DirectionsProbe):
             count = max(1, round(len(influence) / 10))
             least, most = influence.nsmallest(count), influence.nlargest(1)
             layers = ranges([int(layer) for layer in least.index])
-            said.append(
+            text.append(
                 f"Layer{f's {layers} change' if count > 1 else f' {layers} changes'} the stream's direction least "
                 f"(block influence at most {least.max():.3f}), layer {int(most.index[0])} most ({most.iloc[0]:.3f})."
             )
-        return said
+        return text
 
 
 def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

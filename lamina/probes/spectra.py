@@ -218,50 +218,50 @@ class Spectra(Probe):
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
-        found, table = [], frame
+        drawn, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"]
         if len(spectrum):
             axes = {"x_title": "rank", "y_title": "eigenvalue / median", "log_y": True}
             figure = lines(spectrum, "index", "value", title="Spectrum of the embedding", **axes)
-            found.append(
+            drawn.append(
                 (figure, "Eigenvalues of the covariance of the embedding's rows over their median: flat is isotropic.")
             )
         conditions = table[table.metric == "condition_number"]
         if len(conditions):
             axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
             figure = lines(conditions, "layer", "value", color="role", title="Condition numbers", **axes)
-            found.append((figure, "Condition number of each projection of the feed-forward."))
+            drawn.append((figure, "Condition number of each projection of the feed-forward."))
         ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
         for metric in RANKS if len(ranks) else ():
             figure = lines(
                 ranks[ranks.metric == metric], "layer", "value", color="role", title=_TITLES[metric], y_title=metric
             )
-            found.append((figure, _CAPTIONS[metric]))
-        return found
+            drawn.append((figure, _CAPTIONS[metric]))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         """The spread of the embedding's eigenvalues, the worst conditioned layer, the mean ranks."""
-        said, table = [], frame
+        text, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"].value
         if len(spectrum):
-            said.append(
+            text.append(
                 f"The embedding's largest eigenvalue is {spectrum.iloc[0]:.3g} times the median, the smallest "
                 f"{spectrum.iloc[-1]:.3g} times."
             )
         conditions = table[table.metric == "condition_number"]
         for role, part in conditions.groupby("role", sort=False):
             worst = part.loc[part.value.idxmax()]
-            said.append(
+            text.append(
                 f"{role} has condition numbers of {part.value.median():.3g} (median over the layers), at most "
                 f"{worst.value:.3g} in layer {worst.layer}."
             )
         means = table[(table.layer == -1) & table.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
         for role, where in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
-                said.append(
+                text.append(
                     f"The feed-forward's activations {where} the nonlinearity have a hard rank of "
                     f"{means[role, 'hard_rank']:.3f} and a soft rank of {means[role, 'soft_rank']:.3f} of their width, "
                     f"EDR {means[role, 'edr']:.1f} by our definition (means over the layers, "
                     f"{means[role, 'tokens']:.0f} tokens)."
                 )
-        return said
+        return text

@@ -57,8 +57,8 @@ def spike_score(
     from a rolling average of the last 1,000; this counts those above it, since a loss that falls fast is no spike, and
     gives the share, not the percentage.
     """
-    found = spikes(series, window=window, sigmas=sigmas, fewest=fewest)
-    return float(found.mean()) if len(found) else math.nan
+    marked = spikes(series, window=window, sigmas=sigmas, fewest=fewest)
+    return float(marked.mean()) if len(marked) else math.nan
 
 
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
@@ -70,16 +70,16 @@ def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         return {}
-    found: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
+    scores: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        for name, values in found.items():
+        for name, values in scores.items():
             if isinstance(record, dict) and "step" in record and name in record:
                 value = record[name]
                 values[record["step"]] = math.nan if value is None else float(value)  # JSON has no NaN: null is one
-    series = {name: [values[step] for step in sorted(values)] for name, values in found.items()}
+    series = {name: [values[step] for step in sorted(values)] for name, values in scores.items()}
     logged = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
     return {name: (spike_score(values), len(values)) for name, values in logged.items()}

@@ -46,16 +46,16 @@ def headroom(peak: Frame) -> str:
 
 def massive(states: Frame) -> str:
     """Where the states' rows have massive activations."""
-    found = states[states["metric"] == "massive_activation"]
+    activations = states[states["metric"] == "massive_activation"]
     ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
-    if found.empty:
+    if activations.empty:
         return (
             "No massive activations (|x| > 100 and at least 1000 times the median); the largest |x| is at most "
             f"{ratio['value']:.3g} times its sequence's median (state {ratio['layer']})."
         )
-    layers = sorted(found["layer"].unique())
-    most = found.loc[found["value"].abs().idxmax()]
-    channels = found["channel"].nunique()
+    layers = sorted(activations["layer"].unique())
+    most = activations.loc[activations["value"].abs().idxmax()]
+    channels = activations["channel"].nunique()
     return (
         f"Massive activations (|x| > 100 and at least 1000 times the median) in {len(layers)} states, {layers[0]} to "
         f"{layers[-1]}, in {channels} channel{'s' * (channels > 1)}; the largest is {most['value']:.4g} at channel "

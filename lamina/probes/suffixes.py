@@ -112,28 +112,28 @@ class Suffixes:
         site = self.sites.get((id(module), number))
         if site is None or self._mode == "plain":
             return original(*args, **kwargs)
-        given = argument_of(args, kwargs, site.argument)
+        stream = argument_of(args, kwargs, site.argument)
         if self._mode == "full":
-            return self._record(site, given, original, args, kwargs)
+            return self._record(site, stream, original, args, kwargs)
         if site.index < self._start:
-            return self._refill[site.index](given)
+            return self._refill[site.index](stream)
         if site.index >= self._start + self._size:
             return original(*args, **kwargs)
         if self._mode == BRANCH:
-            given = self._state.clone() if site.index == self._start else given
-            return self._bare(site, given, original, args, kwargs)
+            stream = self._state.clone() if site.index == self._start else stream
+            return self._bare(site, stream, original, args, kwargs)
         if site.index > self._start:
-            return self._refill[site.index](given)
+            return self._refill[site.index](stream)
         if site.index == 0:
-            self._state = given.clone()
+            self._state = stream.clone()
         # Computed for the next start; and what else it hands on is the model's own.
         args, kwargs = with_argument(args, kwargs, site.argument, self._state.clone())
         output = original(*args, **kwargs)
         self._next = stream_of(output)
         return refill(output)(self._state.clone())
 
-    def _record(self, site: LayerSite, given: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
-        if site.index and (self._last.shape != given.shape or not torch.equal(self._last, given)):
+    def _record(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
+        if site.index and (self._last.shape != stream.shape or not torch.equal(self._last, stream)):
             self.chained = False
         self._bases[site.index] = {id(p.module): self._counts.get(id(p.module), 0) for p in _points(site)}
         output = original(*args, **kwargs)
@@ -141,9 +141,9 @@ class Suffixes:
         self._last = stream_of(output)
         return output
 
-    def _bare(self, site: LayerSite, given: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
-        args, kwargs = with_argument(args, kwargs, site.argument, given)
-        before = given.clone()
+    def _bare(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
+        args, kwargs = with_argument(args, kwargs, site.argument, stream)
+        before = stream.clone()
         bases = self._bases[site.index]
         with ExitStack() as stack:
             for point in contributions(site):  # counted from the layer's own start: the layers before it did not run

@@ -13,102 +13,96 @@ from typing import Any
 import pandas as pd
 from tqdm.auto import tqdm
 
+from lamina.data import prepare_blocks
 from lamina.errors import UserError
 from lamina.jobs import columns
-from lamina.jobs import folder as run_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import read_result, write_json, write_text
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
+from lamina.modeling import building
 from lamina.studies.record import (
     has_study,
     read_study,
     refuse_another_plan,
     refuse_another_trial,
-    refuse_changes,
+    stored_study,
     write_study,
 )
 from lamina.studies.settings import CompareSettings
 from lamina.studies.workers import run_trials
+from lamina.training.arguments import training_arguments
+from lamina.training.execution import speed
+from lamina.training.execution.processes import launched
+from lamina.training.resolve import SPEED_BEFORE, backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 COLUMNS = columns.names()
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
-# What a resumed study may change: which trials there are, and how they are run; not what a trial computes.
-FREE = {
-    *(
-        "placements",
-        "learning_rates",
-        "learning_rates_of",
-        "seeds",
-        "workers",
-        "output",
-        "threads",
-        "save_steps",
-        "keep",
-        "report_to",
+POLICY = ResumePolicy(
+    what="study",
+    # which trials there are, and how they are run; not what a trial computes
+    free=frozenset(
+        (
+            *("placements", "learning_rates", "learning_rates_of", "seeds", "workers", "output", "threads"),
+            *("save_steps", "keep", "report_to", "probe_every", "probes"),
+        )
     ),
-    *("probe_every", "probes"),
-}
+    before=SPEED_BEFORE,
+    decided=frozenset(SPEED_BEFORE),
+)
 
 
 def compare(
-    settings: CompareSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
+    settings: CompareSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
     """Train every placement at every learning rate and seed; returns results.csv's rows, the trials in their order.
 
-    A trial that fails, diverges or sticks is a row with that status. With ``resume`` trials that ended are skipped and
-    the others go on from their last checkpoint.
+    ``settings`` are a whole record, or only what the user gave, by name. A trial that fails, diverges or sticks is a
+    row with that status. With ``resume`` trials that ended are skipped and the others resume from their last
+    checkpoint.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings or
-            placements that differ from those of the study to resume.
+        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings or placements
+            that differ from those of the study to resume.
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
-    from lamina.data import prepare_blocks
-    from lamina.training.execution.processes import launched
-    from lamina.training.resolve import check
-
-    folder = Path(settings.output)
-    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
-    if resume and run_folder.in_use(folder):
-        refuse_changes(folder, settings.to_dict(), FREE)
+    job = open_job(
+        Kind.STUDY, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
+    )
+    complete, trials = job.settings, job.settings.trials()
     if launched()[1] > 1:
         raise UserError(
             f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, for compare starts its own: see --workers; "
             "lamina pretrain trains one model in several)"
         )
-    trials = settings.trials()
     for trial in trials.values():
-        plan = check(trial)
+        plan = resolve_run(trial).plan
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
             refuse_another_trial(trial)
     _, tokenizer = prepare_blocks(
-        settings.corpus,
-        settings.tokenizer,
-        settings.sequence_length,
-        eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field,
+        complete.corpus,
+        complete.tokenizer,
+        complete.sequence_length,
+        eval_fraction=complete.eval_fraction,
+        text_field=complete.text_field,
         progress=bar,
     )
-    with run_folder.lock(folder):
-        run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        write_json(folder / "environment.json", environment(0))  # now it is known as ours
-        return run_study(settings, *alike(settings, trials, len(tokenizer)), folder, bar=bar)
+    with job:
+        return run_study(complete, *alike(complete, trials, len(tokenizer)), job.folder, bar=bar)
 
 
 def alike(
     settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, PretrainSettings]]:
     """One precision and one way to compile for all trials, or they would not be compared by placement alone."""
-    from lamina.modeling import building
-    from lamina.training.arguments import training_arguments
-    from lamina.training.execution import speed
-    from lamina.training.resolve import SPEED_BEFORE, backbone_config
-
     if not speed.is_open(settings):
         return settings.to_dict(), trials
     first = next(iter(trials.values()))

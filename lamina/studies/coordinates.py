@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +24,19 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
+from lamina.data import prepare_blocks
 from lamina.data.blocks import Block
 from lamina.jobs import digests
-from lamina.jobs import folder as run_folder
-from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_text
+from lamina.jobs.files import writing
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
-from lamina.studies.record import has_study, refuse_changes, write_study
+from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.width_settings import CoordCheckSettings
 from lamina.training.optimizer import rate_factors, width_scaling_of
-from lamina.training.resolve import backbone_config, check
+from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
 
@@ -49,55 +52,58 @@ Measurement: TypeAlias = tuple[int, int, str, str, float]
 COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
 METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
-FREE = {"output", "seeds", "threads", "tolerance"}  # what a resumed check may change
+POLICY = ResumePolicy(what="check", free=frozenset(("output", "seeds", "threads", "tolerance")))
 
 
 def coord_check(
-    settings: CoordCheckSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
+    settings: CoordCheckSettings | Mapping[str, Any],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
 ) -> Frame:
     """Run the check and leave its folder; returns ``slopes``' rows. The verdict is in result.json.
+
+    ``settings`` are a whole record, or only what the user gave, by name.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
         OSError: the disk is full.
     """
-    from lamina.data import prepare_blocks
-
-    folder = Path(settings.output)
-    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
-    given = settings.to_dict()
-    if resume and has_study(folder):
-        refuse_changes(folder, given, FREE, "check")
-    runs = settings.runs()
-    for width in settings.all_widths:
-        check(runs[width, settings.all_seeds[0]])
+    modes: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": _stored}
+    job = open_job(Kind.COORD_CHECK, CoordCheckSettings, settings, **modes)
+    checked, folder, runs = job.settings, job.folder, job.settings.runs()
+    for width in checked.all_widths:
+        resolve_run(runs[width, checked.all_seeds[0]])
     blocks, tokenizer = prepare_blocks(
-        settings.corpus, settings.tokenizer, settings.sequence_length, text_field=settings.text_field, progress=bar
+        checked.corpus, checked.tokenizer, checked.sequence_length, text_field=checked.text_field, progress=bar
     )
-    ids = blocks.train.sample(settings.batch_size)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    with run_folder.lock(folder):
-        used = run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        write_json(folder / "environment.json", environment(0))
+    ids = blocks.train.sample(checked.batch_size)
+    if checked.threads:
+        torch.set_num_threads(checked.threads)
+    with job:
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        header = {"kind": "coord-check", "command": settings.command(), "created": created}
-        write_study(folder, {**header, "settings": given})
-        table = _read(folder) if used else pd.DataFrame(columns=list(COLUMNS))
+        header = {"kind": str(Kind.COORD_CHECK), "command": checked.command(), "created": created}
+        write_study(folder, {**header, "settings": checked.to_dict()})
+        table = _read(folder) if job.resumes else pd.DataFrame(columns=list(COLUMNS))
         done = set(zip(table["width"], table["seed"], strict=True))
         table = table[[pair in runs for pair in zip(table["width"], table["seed"], strict=True)]]
         todo = {pair: run for pair, run in runs.items() if pair not in done}
-        with tqdm(total=len(todo) * (settings.steps + 1), unit="step", disable=not bar, dynamic_ncols=True) as progress:
+        with tqdm(total=len(todo) * (checked.steps + 1), unit="step", disable=not bar, dynamic_ncols=True) as progress:
             for (width, seed), run in todo.items():
                 progress.set_description(f"width {width}, seed {seed}")
                 rows = [(width, seed, *row) for row in measure(run, ids, len(tokenizer), progress.update)]
                 new = pd.DataFrame(rows, columns=list(COLUMNS))
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
                 _write(folder, table)
-        found = slopes(table, settings.tolerance)
-        write_text(folder / SLOPES, found.to_csv(index=False))
-        write_json(folder / RESULT, verdict(found, settings))
-    return found
+        result = slopes(table, checked.tolerance)
+        job.write_text(SLOPES, result.to_csv(index=False))
+        job.write_json(RESULT, verdict(result, checked))
+    return result
+
+
+def _stored(folder: Path) -> dict[str, Any] | None:
+    return stored_study(folder) if has_study(folder) else None
 
 
 def measure(
@@ -261,7 +267,6 @@ def _read(folder: Path) -> Frame:
 
 
 def _write(folder: Path, table: Frame) -> None:
-    temporary = folder / f".{TABLE}"
     # absolute: a relative path with a colon would be a URI; checksums: a flipped bit is known when it is read
-    table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)
-    digests.replace(temporary, folder / TABLE)
+    with writing(folder / TABLE) as temporary:
+        table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,29 +50,15 @@ def read_study(folder: Path) -> dict[str, Any]:
             study = read_sealed(folder / COPY)
         except UserError:
             raise UserError(f"{error} (allowed: the file as it was, or --overwrite to begin again)") from None
-        _say(f"{error}; the study's settings are taken from its copy, {COPY}")
+        logger.warning("%s; the study's settings are taken from its copy, %s", error, COPY)
     if not isinstance(study.get("settings"), dict):
         raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing")
     return study
 
 
-def refuse_changes(
-    folder: Path, given: Mapping[str, Any], free: Collection[str], what: str = "study"
-) -> dict[str, Any]:
-    """The stored study's settings with the given ones. Raises UserError where one would change finished trials."""
-    from lamina.training.resolve import BEFORE
-
-    stored = read_study(folder)["settings"]
-    before = {**BEFORE, **stored}  # of a study older than a setting
-    given = {name: value for name, value in given.items() if not (value == "auto" and name in _DECIDED)}
-    for name, value in given.items():
-        if name not in free and name in before and before[name] != value:
-            others = ", ".join(sorted(set(free) - {"output"}))
-            raise UserError(
-                f"{name}: {value!r} differs from the {what}'s {before[name]!r} (allowed with --resume: the same, or "
-                f"another of {others}; else another --output)"
-            )
-    return {**stored, **given}
+def stored_study(folder: Path) -> dict[str, Any]:
+    """The settings of the study in a folder. Raises UserError where it holds none that is whole."""
+    return read_study(folder)["settings"]
 
 
 def refuse_another_plan(folder: Path, placement: str, plan: Plan) -> None:
@@ -138,9 +123,3 @@ def _read(folder: Path) -> dict[str, Any]:
         if DIGEST not in study and set(study) <= HEADER and path.read_text(encoding="utf-8").endswith("\n"):
             return study
     return read_sealed(path)
-
-
-@lru_cache
-def _say(line: str) -> None:
-    """Once a process: the command line and what it calls both ask."""
-    logger.warning("%s", line)

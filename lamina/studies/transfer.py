@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
 import torch
 
-from lamina.jobs import folder as run_folder
-from lamina.jobs.environment import environment
+from lamina.data import prepare_blocks
 from lamina.jobs.files import write_json
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
-from lamina.studies.compare import FREE as COMPARE_FREE
+from lamina.studies.compare import POLICY as COMPARE_POLICY
 from lamina.studies.compare import alike, run_study
-from lamina.studies.record import refuse_another_plan, refuse_another_trial, refuse_changes
+from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.studies.width_settings import TransferSettings
 from lamina.training.optimizer import width_scaling_of
-from lamina.training.resolve import backbone_config, check
+from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
@@ -30,8 +33,12 @@ else:
     Frame = pd.DataFrame
 
 SUMMARY = "transfer.json"
-# What a resumed transfer may change: which rates there are and how they are read, not what a trial computes.
-FREE = (COMPARE_FREE - {"placements"}) | {"verify_rates", "verify_width", "hidden_size", "best_margin"}
+# Which rates there are and how they are read may change; not what a trial computes.
+POLICY = replace(
+    COMPARE_POLICY,
+    free=(frozenset(COMPARE_POLICY.free) - {"placements"})
+    | {"verify_rates", "verify_width", "hidden_size", "best_margin"},
+)
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")
 HEADROOM = 2.0  # a rate this factor below the first that fails is well inside
 
@@ -51,9 +58,11 @@ class Rate:
 
 
 def transfer(
-    settings: TransferSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
+    settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
     """Train the proxy at every rate (and a wider model at those to verify); returns results.csv's rows.
+
+    ``settings`` are a whole record, or only what the user gave, by name.
 
     Raises:
         UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings that
@@ -61,36 +70,37 @@ def transfer(
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and the numbers are written.
     """
-    from lamina.data import prepare_blocks
-
-    folder = Path(settings.output)
-    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
-    if resume and run_folder.in_use(folder):
-        refuse_changes(folder, settings.to_dict(), FREE)
-    trials = settings.trials()
+    job = open_job(
+        Kind.TRANSFER,
+        TransferSettings,
+        settings,
+        resume=resume,
+        overwrite=overwrite,
+        policy=POLICY,
+        stored=stored_study,
+    )
+    complete, folder, trials = job.settings, job.folder, job.settings.trials()
     plans = {trial.hidden_size: trial for trial in trials.values()}  # only the width decides what the modules can do
-    checked = {width: check(trial) for width, trial in plans.items()}
+    checked = {width: resolve_run(trial).plan for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
         refuse_another_trial(trial)
-    rates = role_rates(settings)  # a target that cannot be built is known before hours of training
+    rates = role_rates(complete)  # a target that cannot be built is known before hours of training
     _, tokenizer = prepare_blocks(
-        settings.corpus,
-        settings.tokenizer,
-        settings.sequence_length,
-        eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field,
+        complete.corpus,
+        complete.tokenizer,
+        complete.sequence_length,
+        eval_fraction=complete.eval_fraction,
+        text_field=complete.text_field,
         progress=bar,
     )
-    with run_folder.lock(folder):
-        run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        write_json(folder / "environment.json", environment(0))
+    with job:
         try:
-            decided, trials = alike(settings, trials, len(tokenizer))
-            results = run_study(settings, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
+            decided, trials = alike(complete, trials, len(tokenizer))
+            results = run_study(complete, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
-                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), settings, rates)
+                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), complete, rates)
                 write_json(folder / SUMMARY, summary)
     return results
 
@@ -99,7 +109,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
     """The factor on the learning rate of each kind of weight at the target's width."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
-    check(target, trained=False)
+    resolve_run(target, trained=False)
     config = backbone_config(target)
     scaling = width_scaling_of(target)
     assert scaling is not None

@@ -22,11 +22,11 @@ from lamina.errors import UserError
 from lamina.jobs import orphans
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, write_json
+from lamina.jobs.signals import STOP_SIGNALS
 from lamina.training.settings import PretrainSettings
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h
 ROUND_SECONDS = 0.05
-STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
@@ -35,7 +35,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
     ``descriptor`` is this end of a pipe, ``driver`` the process id at its other end. Torch and transformers are
     imported once, so that a trial starts in milliseconds.
     """
-    for number in STOP:  # the driver tells each trial, and ends the server by leaving
+    for number in STOP_SIGNALS:  # the driver tells each trial, and ends the server by leaving
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)
     import lamina.training.pretrain  # noqa: F401  # loaded before the first fork
@@ -45,13 +45,13 @@ def serve(descriptor: int, driver: int) -> NoReturn:
         while os.getppid() == driver:
             request = json.loads(connection.recv_bytes()) if connection.poll(ROUND_SECONDS) else {}
             if "settings" in request:
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # until the trial listens to them
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the trial listens to them
                 if (pid := os.fork()) == 0:
                     connection.close()
                     orphans.watch(server)
                     os.setsid()
                     _end_with(request)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
                 running[pid] = request["number"]
                 connection.send_bytes(json.dumps({"number": running[pid], "pid": pid}).encode())
             elif "signal" in request:
@@ -82,10 +82,10 @@ def run(request: dict[str, Any]) -> int:
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for number in STOP:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         _like_the_driver(request)
         settings = PretrainSettings.from_dict(request["settings"])
         from lamina.training.pretrain import pretrain

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lamina.jobs.files import read_result, write_json
+from lamina.jobs.signals import STOP_SIGNALS, handled
 from lamina.studies import processes
 from lamina.studies.processes import Process
 from lamina.studies.worker import DISK_FULL
@@ -72,20 +72,13 @@ def _stop_signals() -> Iterator[list[int]]:
     """Collect Ctrl-C and SIGTERM: they act between two rounds, not in the middle of a write; a second acts at once."""
     stopped: list[int] = []
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int) -> None:
         if stopped:
             raise KeyboardInterrupt
         stopped.append(number)
 
-    old: dict[int, Any] = {}
-    with contextlib.suppress(ValueError):  # not the main thread: whoever runs us handles signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            old[number] = signal.signal(number, stop)
-    try:
+    with handled(STOP_SIGNALS, stop):
         yield stopped
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _reap(

@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 from lamina.errors import UserError, unknown
+from lamina.training.execution.devices import device_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer_options import OPTIONS, check_together, check_value, try_out
 
@@ -63,7 +63,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "
             f"(allowed: a multiple of {processes}, or another number of processes)"
         )
-    device = device_of(settings)
+    device = device_of(settings.device)
     known = {f.name for f in fields(TrainingArguments) if f.init}
     for name, value in settings.trainer.items():
         if name in _OURS:
@@ -128,19 +128,3 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
     if settings.trainer:
         try_out(arguments, settings.trainer)
     return arguments
-
-
-def device_of(settings: PretrainSettings) -> str:
-    """cpu, cuda or mps. Raises UserError for one that is asked for and not there."""
-    there = ["cpu"]
-    if torch.cuda.is_available():
-        there.insert(0, "cuda")
-    if torch.backends.mps.is_available():
-        there.insert(0, "mps")
-    if settings.device == "auto":
-        return there[0]
-    if settings.device not in there:
-        raise UserError(
-            f"device: {settings.device!r} is not on this machine (allowed here: auto, {', '.join(sorted(there))})"
-        )
-    return settings.device

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer
 
-from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.jobs import columns
 from lamina.jobs.status import Status
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
-from lamina.training.monitoring.recorder import RunRecorder, safe_exp
+from lamina.training.monitoring.falling import still_falling
+from lamina.training.monitoring.guard import Diverged
+from lamina.training.monitoring.recorder import safe_exp
 from lamina.training.monitoring.series import spike_columns
-from lamina.training.settings import PretrainSettings
+
+if TYPE_CHECKING:
+    from lamina.training.run import TrainingRun
 
 
-def outcome(
-    settings: PretrainSettings,
-    status: Status,
-    reason: str,
-    trainer: Trainer,
-    recorder: RunRecorder,
-    blocks: Blocks,
-    model: torch.nn.Module,
-    plan: Plan,
-) -> dict[str, Any]:
+def outcome(run: TrainingRun, status: Status, reason: str) -> dict[str, Any]:
     """The numbers of a run that ended with ``status``: a value for each measured column of ``lamina.jobs.columns``."""
-    steps = trainer.state.global_step
+    settings, plan, recorder, blocks = run.settings, run.resolved.plan, run.recorder, run.blocks
+    steps = run.trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
     timed = recorder.training_steps * recorder.tokens_per_step
     loss = recorder.last_eval if math.isfinite(recorder.last_eval) else math.nan
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in run.model.parameters())
     init = recommended(plan) if settings.init == "recommended" else settings.init
     init = init if settings.from_model is None else "checkpoint"
     mix = recorder.mix(steps)
-    spikes = recorder.processes.by_first(lambda: spike_columns(Path(settings.output)))
+    spikes = run.processes.by_first(lambda: spike_columns(run.folder))
     result: dict[str, object] = {
-        "status": status,
+        "status": str(status),
         "eval_loss": loss,
         "perplexity": safe_exp(loss),
         "bits_per_byte": bits_per_byte_of(loss, blocks.stats),
@@ -51,13 +44,35 @@ def outcome(
         "steps": steps,
         "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
         "parameters": parameters,
-        "flops": training_flops(model, plan, settings.sequence_length) * tokens,
+        "flops": training_flops(run.model, plan, settings.sequence_length) * tokens,
         "init": init,
         **({} if settings.from_model is None else {"from": settings.from_model}),
         **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
-    return columns.checked(result)
+    return {**columns.checked(result), "rollbacks": run.rollbacks.to_list()}
+
+
+def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
+    """How a run ended, and why; ``complete``: it has trained all its steps."""
+    settings, recorder, step = run.settings, run.recorder, run.trainer.state.global_step
+    if recorder.interrupted and not complete:
+        return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
+    if not math.isfinite(recorder.last_eval):
+        return Diverged(step, f"the eval loss is {recorder.last_eval}; {run.guard.first_to_leave()}")
+    entropy, margin = run.blocks.stats.unigram_entropy, settings.stuck_margin
+    if recorder.best_eval <= entropy - margin:
+        return Status.FINISHED, ""
+    falling = still_falling(run.losses.records(), settings.steps, entropy + margin)
+    if falling is not None:
+        return Status.SHORT, (
+            f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
+            f"is not {margin:g} nats below the corpus' unigram entropy of {entropy:.3f} yet"
+        )
+    return Status.STUCK, (
+        f"the eval loss never got {margin:g} nats below the corpus' unigram entropy of "
+        f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
+    )
 
 
 def training_flops(model: torch.nn.Module, plan: Plan, sequence_length: int) -> float:

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.data import Blocks, prepare_blocks, stream_blocks
-from lamina.errors import UserError
+from lamina.errors import UserError, mark_reported
 from lamina.jobs import digests
-from lamina.jobs import folder as run_folder
-from lamina.jobs.environment import environment
-from lamina.jobs.files import disk_full, write_json, write_yaml
+from lamina.jobs.files import disk_full, full_disk, write_json
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import Job, open_job
+from lamina.jobs.kinds import Kind
 from lamina.jobs.manifest import MANIFEST, entry_of, seal
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
-from lamina.training.arguments import device_of
+from lamina.training.checkpointing.identity import DATA, RunIdentity
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
-from lamina.training.checkpointing.rollback import Rollbacks
+from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.execution.processes import GONE, Processes, lost_another, parallel_of, processes
+from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.training.monitoring.guard import Diverged
 from lamina.training.monitoring.writers import keep_abandoned
-from lamina.training.outcome import outcome
-from lamina.training.resolve import DATA, FREE, backbone_config, check, check_sharded, merge, refuse_changes
-from lamina.training.run import Line, is_good
+from lamina.training.outcome import outcome, verdict
+from lamina.training.resolve import POLICY, ResolvedRun, resolve_run
+from lamina.training.run import TrainingRun
 from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
@@ -44,104 +47,113 @@ GRACE_SECONDS = 30.0  # for a worker of a killed study that still writes its che
 
 
 def pretrain(
-    settings: PretrainSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
-) -> dict:
-    """Train a model from scratch and leave the run's folder; returns what result.json holds.
+    settings: PretrainSettings | Mapping[str, Any],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> dict[str, Any]:
+    """Train a model, from scratch or from a checkpoint, and leave the run's folder; returns what result.json holds.
 
-    A run that diverges, sticks or is interrupted ends with that status, not with an exception. With ``resume`` a folder
-    that holds a finished run is left as it is; otherwise the run goes on from its newest whole checkpoint.
+    ``settings`` are a whole record, or only what the user gave, by name. A run that diverges, sticks or is interrupted
+    ends with that status, not with an exception. With ``resume`` a folder that holds a finished run is left as it is;
+    otherwise the run resumes from its newest whole checkpoint.
 
     Where torchrun or accelerate launch started several processes, all call this with the same settings: the first one
     writes the folder, and all return the same.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings that
-            differ from those of the run to resume, a text that does.
+        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings that differ
+            from those of the run to resume, a text that does.
         OSError: the disk is full.
     """
-    with processes(device_of(settings), parallel_of(settings)) as crew:
-        bar = bar and crew.first
-        settings, done = crew.by_first(lambda: _settled(settings, crew, resume=resume, overwrite=overwrite))
-        if done is not None and done["status"] in ENDED:
-            return done
-        crew.together(lambda: check(settings, crew.size))
+    job = reported_once(lambda: _open(settings, resume=resume, overwrite=overwrite))
+    with join(job.settings.device, job.settings.parallel) as processes:
+        bar = bar and processes.first
+        resolved = processes.by_first(lambda: _resolve(job, processes))
+        earlier = processes.by_first(lambda: result_to_keep(job.folder) if job.resumes else None)
+        if earlier is not None and earlier["status"] in ENDED:
+            return earlier
         # before the folder is touched: the corpus may be unreadable
-        blocks, tokenizer = crew.one_a_host_first(lambda: read_blocks(settings, bar))
+        blocks, tokenizer = processes.one_a_host_first(lambda: read_blocks(resolved.settings, bar))
         with ExitStack() as held:
-            used = crew.by_first(lambda: _claim(held, settings, blocks, resume=resume, overwrite=overwrite))
-            before = float((done or {}).get("seconds") or 0.0)
-            return _recorded(settings, blocks, tokenizer, crew, before, resume=used, bar=bar)
+            resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
+            seconds = float((earlier or {}).get("seconds") or 0.0)
+            return _recorded(resolved, blocks, tokenizer, processes, seconds, resume=resumes, bar=bar)
 
 
-def _settled(
-    settings: PretrainSettings, crew: Processes, *, resume: run_folder.Resume, overwrite: bool
-) -> tuple[Any, Any]:
-    """The settings with those of the run to resume, and the result that it has already."""
-    settings = source.settled(settings)
-    target = Path(settings.output)
-    run_folder.refuse(target, resume=resume, overwrite=overwrite)
-    stored = stored_settings(target, FREE) if resume else None
-    if stored is not None:
-        settings = PretrainSettings.from_dict(merge(stored, settings.to_dict()))
-    elif resume is True:
-        raise run_folder.nothing_to_resume(target)
-    check(settings, crew.size)
-    if crew.size > 1 and crew.parallel == "fsdp2":
-        check_sharded(settings)
-    return settings, result_to_keep(target) if resume else None
+def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
+    given = settings if isinstance(settings, Mapping) else source.with_checkpoint(settings)
+    if isinstance(given, Mapping) and given.get("from_model"):
+        source.refuse_as_output(given.get("output", PretrainSettings.output), given["from_model"])
+    return open_job(
+        Kind.RUN,
+        PretrainSettings,
+        given,
+        resume=resume,
+        overwrite=overwrite,
+        policy=POLICY,
+        stored=lambda folder: stored_settings(folder, POLICY.free),
+        wait=GRACE_SECONDS if resume else 0.0,
+    )
 
 
-def _claim(
-    held: ExitStack, settings: PretrainSettings, blocks: Blocks, *, resume: run_folder.Resume, overwrite: bool
-) -> bool:
-    target = Path(settings.output)
-    plan = source.plan_of(settings, backbone_config(settings).num_hidden_layers)
-    if resume:
-        refuse_changes(target, plan, settings, blocks.stats.fingerprint)
-    held.enter_context(run_folder.lock(target, wait=GRACE_SECONDS if resume else 0.0))
-    used = run_folder.claim(target, resume=resume, overwrite=overwrite)
-    digests.remove(target / "result.json")
-    write_json(target / "environment.json", environment(settings.seed))
-    write_yaml(target / "config.yaml", settings.to_dict())
-    write_json(target / "plan.json", plan.to_dict())
-    write_json(target / DATA, {"corpus": settings.corpus, "fingerprint": blocks.stats.fingerprint})
-    return used
+def _resolve(job: Job[PretrainSettings], processes: Processes) -> ResolvedRun:
+    """The job's settings, with what the checkpoint of ``--from`` decides, as a run."""
+    settings = source.with_checkpoint(job.settings, job.given)
+    if job.resumes:
+        POLICY.merge(job.settings.to_dict(), settings.to_dict(), {})  # the checkpoint may be another by now
+    return resolve_run(settings, processes.size, parallel=processes.parallel)
+
+
+def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, blocks: Blocks) -> bool:
+    """Take the folder and write what the run is; returns whether it resumes."""
+    identity = RunIdentity(resolved.settings, resolved.plan, blocks.stats.fingerprint)
+    if job.resumes:
+        identity.refuse_changes(job.folder)
+    held.enter_context(job)
+    digests.remove(job.folder / "result.json")
+    job.write_yaml("config.yaml", resolved.settings.to_dict())
+    job.write_json("plan.json", resolved.plan.to_dict())
+    job.write_json(DATA, identity.text)
+    return job.resumes
 
 
 def _recorded(
-    settings: PretrainSettings,
+    resolved: ResolvedRun,
     blocks: Blocks,
-    tokenizer: Any,
-    crew: Processes,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: Processes,
     seconds: float,
     *,
     resume: bool,
     bar: bool,
 ) -> dict[str, Any]:
     """Run, and write result.json however it ends, unless the user is at fault. ``seconds``: spent before a resume."""
-    target, began = Path(settings.output), time.monotonic()
+    folder, began = Path(resolved.settings.output), time.monotonic()
 
     def write(result: dict[str, Any]) -> dict[str, Any]:
         result["seconds"] = round(seconds + time.monotonic() - began, 2)
-        if crew.first:
-            write_json(target / "result.json", result)
+        if processes.first:
+            write_json(folder / "result.json", result)
         return result
 
     try:
-        result = _run(settings, blocks, tokenizer, crew, resume=resume, bar=bar)
+        result = _run(resolved, blocks, tokenizer, processes, resume=resume, bar=bar)
     except KeyboardInterrupt:
-        return write({"status": "interrupted", "reason": "stopped at once"})
+        return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
     except UserError:
         raise
     except Exception as error:
         if disk_full(error):
-            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-            full.told = not crew.first  # type: ignore[attr-defined]  # one line for all processes
+            full = full_disk(folder)
+            if not processes.first:
+                mark_reported(full)  # one line for all processes
             raise full from error
         reason = GONE if lost_another(error) else f"{type(error).__name__}: {error}"
-        write({"status": "failed", "reason": reason})
+        write({"status": str(Status.FAILED), "reason": reason})
         raise
-    return crew.by_first(lambda: write(result))
+    return processes.by_first(lambda: write(result))
 
 
 def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
@@ -159,61 +171,67 @@ def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
 
 
 def _run(
-    settings: PretrainSettings, blocks: Blocks, tokenizer: Any, crew: Processes, *, resume: bool, bar: bool
+    resolved: ResolvedRun,
+    blocks: Blocks,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: Processes,
+    *,
+    resume: bool,
+    bar: bool,
 ) -> dict[str, Any]:
     """Train until it ends, and as often as ``rollback`` allows again from where it was good."""
     transformers.utils.logging.disable_progress_bar()
+    settings = resolved.settings
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    target = Path(settings.output)
-    rollbacks = crew.by_first(lambda: Rollbacks.read(target)) if resume else Rollbacks(folder=target)
+    folder = Path(settings.output)
+    rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
     while True:
-        line = Line(settings, blocks, tokenizer, crew, rollbacks, resume=resume, bar=bar)
-        settings = line.settings
-        ended = line.train()
+        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, resume=resume, bar=bar)
+        resolved = replace(resolved, settings=run.settings)  # precision and compilation are decided once
+        complete = run.train()
+        ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))
         if not isinstance(ended, Diverged):
             break
         if len(rollbacks.done) >= settings.rollback:
             ended = (Status.DIVERGED, ended.reason)
             break
-        crew.by_first(partial(_go_back, settings, rollbacks, ended))
-        rollbacks = Rollbacks.read(target)
-        resume = True
-        del line
+        processes.by_first(partial(_roll_back, settings, rollbacks, ended))
+        rollbacks, resume = Rollbacks.read(folder), True
+        del run
         gc.collect()
     status, reason = ended
     if status.ended and status != Status.DIVERGED:
-        _save(line.model, tokenizer, target / "model", crew)
-    result = outcome(settings, status, reason, line.trainer, line.recorder, blocks, line.model, line.plan)
-    return {**result, "rollbacks": rollbacks.to_list()}
+        _save(run.model, tokenizer, folder / "model", processes)
+    return outcome(run, status, reason)
 
 
-def _go_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Decide where to, and note it."""
-    target = Path(settings.output)
+def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:
+    """Decide to which checkpoint, and note it."""
+    folder = Path(settings.output)
     checkpoint = newest_checkpoint(
-        target / "checkpoints",
+        folder / "checkpoints",
         lambda state: rollbacks.admits(state) and is_good(state) and state["step"] < diverged.step,
     )
     step = step_of(checkpoint) if checkpoint else 0
-    keep_abandoned(target, step, len(rollbacks.done) + 1)
-    made = rollbacks.add(
+    keep_abandoned(folder, step, len(rollbacks.done) + 1)
+    entry = rollbacks.add(
         step=step,
         diverged_at=diverged.step,
         reason=diverged.reason,
         factor=settings.rollback_factor,
         skip=settings.rollback_skip,
     )
-    for path in checkpoints(target / "checkpoints"):
+    for path in checkpoints(folder / "checkpoints"):
         if step_of(path) > step:
             discard(path)
     logger.warning(
         "rollback %d of %d: %s; back to step %d, leaving out the data of steps %d to %d, learning rates times %g",
-        *(made.number, settings.rollback, diverged.reason, step, *made.skipped, made.learning_rate_factor),
+        *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
     )
 
 
-def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, processes: Processes) -> None:
     """Write the model whole or not at all; a sharded one is put together for it."""
     state = full_state(model) if is_sharded(model) else None
 
@@ -233,4 +251,4 @@ def _save(model: Any, tokenizer: Any, folder: Path, crew: Processes) -> None:
         os.replace(draft, folder)
         shutil.rmtree(gone, ignore_errors=True)
 
-    crew.by_first(write)
+    processes.by_first(write)

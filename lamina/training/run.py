@@ -1,251 +1,236 @@
-"""One line of training: a model, its trainer and its records."""
+"""One training run: a model, its trainer, its records, and what of them is resumed."""
 
 from __future__ import annotations
 
 import logging
-import math
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Subset
-from tqdm.auto import tqdm
-from transformers import TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
-from lamina.data.blocks import spread
-from lamina.jobs import digests
-from lamina.jobs.files import write_json, write_yaml
-from lamina.jobs.status import Status
+from lamina.data.blocks import PartShare, spread
 from lamina.modeling.building import build
 from lamina.training import source
-from lamina.training.arguments import device_of, training_arguments
-from lamina.training.checkpointing.resuming import go_on_from, identity
-from lamina.training.checkpointing.rollback import Rollbacks
+from lamina.training.arguments import training_arguments
+from lamina.training.checkpointing.identity import RunIdentity
+from lamina.training.checkpointing.resuming import checkpoint_to_resume
+from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.sharding import shard
+from lamina.training.checkpointing.stateful import RunState, Stateful
 from lamina.training.checkpointing.store import run_state, step_of
 from lamina.training.execution import speed
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.experts import ExpertBalance
-from lamina.training.monitoring.falling import deciding, merged, read_metrics, still_falling
+from lamina.training.monitoring.falling import RecordedLosses
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
-from lamina.training.optimizer import rate_factors, width_scaling_of
+from lamina.training.optimizer import rate_factors
 from lamina.training.order import TrainOrder
-from lamina.training.resolve import backbone_config
+from lamina.training.resolve import ResolvedRun
 from lamina.training.schedule import schedule_of
-from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class Line:
-    """One line of training: a model, its trainer and its records, new or from a checkpoint."""
+class TrainingRun:
+    """A resolved run in this process, new or resumed from a checkpoint.
+
+    Args:
+        resolved: the run.
+        blocks: of its corpus.
+        tokenizer: theirs.
+        processes: this one and the run's others.
+        rollbacks: those so far.
+        resume: whether to resume from the newest good checkpoint.
+        bar: whether to show progress.
+    """
 
     def __init__(
         self,
-        settings: PretrainSettings,
+        resolved: ResolvedRun,
         blocks: Blocks,
-        tokenizer: Any,
-        crew: Processes,
+        tokenizer: PreTrainedTokenizerBase,
+        processes: Processes,
         rollbacks: Rollbacks,
         *,
         resume: bool,
         bar: bool,
     ):
-        self.settings, self.blocks, self.crew = settings, blocks, crew
-        target = Path(settings.output)
-        config = backbone_config(settings, vocab_size=len(tokenizer))
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.plan = source.plan_of(settings, config.num_hidden_layers)
+        self.resolved, self.blocks, self.tokenizer, self.processes = resolved, blocks, tokenizer, processes
+        self.rollbacks, self.bar, self.folder = rollbacks, bar, Path(resolved.settings.output)
+        self.model, self._rate_factors = self._build_model()
+        device = torch.device(resolved.device)
+        self.settings = settings = speed.decide(resolved.settings, self.model, device, processes, bar=bar)
+        speed.prepare(self.model, settings)
+        self._arguments = training_arguments(settings, processes.size)
+        if processes.size > 1 and processes.parallel == "fsdp2":
+            shard(self.model, processes, resolved.device, bf16=bool(self._arguments.bf16))
+        self.checkpoint, state = self._find_checkpoint() if resume else (None, {})
+        self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
+        self.train_blocks = blocks.train.for_run(settings.seed)
+        self.order = self._make_order(done=max(0, state.get("step", 0)))
+        self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
+        self._probing = self._make_probing()
+        self.states: list[Stateful] = [
+            self.recorder,  # first: it brings to the disk what the others know
+            *([self.losses] if processes.first else []),
+            rollbacks,
+            RunIdentity(settings, resolved.plan, blocks.stats.fingerprint),
+            StreamPosition(self),
+            *self._probing,
+        ]
+        self.trainer = self._make_trainer()
+        self.trainer.load_state_dict(state)
+
+    def _build_model(self) -> tuple[PreTrainedModel, dict[str, float] | None]:
+        """The model, and under width scaling each parameter's factor on the learning rate."""
+        resolved, settings = self.resolved, self.resolved.settings
+        config, scaling = resolved.with_tokenizer(self.tokenizer), resolved.width_scaling
         torch.manual_seed(settings.seed)
-        profile = blocks.train.sample(settings.batch_size)
-        scaling = width_scaling_of(settings)
+        profile = self.blocks.train.sample(settings.batch_size)
         if settings.from_model is None:
-            self.model = build(
-                config, self.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
+            model = build(
+                config, resolved.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
             )
         else:
-            self.model = source.load(settings.from_model, config.max_position_embeddings)
-        factors = None if scaling is None else rate_factors(self.model, scaling)
-        settings = self.settings = _settle(settings, self.model, torch.device(device_of(settings)), crew, bar=bar)
-        arguments = training_arguments(settings, crew.size)
-        if crew.size > 1 and crew.parallel == "fsdp2":
-            shard(self.model, crew, device_of(settings), bf16=bool(arguments.bf16))
-        folder = target / "checkpoints"
-        self.checkpoint = crew.by_first(lambda: go_on_from(folder, rollbacks)) if resume else None
-        state = run_state(self.checkpoint) if self.checkpoint else None
-        resumed_step = (state["step"] if state else -1) if resume else None
-        self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
-        if state:
-            self.guard.restore(state["guard"])
-        monitor_blocks = settings.monitor_blocks or max(1, settings.batch_size // 4)
-        monitor_ids = blocks.eval.sample(monitor_blocks)
-        tokens_per_step = settings.batch_size * settings.gradient_accumulation * settings.sequence_length
-        returns = [{"rollback": r.number, "tokens": r.step * tokens_per_step, **asdict(r)} for r in rollbacks.done]
-        first, logged = crew.first, int(state["logged_step"]) if state else 0
-        files, records = (state.get("files"), state.get("records")) if state else (None, None)
-        train = blocks.train.for_run(settings.seed)
-        order = TrainOrder(
-            len(train),
+            model = source.load(settings.from_model, config.max_position_embeddings)
+        return model, None if scaling is None else rate_factors(model, scaling)
+
+    def _find_checkpoint(self) -> tuple[Path | None, RunState]:
+        """The checkpoint to resume from and its run state; step -1: none, and what the folder holds is begun again."""
+        folder = self.folder / "checkpoints"
+        checkpoint = self.processes.by_first(lambda: checkpoint_to_resume(folder, self.rollbacks))
+        return checkpoint, run_state(checkpoint) if checkpoint else {"step": -1}
+
+    def _make_order(self, done: int) -> TrainOrder:
+        settings = self.settings
+        return TrainOrder(
+            len(self.train_blocks),
             steps=settings.steps,
             batch_size=settings.batch_size,
             gradient_accumulation=settings.gradient_accumulation,
             seed=settings.seed,
-            jumps=rollbacks.jumps,
-            done=state["step"] if state else 0,
-            rank=crew.rank,
-            size=crew.size,
-            shuffled=not train.in_order,
+            jumps=self.rollbacks.jumps,
+            done=done,
+            rank=self.processes.rank,
+            size=self.processes.size,
+            shuffled=not self.train_blocks.in_order,
         )
-        train.load_state_dict(state.get("stream") if state else None, verbose=first)
-        if first and not state:
-            for name, part in train.realized(order.spans(settings.steps)).items():
-                if (epochs := part.get("epochs", 0.0)) > 1:
-                    logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
-        self.recorder = RunRecorder(
-            metrics=MetricsWriter(target, resumed_step, returns, logged, records) if first else NoWriter(),
-            layers=LayersWriter(target, resumed_step, files) if first else NoWriter(),
+
+    def _make_recorder(self) -> RunRecorder:
+        tokens, first = self.resolved.tokens_per_step, self.processes.first
+        records = [{"rollback": r.number, "tokens": r.step * tokens, **asdict(r)} for r in self.rollbacks.done]
+        return RunRecorder(
+            metrics=MetricsWriter(self.folder, records) if first else NoWriter(),
+            layers=LayersWriter(self.folder) if first else NoWriter(),
             guard=self.guard,
-            monitor_ids=monitor_ids,
-            tokens_per_step=tokens_per_step,
-            bits_per_byte=lambda loss: bits_per_byte_of(loss, blocks.stats),
-            track_layers=bool(settings.reports()),
-            bar=bar,
-            processes=crew,
-            realized=lambda step: train.realized(order.spans(step)),
+            monitor_ids=self._monitor_ids(),
+            tokens_per_step=tokens,
+            bits_per_byte=lambda loss: bits_per_byte_of(loss, self.blocks.stats),
+            track_layers=bool(self.settings.reports()),
+            bar=self.bar,
+            processes=self.processes,
+            realized=self.realized,
         )
-        if state and "evaluations" in state:
-            self.recorder.take_up(state["evaluations"])
-        self._recorded = state.get("recorded_losses", []) if state else []
-        probing = None
-        if settings.probe_every and first:
-            probing = ScheduledProbes(target, settings, monitor_ids, tokenizer, resumed_step, files)
 
-        def on_checkpoint() -> dict[str, Any]:
-            self.recorder.before_checkpoint()
-            stream = train.state_dict(order.start(self.trainer.state.global_step + 1))
-            return {
-                "rollbacks": len(rollbacks.done),
-                "evaluations": self.recorder.evaluations(),
-                **({"recorded_losses": deciding(self._seen(), settings.steps)} if first else {}),
-                "returns": rollbacks.to_list(),
-                "records": self.recorder.metrics.known(),
-                "files": digests.entries(target),
-                **({} if stream is None else {"stream": stream}),
-                **identity(settings, self.plan, blocks.stats.fingerprint),
-            }
+    def _make_probing(self) -> list[ScheduledProbes]:
+        if not (self.settings.probe_every and self.processes.first):
+            return []
+        return [ScheduledProbes(self.folder, self.settings, self._monitor_ids(), self.tokenizer)]
 
-        self.trainer = LaminaTrainer(
+    def _make_trainer(self) -> LaminaTrainer:
+        settings, held_out = self.settings, self.blocks.eval
+        trainer = LaminaTrainer(
             model=self.model,
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=Subset(blocks.eval, spread(len(blocks.eval), settings.eval_blocks or len(blocks.eval))),
-            callbacks=[self.recorder, *(_tensorboard(settings) if first else []), *([probing] if probing else [])],
+            args=self._arguments,
+            train_dataset=self.train_blocks,
+            eval_dataset=Subset(held_out, spread(len(held_out), settings.eval_blocks or len(held_out))),
+            callbacks=[self.recorder, *self._tensorboard(), *self._probing],
             guard=self.guard,
-            order=order,
-            processes=crew,
+            order=self.order,
+            processes=self.processes,
             experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
-            rate_factors=factors,
+            rate_factors=self._rate_factors,
             schedule=schedule_of(settings),
-            rate_factor=rollbacks.learning_rate_factor,
-            run_state=state,
-            on_checkpoint=on_checkpoint,
+            rate_factor=self.rollbacks.learning_rate_factor,
+            states=self.states,
             spared=is_good if settings.rollback else None,
         )
         for callback in (ProgressCallback, PrinterCallback):
-            self.trainer.remove_callback(callback)
-        self.recorder.trainer = self.trainer
-        if probing:
-            probing.trainer = self.trainer
+            trainer.remove_callback(callback)
+        for callback in (self.recorder, *self._probing):
+            callback.trainer = trainer
+        return trainer
 
-    def train(self) -> tuple[Status, str] | Diverged:
-        """Train to the end; gives how it ended, the same in every process."""
-        settings, trainer, recorder = self.settings, self.trainer, self.recorder
-        path = str(self.checkpoint) if self.checkpoint else None
+    def _monitor_ids(self) -> torch.Tensor:
+        """Held-out blocks for the layer monitor and the scheduled probes, [blocks, sequence_length]."""
+        return self.blocks.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
+
+    def _tensorboard(self) -> list[TrainerCallback]:
+        if "tensorboard" not in self.settings.reports() or not self.processes.first:
+            return []
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations.integration_utils import TensorBoardCallback
+
+        return [TensorBoardCallback(SummaryWriter(str(self.folder / "tensorboard")))]
+
+    def train(self) -> bool | Diverged:
+        """Train; returns whether all steps are done, or what the guard said, the same in every process."""
+        trainer, recorder = self.trainer, self.recorder
         complete = False
+        self._warn_of_repetition()
         with stop_signals(recorder):
             try:
-                if self.checkpoint is not None and step_of(self.checkpoint) >= settings.steps:
-                    trainer._load_from_checkpoint(str(path))  # Trainer would take one step too many
+                if self.checkpoint is not None and step_of(self.checkpoint) >= self.settings.steps:
+                    trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would take one step too many
                     trainer.state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
                 else:
-                    trainer.train(resume_from_checkpoint=path)
+                    trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
                 step = trainer.state.global_step
-                complete = step >= settings.steps
-                if complete and self.crew.by_first(lambda: recorder.evaluated_step != step):
+                complete = step >= self.settings.steps
+                if complete and self.processes.by_first(lambda: recorder.evaluated_step != step):
                     trainer.evaluate()
             except Diverged as diverged:
                 recorder.record_divergence(diverged)
                 return diverged
             finally:
                 recorder.close()
-        return self.crew.by_first(lambda: self._verdict(complete))
+        return complete
 
-    def _seen(self) -> list[dict[str, Any]]:
-        """The run's records, and of those that were lost what its checkpoint has kept."""
-        return merged(self._recorded, read_metrics(Path(self.settings.output)))
+    def _warn_of_repetition(self) -> None:
+        """Say which corpora of a mix the run sees more than once."""
+        if not self.processes.first or self.checkpoint is not None:
+            return
+        for name, part in self.realized(self.settings.steps).items():
+            if (epochs := part.get("epochs", 0.0)) > 1:
+                logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
 
-    def _verdict(self, complete: bool) -> tuple[Status, str] | Diverged:
-        settings, recorder, step = self.settings, self.recorder, self.trainer.state.global_step
-        if recorder.interrupted and not complete:
-            return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
-        if not math.isfinite(recorder.last_eval):
-            return Diverged(step, f"the eval loss is {recorder.last_eval}; {self.guard.first_to_leave()}")
-        entropy = self.blocks.stats.unigram_entropy
-        if recorder.best_eval > entropy - settings.stuck_margin:
-            falling = still_falling(self._seen(), settings.steps, entropy + settings.stuck_margin)
-            if falling is not None:
-                return Status.SHORT, (
-                    f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
-                    f"is not {settings.stuck_margin:g} nats below the corpus' unigram entropy of {entropy:.3f} yet"
-                )
-            return Status.STUCK, (
-                f"the eval loss never got {settings.stuck_margin:g} nats below the corpus' unigram entropy of "
-                f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
-            )
-        return Status.FINISHED, ""
+    def realized(self, steps: int) -> dict[str, PartShare]:
+        """What each corpus of a mix has given in the first ``steps`` steps; empty where the corpus is one."""
+        return self.train_blocks.realized(self.order.spans(steps))
 
 
-def is_good(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's run state is of a time when the loss was not on its way up."""
-    return state["guard"]["above_since"] is None
+class StreamPosition:
+    """Where a streamed corpus is resumed."""
 
+    def __init__(self, run: TrainingRun):
+        self.run = run
 
-def _settle(
-    settings: PretrainSettings, model: torch.nn.Module, device: torch.device, crew: Processes, *, bar: bool
-) -> PretrainSettings:
-    """The settings with their precision and compilation decided, and kept so: a resumed run does not try again."""
-    target = Path(settings.output)
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the block that follows the checkpoint's step."""
+        following = self.run.order.start(self.run.trainer.state.global_step + 1)
+        place = self.run.train_blocks.state_dict(following)
+        return {} if place is None else {"stream": place}
 
-    def decide() -> PretrainSettings:
-        choice = speed.choose(settings, lambda: model, device)
-        decided = replace(settings, precision=choice.precision, compile=choice.compile)
-        write_json(target / "speed.json", choice.to_dict())
-        write_yaml(target / "config.yaml", decided.to_dict())
-        logger.info("%s", choice)
-        if bar:
-            tqdm.write(str(choice), file=sys.stderr)
-        return decided
-
-    if speed.is_open(settings):
-        settings = crew.by_first(decide)
-    speed.prepare(model, settings)
-    return settings
-
-
-def _tensorboard(settings: PretrainSettings) -> list[Any]:
-    if "tensorboard" not in settings.reports():
-        return []
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations.integration_utils import TensorBoardCallback
-
-    return [TensorBoardCallback(SummaryWriter(str(Path(settings.output) / "tensorboard")))]
+    def load_state_dict(self, state: RunState) -> None:
+        """Start reading there; at the corpus's beginning where the state knows no place."""
+        self.run.train_blocks.load_state_dict(state.get("stream"), verbose=self.run.processes.first)

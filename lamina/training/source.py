@@ -30,7 +30,7 @@ def _folder(source: str) -> str:
     return source if inner == Path(source) else str(inner)
 
 
-def settled(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
+def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
     """The settings with what the checkpoint of ``from_model`` decides filled in; the same ones where there is none.
 
     ``given``: what the user gave; if not known, whatever differs from its default. Raises UserError for a given value
@@ -39,9 +39,7 @@ def settled(settings: PretrainSettings, given: Mapping[str, Any] | None = None) 
     if settings.from_model is None:
         return settings
     folder = _folder(settings.from_model)
-    output, path = Path(settings.output).resolve(), Path(folder).resolve()
-    if Path(folder).exists() and output in (path, *path.parents):
-        raise UserError(f"output: {settings.output!r} holds the model to go on from (allowed: another folder)")
+    refuse_as_output(settings.output, settings.from_model)
     plan, config = _read(folder)
     options = ", ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.options.items())
     found: dict[str, Any] = {
@@ -64,6 +62,14 @@ def settled(settings: PretrainSettings, given: Mapping[str, Any] | None = None) 
                 "(allowed with --from: none, or the same)"
             )
     return replace(settings, **found)
+
+
+def refuse_as_output(output: str, from_model: str) -> None:
+    """Raise UserError where the output folder is, or holds, the checkpoint to train further."""
+    folder = Path(_folder(from_model))
+    target, path = Path(output).resolve(), folder.resolve()
+    if folder.exists() and target in (path, *path.parents):
+        raise UserError(f"output: {output!r} holds the model to go on from (allowed: another folder)")
 
 
 def _same(name: str, value: Any, found: dict[str, Any], plan: Plan, config: Any) -> bool:
@@ -100,12 +106,18 @@ def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
     """The checkpoint's backbone. Raises UserError for a tokenizer with more tokens than it has."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
-    if vocab_size is not None and vocab_size > config.vocab_size:
+    if vocab_size is not None:
+        check_vocabulary(config, vocab_size, source)
+    return config
+
+
+def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> None:
+    """Raise UserError for a tokenizer with more tokens than a checkpoint's backbone has."""
+    if vocab_size > config.vocab_size:
         raise UserError(
             f"tokenizer: it has {vocab_size} tokens, the checkpoint {source!r} has {config.vocab_size} "
             "(allowed: its own)"
         )
-    return config
 
 
 def load(source: str, max_position_embeddings: int) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing import store as checkpoints
+from lamina.training.checkpointing.stateful import RunState, Stateful, collected
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.experts import ExpertBalance
@@ -114,8 +115,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         rate_factors: (of width scaling) each parameter's factor on the learning rate.
         schedule: of the learning rate: its share of the peak by steps done; else the arguments' own.
         rate_factor: on all learning rates, after rollbacks.
-        run_state: of the checkpoint that the run goes on from.
-        on_checkpoint: called before a checkpoint is written; gives what its run state holds beside the trainer's own.
+        states: what else a checkpoint's run state holds, and is resumed with the trainer.
         spared: which older checkpoint is not pruned, by its run state.
     """
 
@@ -129,8 +129,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         rate_factors: dict[str, float] | None = None,
         schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
-        run_state: dict[str, Any] | None = None,
-        on_checkpoint: Callable[[], dict[str, Any]] = dict,
+        states: Sequence[Stateful] = (),
         spared: Callable[[dict[str, Any]], bool] | None = None,
         **kwargs: Any,
     ):
@@ -142,8 +141,9 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
         self.series = StepSeries(self.processes)
-        self.order, self.on_checkpoint, self.spared = order, on_checkpoint, spared
-        self.run_state, self.rate_factor = run_state or {}, rate_factor
+        self.order, self.states, self.spared = order, states, spared
+        self.rate_factor = rate_factor
+        self._resumed: RunState = {}
         self.rate_factors, self.schedule = rate_factors, schedule
         self.guard = guard
         self.experts = experts
@@ -263,22 +263,30 @@ class LaminaTrainer(LayerGradNorms, Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint that is whole or not there, then prune the old ones."""
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
-        losses = self.processes.everyones(float(self._tr_loss))
-        if not math.isfinite(sum(losses)):  # on a GPU not every step's loss is looked at
-            self.guard.see_loss(step, sum(losses))
+        own = self.state_dict()
+        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU not every step's loss is looked at
+            self.guard.see_loss(step, loss)
         self.store_flos()
-        state = {
-            "step": step,
-            "losses": losses,
-            "logged_step": self._globalstep_last_logged,
-            "guard": self.guard.to_dict(),
-            "learning_rate_factor": self.rate_factor,
-            **self.on_checkpoint(),
-        }
+        state = {**own, **collected((self.guard, *self.states))}
         with checkpoints.draft(folder, step, self.processes) as path:
             saving.write(self, path, state)
         keep = self.args.save_total_limit or 1
         self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.spared))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its part of a checkpoint's run state: every process' loss since the last record, and the learning rate."""
+        return {
+            "step": self.state.global_step,
+            "losses": self.processes.everyones(float(self._tr_loss)),
+            "logged_step": self._globalstep_last_logged,
+            "learning_rate_factor": self.rate_factor,
+        }
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with a checkpoint's run state: itself when training begins, the guard and the ``states`` now."""
+        self._resumed = state
+        for each in (self.guard, *self.states):
+            each.load_state_dict(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         saving.read_model(self, Path(resume_from_checkpoint))
@@ -286,20 +294,20 @@ class LaminaTrainer(LayerGradNorms, Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             saving.read_optimizer(self, Path(checkpoint))
-            saving.scale_learning_rate(self, self.rate_factor / self.run_state.get("learning_rate_factor", 1.0))
+            saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             saving.read_random_state(self, Path(checkpoint))
 
     def continue_records(self) -> None:
-        """Take up the loss gathered since the last record before the checkpoint; call when training begins."""
-        losses = self.run_state.get("losses")
-        if losses is None or self.run_state["step"] != self.state.global_step:
+        """Resume the loss gathered since the last record before the checkpoint; call when training begins."""
+        losses = self._resumed.get("losses")
+        if losses is None or self._resumed["step"] != self.state.global_step:
             return
         same = len(losses) == self.processes.size
         self._tr_loss += losses[self.processes.rank] if same else sum(losses) / len(losses)
-        self._globalstep_last_logged = self.run_state["logged_step"]
+        self._globalstep_last_logged = self._resumed["logged_step"]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Trainer's, uncompiled: evaluations are few, and their batches' shapes several."""

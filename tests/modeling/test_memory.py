@@ -6,7 +6,7 @@ import torch
 import lamina
 from lamina.errors import UserError
 from lamina.modeling import memory
-from lamina.training.resolve import check
+from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
@@ -27,19 +27,19 @@ def a_gigabyte(monkeypatch):
 )
 def test_a_run_that_does_not_fit_is_refused(a_gigabyte, sizes, field):
     with pytest.raises(UserError, match=field) as error:
-        check(PretrainSettings(**{**TINY, **sizes}))
+        resolve_run(PretrainSettings(**{**TINY, **sizes}))
     assert "this machine has 1.0 GiB free" in str(error.value)
 
 
 def test_the_states_of_the_optimizer_count(a_gigabyte):
     sizes = {**TINY, "num_layers": 32, "hidden_size": 512, "num_heads": 8}  # 0.4 GB of weights, 1.6 GB with AdamW
     with pytest.raises(UserError, match="hidden_size"):
-        check(PretrainSettings(**sizes))
-    check(PretrainSettings(**sizes, trainer={"optim": "sgd"}))
+        resolve_run(PretrainSettings(**sizes))
+    resolve_run(PretrainSettings(**sizes, trainer={"optim": "sgd"}))
 
 
 def test_a_run_that_another_stands_in_for_is_not_measured(a_gigabyte):
-    check(PretrainSettings(**{**TINY, "hidden_size": 2**12, "num_heads": 32}), trained=False)
+    resolve_run(PretrainSettings(**{**TINY, "hidden_size": 2**12, "num_heads": 32}), trained=False)
 
 
 def test_a_model_that_does_not_fit_is_refused_unless_it_has_no_memory(a_gigabyte):

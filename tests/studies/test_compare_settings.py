@@ -5,7 +5,7 @@ import pytest
 from lamina.commands.arguments import add_settings, given_settings, make_parser
 from lamina.errors import UserError
 from lamina.studies.settings import CompareSettings
-from lamina.training.resolve import check
+from lamina.training.resolve import resolve_run
 
 
 def test_a_trial_for_each_placement_rate_and_seed_with_seeds_outermost():
@@ -43,7 +43,7 @@ def test_an_id_depends_on_its_trial_only():
 
 
 def first_trial_checked(given):
-    check(next(iter(CompareSettings(**given).trials().values())))
+    resolve_run(next(iter(CompareSettings(**given).trials().values())))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 from training.tiny_runs import SMALL, flags, layers, records, result, settings
 
 from lamina.cli import main
+from lamina.training import outcome, pretrain
 from lamina.training import pretrain as pretraining
-from lamina.training.checkpointing import resuming
-from lamina.training.run import Line
 from lamina.training.trainer import LaminaTrainer
 
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
@@ -44,7 +43,6 @@ def runs(corpus, session_cache, tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    resuming._say.cache_clear()  # it says a thing once a process
     return shutil.copytree(runs / "stopped", tmp_path / "run")
 
 
@@ -210,13 +208,12 @@ def test_the_best_evaluation_is_known_without_its_record(run, monkeypatch):
     step, last, best = json.loads(path.read_text())["evaluations"]
     assert (step, last) == (6, best)
     seen = []
-    original = Line._verdict
 
-    def verdict(self, complete):
-        seen.append((self.recorder.evaluated_step, self.recorder.best_eval))
-        return original(self, complete)
+    def verdict(run, complete):
+        seen.append((run.recorder.evaluated_step, run.recorder.best_eval))
+        return outcome.verdict(run, complete)
 
-    monkeypatch.setattr(Line, "_verdict", verdict)
+    monkeypatch.setattr(pretrain, "verdict", verdict)
     monkeypatch.setattr(LaminaTrainer, "evaluate", lambda self, **ignored: {})
     go_on(run)
     assert seen == [(6, best)]

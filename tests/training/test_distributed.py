@@ -18,8 +18,8 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full
 from lamina.training import pretrain as pretraining
+from lamina.training.checks import SHARDED_OPTIMIZERS, check_sharded
 from lamina.training.execution.processes import _sendable, launched, lost_another, parallel_of
-from lamina.training.resolve import SHARDED_OPTIMIZERS, check_sharded
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
@@ -215,13 +215,12 @@ def test_the_launchers_numbers_are_checked(monkeypatch):
 def test_accelerates_configuration_decides_how_the_work_is_shared(monkeypatch, environment, parallel, found):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    given = PretrainSettings(parallel=parallel)
     if found in ("ddp", "fsdp2"):
-        assert parallel_of(given) == found
+        assert parallel_of(parallel) == found
         assert "ACCELERATE_USE_FSDP" not in os.environ  # or Trainer would shard once more
     else:
         with pytest.raises(UserError, match=found):
-            parallel_of(given)
+            parallel_of(parallel)
 
 
 @pytest.mark.parametrize("name", SHARDED_OPTIMIZERS)

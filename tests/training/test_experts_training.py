@@ -9,7 +9,7 @@ from training.tiny_runs import layers, settings
 
 from lamina.errors import UserError
 from lamina.training.monitoring.experts import ExpertBalance, find_routers
-from lamina.training.resolve import check
+from lamina.training.resolve import resolve_run
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_a_bad_setting_is_refused_by_name(changed, message, corpus, tmp_path):
 
 def test_a_balance_that_the_backbone_cannot_have_is_refused_before_anything_runs(folder, corpus, tmp_path):
     with pytest.raises(UserError, match="expert_balance: 'loss' needs a backbone with experts"):
-        check(settings(corpus, tmp_path, expert_balance="loss"))
+        resolve_run(settings(corpus, tmp_path, expert_balance="loss"))
     sizes = {"backbone": folder("v2"), "hidden_size": None, "num_heads": None}
     with pytest.raises(UserError, match="expert_balance: 'bias' needs routers with a correction bias"):
-        check(settings(corpus, tmp_path, expert_balance="bias", **sizes))
-    check(settings(corpus, tmp_path, expert_balance="loss", **sizes))
+        resolve_run(settings(corpus, tmp_path, expert_balance="bias", **sizes))
+    resolve_run(settings(corpus, tmp_path, expert_balance="loss", **sizes))
 
 
 def test_a_resumed_run_goes_on_with_the_same_biases(folder, trained, trainers):

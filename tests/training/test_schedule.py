@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from training.tiny_runs import layers, records
 
 from lamina.errors import UserError
-from lamina.training.resolve import merge
+from lamina.training.resolve import POLICY
 from lamina.training.schedule import schedule_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
@@ -54,10 +54,11 @@ def test_a_run_follows_it_and_goes_on_bit_for_bit(trained, tmp_path, monkeypatch
 
 
 def test_a_run_older_than_the_setting_goes_on_with_the_cosine():
-    stored = {k: v for k, v in PretrainSettings().to_dict().items() if k not in ("schedule", "decay", "decay_shape")}
-    assert PretrainSettings.from_dict(merge(stored, PretrainSettings().to_dict())).schedule == "cosine"
+    defaults = PretrainSettings().to_dict()
+    stored = {k: v for k, v in defaults.items() if k not in ("schedule", "decay", "decay_shape")}
+    assert PretrainSettings.from_dict(POLICY.merge(stored, defaults, defaults)).schedule == "cosine"
     with pytest.raises(UserError, match="schedule: 'wsd' differs from the run's 'cosine'"):
-        merge(stored, {"schedule": "wsd"})
+        POLICY.merge(stored, {"schedule": "wsd"}, defaults)
 
 
 def test_the_decay_and_the_warm_up_must_fit_into_the_steps():

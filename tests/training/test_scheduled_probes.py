@@ -218,9 +218,7 @@ def test_without_a_schedule_there_is_no_folder(trained, tmp_path, own):
 
 
 def test_another_process_than_the_first_measures_nothing(tmp_path, tiny, own):
-    probing = ScheduledProbes(
-        tmp_path, tiny(probe_every=1, probes=own), torch.zeros(1, 4, dtype=torch.long), None, None
-    )
+    probing = ScheduledProbes(tmp_path, tiny(probe_every=1, probes=own), torch.zeros(1, 4, dtype=torch.long), None)
     probing._probe(types.SimpleNamespace(is_world_process_zero=False, global_step=0))
     assert not (tmp_path / "probes").exists()
 

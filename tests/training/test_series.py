@@ -63,7 +63,7 @@ def test_a_rare_record_keeps_its_steps_in_order(monkeypatch):
 
 
 def test_spikes_are_counted_over_all_steps(tmp_path):
-    writer = LayersWriter(tmp_path, None)
+    writer = LayersWriter(tmp_path)
     values = [1.0 + 0.01 * (step % 3) for step in range(1, 101)]
     values[49], values[79] = 5.0, math.nan
     writer.add((step, -1, "model", "all", 0, LOSS, value) for step, value in enumerate(values[:60], start=1))

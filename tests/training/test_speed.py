@@ -18,7 +18,7 @@ from lamina.studies.settings import CompareSettings
 from lamina.training.execution import speed
 from lamina.training.execution.compiling import compile_blocks, compiled
 from lamina.training.pretrain import pretrain
-from lamina.training.resolve import check
+from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
 CPU = torch.device("cpu")
@@ -186,8 +186,8 @@ def test_freed_memory_is_kept_for_the_next_step():
 def test_a_compiler_asked_for_must_be_there(monkeypatch):
     monkeypatch.setattr("lamina.training.resolve.missing_compiler", lambda device: "there is no C++ compiler")
     with pytest.raises(UserError, match=r"compile: 'on', but there is no C\+\+ compiler \(allowed here: auto, off\)"):
-        check(of(compile="on"))
-    check(of(compile="auto"))
+        resolve_run(of(compile="on"))
+    resolve_run(of(compile="auto"))
 
 
 @pytest.mark.parametrize(("name", "value"), [("precision", "int8"), ("precision", "32"), ("compile", "yes")])
@@ -199,7 +199,7 @@ def test_values_without_a_meaning(name, value):
 def test_trainers_own_switches_are_ours():
     for name, flag in (("bf16", "precision"), ("fp16", "precision"), ("torch_compile", "compile")):
         with pytest.raises(UserError, match=rf"trainer.{name}: set by --{flag}"):
-            check(of(trainer={name: True}))
+            resolve_run(of(trainer={name: True}))
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

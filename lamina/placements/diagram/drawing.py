@@ -69,17 +69,17 @@ def _document(drawing: str, width: int, height: int, title: str) -> str:
 def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[str, int, int]:
     groups = layer_groups(plan)
     hidden = len(groups) - MOST_KINDS
-    shown = groups[:MOST_KINDS]
+    columns = groups[:MOST_KINDS]
     heading = title_of(plan) if title is None else title
-    notes = head_norms(plan) + sorted({note for layers, _ in shown for note in weight_notes(layers)})
-    learned = {getattr(sub, f) for layers, _ in shown for sub in sublayers(layers) for f in _LEARNED}
+    notes = head_norms(plan) + sorted({note for layers, _ in columns for note in weight_notes(layers)})
+    learned = {getattr(sub, f) for layers, _ in columns for sub in sublayers(layers) for f in _LEARNED}
     notes += ["learned scales: one number each"] * ("scalar" in learned)
     notes += ["learned scales: a number per channel"] * ("vector" in learned)
     if hidden > 0:
         notes.append(f"and {hidden} more kind{'s' * (hidden > 1)} of layer")
     mono = 10.5
     width = max(
-        len(shown) * _COLUMN,
+        len(columns) * _COLUMN,
         math.ceil(len(heading) * 8.6) + 16,
         *(math.ceil(len(line) * mono * 0.62) + 16 for line in equation),
         *(math.ceil(len(note) * 5.6) + 16 for note in notes),
@@ -88,7 +88,7 @@ def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[st
     top = 28 if heading else 6
     parts = [shapes.text(8, 17, heading, size=14.5, weight=600)] if heading else []
     bottom = top + _HEAD + _CAP + 2 * _SUBLAYER
-    for number, (layers, indices) in enumerate(shown):
+    for number, (layers, indices) in enumerate(columns):
         column = _column(plan, layers, indices, bottom, last=plan.num_layers - 1 in indices)
         parts.append(f'<g transform="translate({number * _COLUMN} 0)">{column}</g>')
     y = bottom + _FOOT + 14

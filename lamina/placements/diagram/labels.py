@@ -44,10 +44,10 @@ def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
 
 def block_label(indices: list[int]) -> str:
     """Blocks counted from 1: "block 1", "blocks 2-32", "blocks 1-4, 31-32"."""
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(index + 1 for index in indices)]
-    if len(shown) > 3:
-        shown = [*shown[:2], "…", shown[-1]]
-    return f"block{'s' * (len(indices) > 1)} {', '.join(shown)}"
+    spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(index + 1 for index in indices)]
+    if len(spans) > 3:
+        spans = [*spans[:2], "…", spans[-1]]
+    return f"block{'s' * (len(indices) > 1)} {', '.join(spans)}"
 
 
 def norm_label(norms: list[Norm]) -> str:
@@ -66,10 +66,10 @@ def norm_detail(norms: list[Norm]) -> str:
 def scale_label(values: Iterable[float], learned: Learned) -> str:
     """Empty for a constant 1, else "64", "1 … 0.177" where it differs from first layer to last, "64 learned"."""
     distinct = list(dict.fromkeys(values))
-    shown = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
+    label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
     if learned == "no":
-        return "" if distinct == [1.0] else shown
-    return f"{shown} learned" + (" per channel" if learned == "vector" else "")
+        return "" if distinct == [1.0] else label
+    return f"{label} learned" + (" per channel" if learned == "vector" else "")
 
 
 def number(value: float) -> str:

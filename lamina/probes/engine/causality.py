@@ -42,22 +42,27 @@ def _by_gradient(model: nn.Module, ids: torch.Tensor) -> float | None:
     embeddings = getattr(model, "get_input_embeddings", None)
     if embeddings is None:
         return None
-    kept: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
 
     def begin(module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[-1].clone()  # some models write into it
+        states.append(output.detach().requires_grad_())
+        return states[-1].clone()  # some models write into it
 
     with temporary_hooks() as hooks, torch.enable_grad():
         hooks.append(embeddings().register_forward_hook(begin))
         output = forward(model, {"input_ids": ids})[0]
-    if len(kept) != 1 or kept[0].shape[:2] != ids.shape or output.shape[:2] != ids.shape or not output.requires_grad:
+    if (
+        len(states) != 1
+        or states[0].shape[:2] != ids.shape
+        or output.shape[:2] != ids.shape
+        or not output.requires_grad
+    ):
         return None
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
 
     def part(start: int, end: int) -> float:
         total = (output[:, start:end] * weights[:, start:end]).sum()
-        (gradient,) = torch.autograd.grad(total, kept[0], retain_graph=True, allow_unused=True)
+        (gradient,) = torch.autograd.grad(total, states[0], retain_graph=True, allow_unused=True)
         return 0.0 if gradient is None else float(gradient[0, -1].double().norm())
 
     return _share(part(0, ids.shape[1] - 1), part(ids.shape[1] - 1, ids.shape[1]))

@@ -74,13 +74,13 @@ class Context:
         """The batches of the first ``sequences`` inputs, 0 for all."""
         if not sequences:
             return list(self.batches)
-        found: list[Mapping[str, torch.Tensor]] = []
+        batches: list[Mapping[str, torch.Tensor]] = []
         for batch in self.batches:
             if sequences <= 0:
                 break
-            found.append({name: tensor[:sequences] for name, tensor in batch.items()})
+            batches.append({name: tensor[:sequences] for name, tensor in batch.items()})
             sequences -= len(next(iter(batch.values())))
-        return found
+        return batches
 
     def tokens(self, sequences: int = 0) -> float:
         """How many tokens the first ``sequences`` inputs (0: all) hold; of images an image counts 256."""

@@ -75,15 +75,15 @@ def heat_map(
     import plotly.graph_objects as go
 
     table = frame.pivot_table(index=y, columns=x, values=value, aggfunc="mean")
-    shown = table.to_numpy(dtype=float)
+    cells = table.to_numpy(dtype=float)
     if per_row:
-        low, high = np.nanmin(shown, axis=1, keepdims=True), np.nanmax(shown, axis=1, keepdims=True)
-        shown = (shown - low) / np.where(high > low, high - low, 1.0)
+        low, high = np.nanmin(cells, axis=1, keepdims=True), np.nanmax(cells, axis=1, keepdims=True)
+        cells = (cells - low) / np.where(high > low, high - low, 1.0)
     figure = go.Figure(
         go.Heatmap(
             x=list(table.columns),
             y=list(table.index),
-            z=shown,
+            z=cells,
             customdata=table.to_numpy(dtype=float),
             hovertemplate=f"{x_title or x} %{{x}}, {y_title or y} %{{y}}: %{{customdata:.4g}}<extra></extra>",
             colorscale=scale,

@@ -99,13 +99,13 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     total = count_chars(text)
     fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
     segments = split_corpus(text, piece_chars(total), fraction)
-    held, rest, found = [], [], 0
+    held, rest, characters = [], [], 0
     for segment in segments:
         (held if segment.held_out else rest).append(segment.text)
-        found += len(segment.text) if segment.held_out else 0
-        if found > 40 * chars:
+        characters += len(segment.text) if segment.held_out else 0
+        if characters > 40 * chars:
             break
-    return held if found >= chars or not rest else held + rest
+    return held if characters >= chars or not rest else held + rest
 
 
 def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, what: str) -> torch.Tensor:
@@ -146,25 +146,25 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
         given = given.eval
     try:
         if isinstance(given, torch.Tensor | np.ndarray):
-            made = torch.as_tensor(np.asarray(given).astype(np.int64) if isinstance(given, np.ndarray) else given)
-            if made.is_floating_point():
+            blocks = torch.as_tensor(np.asarray(given).astype(np.int64) if isinstance(given, np.ndarray) else given)
+            if blocks.is_floating_point():
                 raise TypeError("token ids are integers")
         elif isinstance(given, Mapping):
-            made = torch.as_tensor(given["input_ids"])
+            blocks = torch.as_tensor(given["input_ids"])
         else:
             rows = [given[i] for i in spread(len(given), sequences)]
             rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]
-            made = torch.stack([torch.as_tensor(row) for row in rows])
+            blocks = torch.stack([torch.as_tensor(row) for row in rows])
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(
             f"texts_or_blocks: {' '.join(str(error).split())} (allowed: texts, token blocks [sequences, tokens] of one "
             "length, a data set of input_ids, or images [images, channels, height, width])"
         ) from None
-    if made.ndim != 2 or not made.numel():
-        raise UserError(f"texts_or_blocks: a shape of {list(made.shape)} (allowed: [sequences, tokens])")
-    if int(made.min()) < 0:
-        raise UserError(f"texts_or_blocks: the token id {int(made.min())} (allowed: 0 and above)")
-    return made.long()
+    if blocks.ndim != 2 or not blocks.numel():
+        raise UserError(f"texts_or_blocks: a shape of {list(blocks.shape)} (allowed: [sequences, tokens])")
+    if int(blocks.min()) < 0:
+        raise UserError(f"texts_or_blocks: the token id {int(blocks.min())} (allowed: 0 and above)")
+    return blocks.long()
 
 
 def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int) -> torch.Tensor:
@@ -176,10 +176,10 @@ def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int)
     if given is None and corpus in (NOISE, EMBEDDED):
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(count, *shape, generator=generator)
-    made = _read_images(Path(corpus), shape, count) if given is None else torch.as_tensor(given)
-    if not made.is_floating_point() or made.ndim != 4 or tuple(made.shape[1:]) != shape:
-        raise UserError(f"images: {made.dtype} of shape {list(made.shape)} (allowed: floats, {['images', *shape]})")
-    return made[spread(len(made), count)].float()
+    images = _read_images(Path(corpus), shape, count) if given is None else torch.as_tensor(given)
+    if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
+        raise UserError(f"images: {images.dtype} of shape {list(images.shape)} (allowed: floats, {['images', *shape]})")
+    return images[spread(len(images), count)].float()
 
 
 def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.Tensor:
@@ -197,9 +197,9 @@ def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.T
         from PIL import Image
     except ImportError:
         raise UserError("corpus: reading pictures needs Pillow (allowed: pip install pillow, or a .npy file)") from None
-    made = []
+    images = []
     for file in islice(files, count):
         with Image.open(file) as picture:
             picture = picture.convert("RGB" if shape[0] == 3 else "L").resize((shape[2], shape[1]))
-            made.append(np.asarray(picture, dtype=np.float32).reshape(shape[1], shape[2], shape[0]))
-    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2) / 127.5 - 1
+            images.append(np.asarray(picture, dtype=np.float32).reshape(shape[1], shape[2], shape[0]))
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 127.5 - 1

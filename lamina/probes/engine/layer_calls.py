@@ -50,11 +50,11 @@ class LayerCall:
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
         """The tensor at ``end`` when ``y`` is put in the place of the one at ``start``; the stream stays as it was."""
-        found: list[torch.Tensor] = []
+        ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
-        with intercept(points, lambda key, tensor: y if key == "start" else found.append(tensor), calls=self.calls):
+        with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
             self(self.stream)
-        return found[0]
+        return ends[0]
 
 
 @contextmanager
@@ -64,15 +64,15 @@ def frozen(model: nn.Module) -> Iterator[None]:
     What is kept in 16 bits is computed in float32 meanwhile: products with a Jacobian need more than three digits.
     """
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kept = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
+    small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
     try:
         for parameter in asked:
             parameter.requires_grad_(False)
-        for tensor, data in kept:
+        for tensor, data in small:
             tensor.data = data.float()
         yield
     finally:
-        for tensor, data in kept:
+        for tensor, data in small:
             tensor.data = data
         for parameter in asked:
             parameter.requires_grad_(True)

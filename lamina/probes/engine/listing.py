@@ -30,8 +30,8 @@ class Listed:
 @cache
 def listed() -> dict[str, Listed]:
     """Every probe of the package by its name, sorted."""
-    found = [one for path in sorted(PROBES.glob("*.py")) for one in read(path)]
-    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
+    probes = [probe for path in sorted(PROBES.glob("*.py")) for probe in read(path)]
+    return {probe.name: probe for probe in sorted(probes, key=lambda probe: probe.name)}
 
 
 def read(path: Path) -> Iterator[Listed]:
@@ -39,10 +39,10 @@ def read(path: Path) -> Iterator[Listed]:
     text = path.read_text(encoding="utf-8")
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef) and any(_name(d) == "probe" for d in node.decorator_list):
-            said = dict(_texts(node))
-            if "name" in said:
-                words = {k: str(said.get(k, "")) for k in ("name", "title", "summary", "source")}
-                yield Listed(**words, options=_options(node), over_steps=tuple(said.get("over_steps", ())))
+            attributes = dict(_texts(node))
+            if "name" in attributes:
+                words = {k: str(attributes.get(k, "")) for k in ("name", "title", "summary", "source")}
+                yield Listed(**words, options=_options(node), over_steps=tuple(attributes.get("over_steps", ())))
 
 
 def _name(decorator: ast.expr) -> str:

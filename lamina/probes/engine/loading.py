@@ -49,11 +49,11 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     if place.suffix == ".gguf" and place.is_file():
         place, more["gguf_file"] = place.parent, place.name
     elif place.is_dir() and not any(place.glob("*.safetensors*")) and not any(place.glob("*.bin*")):
-        found = sorted(place.glob("*.gguf"))
-        if len(found) > 1:
-            raise UserError(f"checkpoint: {name!r} holds {len(found)} .gguf files (allowed: the path of one of them)")
-        if found:
-            more["gguf_file"] = found[0].name
+        files = sorted(place.glob("*.gguf"))
+        if len(files) > 1:
+            raise UserError(f"checkpoint: {name!r} holds {len(files)} .gguf files (allowed: the path of one of them)")
+        if files:
+            more["gguf_file"] = files[0].name
     source = str(place) if place.exists() else name
     if place.is_dir():
         refuse_damaged(place)

@@ -19,12 +19,12 @@ def places(model: nn.Module, structure: Structure) -> dict[str, Place]:
     layers share belongs to the first of them, and a readout tied to the embedding is the embedding's.
     """
     owners = _owners(structure)
-    found: dict[str, Place] = {}
+    by_name: dict[str, Place] = {}
     for name, _ in model.named_parameters():
         module_path, _, last = name.rpartition(".")
         module = model.get_submodule(module_path)
-        found[name] = _place(model, structure, owners, name, module, last)
-    return found
+        by_name[name] = _place(model, structure, owners, name, module, last)
+    return by_name
 
 
 def shared_layers(structure: Structure) -> list[int]:

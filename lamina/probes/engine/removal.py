@@ -82,14 +82,14 @@ def replaced(
     keep: Point | None = None,
 ) -> Iterator[None]:
     """Replace a point's tensor by ``change(tensor, the input at keep)`` in each forward pass of ``roots``."""
-    kept: torch.Tensor | None = None
+    layer_input: torch.Tensor | None = None
 
     def intercepted(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        nonlocal kept
+        nonlocal layer_input
         if key == "keep":
-            kept = tensor.clone()  # a layer may add to it in place
+            layer_input = tensor.clone()  # a layer may add to it in place
             return None
-        before, kept = kept, None
+        before, layer_input = layer_input, None
         return change(tensor, before)
 
     points = {"point": point} if keep is None else {"keep": keep, "point": point}

@@ -23,19 +23,19 @@ def compact(figure: go.Figure) -> tuple[go.Figure, str]:
     drawn, the first and the last among them. Texts (tokens of a corpus, names of modules) are defused.
     """
     traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
-    left: list[str] = []
+    reduced: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
     if len(lines) > MOST_LINES:
         kept = {id(lines[i]) for i in _spread(len(lines), MOST_LINES)}
         traces = [trace for trace in traces if id(trace) in kept or not any(trace is line for line in lines)]
-        left.append(f"{len(kept)} of {len(lines)} lines")
+        reduced.append(f"{len(kept)} of {len(lines)} lines")
     for trace in traces:
         _shorten_numbers(trace)
-        said = _thin_map(trace) if trace.get("type") in ("heatmap", "contour") else _thin_line(trace)
-        if said and said not in left:
-            left.append(said)
+        reduction = _thin_map(trace) if trace.get("type") in ("heatmap", "contour") else _thin_line(trace)
+        if reduction and reduction not in reduced:
+            reduced.append(reduction)
     small = go.Figure({"data": traces, "layout": defuse(figure.layout.to_plotly_json())}, skip_invalid=True)
-    return small, f"Drawn: {', '.join(left)}, evenly taken; the table holds all." if left else ""
+    return small, f"Drawn: {', '.join(reduced)}, evenly taken; the table holds all." if reduced else ""
 
 
 def defuse(value: object) -> Any:

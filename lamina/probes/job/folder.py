@@ -9,46 +9,56 @@ from lamina.core.json_types import Json
 from lamina.core.specs import split
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs import folder as run_folder
-from lamina.jobs.environment import environment
-from lamina.jobs.files import read_result, read_written_yaml, write_json, write_yaml
+from lamina.jobs.files import read_result, read_written_yaml
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
 from lamina.probes.engine import registry
 from lamina.probes.job.settings import ProbeSettings
 
-# What a resumed job may change: which probes there are, and where and how fast it runs; not what a probe measures.
-FREE = {"probes", "output", "threads", "device"}
+POLICY = ResumePolicy(
+    what="folder",
+    # which probes there are, and where and how fast they run; not what a probe measures
+    free=frozenset(("probes", "output", "threads", "device")),
+)
 
 
 def probe_folder(
-    settings: ProbeSettings, *, resume: run_folder.Resume = False, overwrite: bool = False, bar: bool = True
+    settings: ProbeSettings | Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> Json:
     """Measure a checkpoint and leave the folder ``settings.output``; returns what result.json holds.
 
-    Each probe's table, figures and sentences are written as soon as it has them. With ``resume`` the probes that are
-    finished are not run again. A probe that has no meaning for the model is skipped with the reason.
+    ``settings`` are a whole record, or only what the user gave, by name. Each probe's table, figures and sentences are
+    written as soon as it has them. With ``resume`` the probes that are finished are not run again. A probe that cannot
+    measure the model is skipped with the reason.
 
     Raises:
-        UserError: for settings with no meaning, a checkpoint or a corpus that can't be read, an output folder in use.
+        UserError: for invalid settings, a checkpoint or a corpus that can't be read, an output folder in use.
         OSError: the disk is full; what was finished is kept.
         KeyboardInterrupt: after result.json says `interrupted`; what was finished is kept.
     """
-    folder = Path(settings.output)
-    if not settings.checkpoint:
+    job = open_job(
+        Kind.PROBING, ProbeSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
+    )
+    complete = job.settings
+    if not complete.checkpoint:
         raise UserError("checkpoint: none given (allowed: a folder, a run's folder, a .gguf file, a name on the hub)")
-    run_folder.refuse(folder, resume=resume, overwrite=overwrite)
-    probes = registry.make_all(settings.probes)
-    specs = spec_by_name(settings.probes)
-    done = finished(folder, settings, specs) if resume and run_folder.in_use(folder) else {}
+    probes = registry.make_all(complete.probes)
+    specs = spec_by_name(complete.probes)
+    done = finished(job.folder, specs) if job.resumes else {}
     if done and all(name in done for name in specs):
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
     from lamina.probes.job.measuring import Measuring
 
-    measuring = Measuring(settings, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
-    with run_folder.lock(folder):
-        run_folder.claim(folder, resume=resume, overwrite=overwrite)
-        write_json(folder / "environment.json", environment(settings.seed))
-        write_yaml(folder / "config.yaml", settings.to_dict())
-        return measuring.run(folder)
+    measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
+    with job:
+        job.write_yaml("config.yaml", complete.to_dict())
+        return measuring.run(job.folder)
+
+
+def _stored(folder: Path) -> Json:
+    return read_written_yaml(folder / "config.yaml")
 
 
 def spec_by_name(probes: str) -> dict[str, str]:
@@ -60,15 +70,8 @@ def spec_by_name(probes: str) -> dict[str, str]:
     return specs
 
 
-def finished(folder: Path, settings: ProbeSettings, specs: dict[str, str]) -> dict[str, Json]:
-    """What a folder to resume holds of finished probes. Raises UserError where its settings were others."""
-    stored = read_written_yaml(folder / "config.yaml")
-    for name, value in settings.to_dict().items():
-        if name not in FREE and stored.get(name) != value:
-            raise UserError(
-                f"{name}: {value!r} differs from the folder's {stored.get(name)!r} (allowed with --resume: the same, "
-                f"or another of {', '.join(sorted(FREE - {'output'}))}; else another --output)"
-            )
+def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
+    """What a folder to resume holds of finished probes."""
     told = (read_result(folder) or {}).get("probes") or {}
     return {
         name: one

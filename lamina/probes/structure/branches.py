@@ -10,15 +10,15 @@ from lamina.probes.structure.traced import Addition, Branch, StreamRecord, insid
 from lamina.probes.structure.tracing import Call, Op
 
 
-def describe_branches(found: StreamRecord) -> None:
+def describe_branches(record: StreamRecord) -> None:
     """Fill in the branches of ``found.additions``."""
-    _Describer(found).describe()
+    _Describer(record).describe()
 
 
 class _Describer:
-    def __init__(self, found: StreamRecord):
-        self.found = found
-        self.same = {op.outputs[0]: op.inputs[0] for op in found.ops if op.kind == "same"}
+    def __init__(self, record: StreamRecord):
+        self.found = record
+        self.same = {op.outputs[0]: op.inputs[0] for op in record.ops if op.kind == "same"}
 
     def describe(self) -> None:
         marks = sorted([a.op.time for a in self.found.additions] + self.found.breaks)
@@ -81,8 +81,8 @@ class _Describer:
                 return Point(c.module, c.path, "input", c.number, None, next(iter(c.inputs)))
         for op in ops:
             if op.kind == "activation" and op.time < down.began and self.found.record.shapes[op.inputs[0]][-1] == inner:
-                made = next((c for c in leaves if c.output == op.inputs[0]), None)
-                return Point(made.module, made.path, "output", made.number) if made is not None else None
+                source = next((c for c in leaves if c.output == op.inputs[0]), None)
+                return Point(source.module, source.path, "output", source.number) if source is not None else None
         return None
 
     def _after(self, value: int) -> Point | None:

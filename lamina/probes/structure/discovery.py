@@ -135,8 +135,8 @@ def _named(model: nn.Module, record: Trace, path: str) -> list[Call]:
 
 def _suggest(model: nn.Module, allowed: bool = False) -> str:
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0 and n]
-    shown = ", ".join(sorted(lists, key=lambda n: (n.count("."), n))[:6])
-    text = f"; its lists of modules: {shown}" if shown else ""
+    first = ", ".join(sorted(lists, key=lambda n: (n.count("."), n))[:6])
+    text = f"; its lists of modules: {first}" if first else ""
     return f" (allowed: the path of a list of layers{text})" if allowed else text
 
 
@@ -167,8 +167,10 @@ def _stream_input(call: Call, record: Trace) -> int | None:
     if call.output < 0:
         return None
     shape = record.shapes[call.output]
-    found = [v for v in call.inputs.values() if record.floating[v] and record.shapes[v] == shape and len(shape) >= 2]
-    return found[0] if found else None
+    candidates = [
+        v for v in call.inputs.values() if record.floating[v] and record.shapes[v] == shape and len(shape) >= 2
+    ]
+    return candidates[0] if candidates else None
 
 
 def _sources(ops: Iterable[Op]) -> dict[int, int]:
@@ -188,12 +190,12 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
         if not call.is_norm:
             continue
         reads = {_origin(v, same) for v in call.inputs.values()}
-        found = (
+        adjacent = (
             before is not None
             and call.ended < before.began
             and _origin(call.output, same) == _origin(_stream_input(before, record), same)
         ) or (after is not None and call.began > after.ended and _origin(after.output, same) in reads)
-        if found:
+        if adjacent:
             return NormSite(role, call.module, call.path, call.number)
     return None
 

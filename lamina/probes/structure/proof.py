@@ -35,16 +35,16 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     """
     few = _few(inputs, structure.hidden_size)
     states: dict[Hashable, Point] = {**structure.states()}
-    found = _watched(root, {**states, **_parts(structure)}, few)
-    _check_axes(structure, found, few)
-    _check_agreement(structure, found, _watched(root, states, few))
-    _check_batch(structure, found, _watched(root, states, {name: tensor[:1] for name, tensor in few.items()}))
+    tensors = _watched(root, {**states, **_parts(structure)}, few)
+    _check_axes(structure, tensors, few)
+    _check_agreement(structure, tensors, _watched(root, states, few))
+    _check_batch(structure, tensors, _watched(root, states, {name: tensor[:1] for name, tensor in few.items()}))
     if "input_ids" in few and few["input_ids"].shape[1] > 1:
-        _check_tokens(structure, found, root, few)
+        _check_tokens(structure, tensors, root, few)
     mixing = _mixing(structure, root, few)
     structure = replace(structure, layers=tuple(_with_mixers(site, mixing) for site in structure.layers))
-    structure = replace(structure, layers=tuple(_without_gated(site, found) for site in structure.layers))
-    wrong = [site.index for site in structure.layers if site.sublayers and not _adds_up(site, found)]
+    structure = replace(structure, layers=tuple(_without_gated(site, tensors) for site in structure.layers))
+    wrong = [site.index for site in structure.layers if site.sublayers and not _adds_up(site, tensors)]
     if not wrong:
         return structure
     note = (
@@ -87,25 +87,27 @@ def _parts(structure: Structure) -> dict[Hashable, Point]:
 
 
 def _watched(root: nn.Module, points: Mapping[Key, Point], inputs: Batch) -> dict[Key, torch.Tensor]:
-    found: dict[Key, torch.Tensor] = {}
-    with torch.no_grad(), watch(points, lambda key, value: found.update({key: value.detach().clone()}), root=root):
+    tensors: dict[Key, torch.Tensor] = {}
+    with torch.no_grad(), watch(points, lambda key, value: tensors.update({key: value.detach().clone()}), root=root):
         forward(root, inputs)
-    return found
+    return tensors
 
 
-def _check_axes(structure: Structure, found: Tensors, inputs: Batch) -> None:
-    given = next(iter(inputs.values()))
+def _check_axes(structure: Structure, tensors: Tensors, inputs: Batch) -> None:
+    batch = next(iter(inputs.values()))
     for state in structure.states():
-        if state not in found:
+        if state not in tensors:
             raise UserError(f"model: the stream of layer {state} can't be watched (allowed: --layers, another list)")
-        shape = found[state].shape
-        right = len(shape) == 3 and shape[0] == len(given) and shape[2] == structure.hidden_size
-        if right and given.ndim == 2:
-            right = shape[1] == given.shape[1]
+        shape = tensors[state].shape
+        right = len(shape) == 3 and shape[0] == len(batch) and shape[2] == structure.hidden_size
+        if right and batch.ndim == 2:
+            right = shape[1] == batch.shape[1]
         if not right:
-            what = f"{len(given)} sequences of {given.shape[1]} tokens" if given.ndim == 2 else f"{len(given)} images"
+            inputs_text = (
+                f"{len(batch)} sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else f"{len(batch)} images"
+            )
             raise UserError(
-                f"model: the stream at {_path(structure, state)} is {list(shape)} for {what} (allowed: models whose "
+                f"model: the stream at {_path(structure, state)} is {list(shape)} for {inputs_text} (allowed: models whose "
                 "layers hand on [batch, tokens, width])"
             )
 
@@ -119,24 +121,24 @@ def _check_agreement(structure: Structure, first: Tensors, second: Tensors) -> N
             )
 
 
-def _check_batch(structure: Structure, found: Tensors, alone: Tensors) -> None:
+def _check_batch(structure: Structure, together: Tensors, alone: Tensors) -> None:
     for state in structure.states():
-        one = found[state][:1]
-        if alone[state].shape != one.shape or _apart(one, alone[state]) > _tolerance(one):
+        first = together[state][:1]
+        if alone[state].shape != first.shape or _apart(first, alone[state]) > _tolerance(first):
             raise UserError(
                 f"model: a sequence's stream at {_path(structure, state)} depends on the other sequences of its batch "
                 "(allowed: models that read each sequence by itself)"
             )
 
 
-def _check_tokens(structure: Structure, found: Tensors, root: nn.Module, inputs: Batch) -> None:
+def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, inputs: Batch) -> None:
     ids = inputs["input_ids"].clone()
     other = ids[0] != ids[0, 0]
     if not bool(other.any()):
         return
     ids[0, 0] = ids[0, other][0]
     changed = _watched(root, {0: structure.states()[0]}, {"input_ids": ids})
-    if torch.equal(changed[0][0, 0], found[0][0, 0]):
+    if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
             f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token (allowed: "
             "models whose layers hand on [batch, tokens, width])"
@@ -155,27 +157,27 @@ def _tolerance(x: torch.Tensor) -> float:
     return max(_SAME, _ROUNDINGS * torch.finfo(x.dtype).eps)
 
 
-def _adds_up(site: LayerSite, found: Tensors) -> bool:
+def _adds_up(site: LayerSite, tensors: Tensors) -> bool:
     """Whether skip + contributions is what each norm on the stream reads, and in the end the layer's output.
 
     The skip carries the stream as it is behind the sub-layer before, or the layer's input, or both, each times a
     number for each channel (1 but for the placements that scale it), which is fitted: too few to hide a contribution.
     """
-    x = found[site.index].double().flatten(0, -2)
-    output = found["output", site.index].double()
+    x = tensors[site.index].double().flatten(0, -2)
+    output = tensors["output", site.index].double()
     if output.numel() != x.numel():
         return False
-    precision = torch.finfo(found[site.index].dtype).eps
+    precision = torch.finfo(tensors[site.index].dtype).eps
     skip, added = x, torch.zeros_like(x)
     pending = False
     for number in range(len(site.sublayers)):
-        contribution = found.get(("contribution", site.index, number))
+        contribution = tensors.get(("contribution", site.index, number))
         if contribution is None or contribution.numel() != x.numel():
             return False
         added = added + contribution.double().reshape_as(x)
         pending = True
-        if ("sum", site.index, number) in found:
-            total, normed = (found[name, site.index, number] for name in ("sum", "normed"))
+        if ("sum", site.index, number) in tensors:
+            total, normed = (tensors[name, site.index, number] for name in ("sum", "normed"))
             if total.numel() != x.numel() or not _is_sum(total.double().reshape_as(x), added, (skip, x), precision):
                 return False
             skip, added, pending = normed.double().reshape_as(x), torch.zeros_like(x), False
@@ -193,20 +195,20 @@ def _mixing(structure: Structure, root: nn.Module, inputs: Batch) -> set[tuple[i
                 post = sublayer.feed_forward.post
                 points["up", site.index, number] = Point(module, path, "input", post.call)
                 points["post", site.index, number] = post
-    found: dict[tuple, torch.Tensor] = {}
+    tensors: dict[tuple, torch.Tensor] = {}
 
     def change(key: tuple, tensor: torch.Tensor) -> torch.Tensor | None:
         if key[0] == "post":
-            found[key] = tensor
+            tensors[key] = tensor
             return None
-        found[key] = tensor.detach().requires_grad_()
-        return found[key].clone()
+        tensors[key] = tensor.detach().requires_grad_()
+        return tensors[key].clone()
 
     mixing = set()
     with torch.enable_grad(), intercept(points, change, roots=[root]):
         forward(root, inputs)
-    for kind, layer, number in list(found):
-        start, end = found.get(("up", layer, number)), found.get(("post", layer, number))
+    for kind, layer, number in list(tensors):
+        start, end = tensors.get(("up", layer, number)), tensors.get(("post", layer, number))
         if kind != "post" or start is None or end is None or not end.requires_grad:
             continue
         with torch.enable_grad():
@@ -229,12 +231,12 @@ def _with_mixers(site: LayerSite, mixing: set[tuple[int, int]]) -> LayerSite:
     return replace(site, sublayers=sublayers)
 
 
-def _without_gated(site: LayerSite, found: Tensors) -> LayerSite:
+def _without_gated(site: LayerSite, tensors: Tensors) -> LayerSite:
     """The layer without the parts of feed-forwards whose down-projection is not the last: RWKV gates it."""
     sublayers = []
     for number, sublayer in enumerate(site.sublayers):
-        down = found.get(("down", site.index, number))
-        end = found.get(("out", site.index, number), found.get(("contribution", site.index, number)))
+        down = tensors.get(("down", site.index, number))
+        end = tensors.get(("out", site.index, number), tensors.get(("contribution", site.index, number)))
         if sublayer.feed_forward is not None and down is not None and end is not None:
             rows = [t.double().flatten(0, -2) for t in (end, down)]
             precision = torch.finfo(end.dtype).eps
@@ -258,8 +260,8 @@ def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tens
         0, 1
     )  # [channels, tokens, skips]
     factors = torch.linalg.lstsq(basis, (rest / largest).T[..., None], driver="gelsd").solution
-    left = (rest / largest).T - (basis @ factors)[..., 0]
-    return float(left.abs().max()) * largest <= limit
+    residual = (rest / largest).T - (basis @ factors)[..., 0]
+    return float(residual.abs().max()) * largest <= limit
 
 
 def _path(structure: Structure, state: int) -> str:

@@ -133,9 +133,9 @@ class Structure:
 
     def states(self) -> dict[int, Point]:
         """x^0 ... x^N, the last one before the final norm."""
-        found = {site.index: site.input for site in self.layers}
-        found[self.num_layers] = self.layers[-1].output
-        return found
+        points = {site.index: site.input for site in self.layers}
+        points[self.num_layers] = self.layers[-1].output
+        return points
 
     def norms(self) -> Iterator[tuple[int, str, NormSite]]:
         """(layer, sublayer kind, norm); layer -1 for the embedding's and the final norm, with the sublayer "model"."""

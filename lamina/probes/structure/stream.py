@@ -81,24 +81,24 @@ class _Reader:
         last = self.tags.get(self.found.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
         waiting += [value for value in self.found.reads.values() if value in self.sums]
-        kept: set[int] = set()
+        carried: set[int] = set()
         while waiting:
             value = waiting.pop()
-            if value in kept or value not in self.sums:
+            if value in carried or value not in self.sums:
                 continue
-            kept.add(value)
+            carried.add(value)
             waiting += [tag.sum for tag in self.sums[value].skips]
-        for value in sorted(kept, key=lambda value: self.sums[value].op.time):
-            found = self.sums[value]
-            for tag in found.skips:
+        for value in sorted(carried, key=lambda value: self.sums[value].op.time):
+            addition = self.sums[value]
+            for tag in addition.skips:
                 self._carry(tag)
-            if found.branches is None:
-                if found.whole:
-                    self.found.breaks.append(found.op.time)
+            if addition.branches is None:
+                if addition.whole:
+                    self.found.breaks.append(addition.op.time)
                 continue
-            self.found.out |= {id(tag.norm) for tag in found.branches if tag.norm is not None}
-            parts = sorted((p for tag in found.branches for p in tag.parts), key=lambda p: p.source.began)
-            self.found.additions.append(Addition(found.op, [Branch(p.source, p.factor) for p in parts]))
+            self.found.out |= {id(tag.norm) for tag in addition.branches if tag.norm is not None}
+            parts = sorted((p for tag in addition.branches for p in tag.parts), key=lambda p: p.source.began)
+            self.found.additions.append(Addition(addition.op, [Branch(p.source, p.factor) for p in parts]))
 
     def _leave(self, call: Call) -> None:
         value = call.output

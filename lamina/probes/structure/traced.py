@@ -57,10 +57,10 @@ class StreamRecord:
 
 
 def inside(call: Call) -> list[Call]:
-    found: list[Call] = []
+    calls: list[Call] = []
     waiting = list(reversed(call.children))
     while waiting:
-        one = waiting.pop()
-        found.append(one)
-        waiting.extend(reversed(one.children))
-    return found
+        inner = waiting.pop()
+        calls.append(inner)
+        waiting.extend(reversed(inner.children))
+    return calls

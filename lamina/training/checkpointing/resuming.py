@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from functools import lru_cache
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from lamina.jobs import digests
 from lamina.jobs.files import read_result, read_yaml
 from lamina.jobs.manifest import MANIFEST
 from lamina.jobs.status import ENDED
-from lamina.placements import Plan
-from lamina.training.checkpointing.rollback import FILE, Rollbacks
-from lamina.training.checkpointing.store import checkpoints, listed_state, newest_checkpoint, run_state, what_is_broken
+from lamina.training.checkpointing.identity import known_of
+from lamina.training.checkpointing.rollback import Rollbacks
+from lamina.training.checkpointing.store import checkpoints, newest_checkpoint, run_state, what_is_broken
 from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
@@ -24,26 +22,7 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
-def identity(settings: PretrainSettings, plan: Plan, fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint keeps of its run beside the state: the settings, and digests of the plan and of the text."""
-    return {"settings": settings.to_dict(), "plan": plan_digest(plan), "text": fingerprint}
-
-
-def plan_digest(plan: Plan) -> str:
-    """SHA-256 of everything that a plan says."""
-    return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
-
-
-def known_of(folder: Path) -> dict[str, Any]:
-    """The ``identity`` in the newest checkpoint of a run's folder that tells it; empty where none does."""
-    for path in reversed(checkpoints(folder / "checkpoints")):
-        state = listed_state(path)
-        if state is not None and "settings" in state:
-            return {"checkpoint": path.name, **{name: state[name] for name in ("settings", "plan", "text")}}
-    return {}
-
-
-def stored_settings(folder: Path, free: set[str]) -> dict[str, Any] | None:
+def stored_settings(folder: Path, free: Collection[str]) -> dict[str, Any] | None:
     """The settings of the run in a folder: its config.yaml's, or the newest checkpoint's where that file is not whole.
 
     None where there is neither. Raises UserError where the file is not whole and no checkpoint holds the settings, and
@@ -56,11 +35,11 @@ def stored_settings(folder: Path, free: set[str]) -> dict[str, Any] | None:
     except UserError as error:
         if not known:
             raise
-        _say(f"{error}; the settings are taken from {known['checkpoint']}")
+        logger.warning("%s", f"{error}; the settings are taken from {known['checkpoint']}")
         return known["settings"]
     if stored is None:
         if known:
-            _say(f"{str(path)!r} is missing; the settings are taken from {known['checkpoint']}")
+            logger.warning("%s", f"{str(path)!r} is missing; the settings are taken from {known['checkpoint']}")
         return known.get("settings")
     settings = known.get("settings", {})
     for name, value in settings.items():
@@ -75,7 +54,7 @@ def stored_settings(folder: Path, free: set[str]) -> dict[str, Any] | None:
                 f"{str(path)!r} {words}, and no checkpoint holds the run's settings (allowed: the file as it was; "
                 "--overwrite to begin again)"
             )
-        _say(f"{str(path)!r} {words}; the settings are taken from {known['checkpoint']}")
+        logger.warning("%s", f"{str(path)!r} {words}; the settings are taken from {known['checkpoint']}")
         return known["settings"]
     return {**settings, **stored}
 
@@ -103,7 +82,7 @@ def result_to_keep(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def go_on_from(folder: Path, rollbacks: Rollbacks) -> Path | None:
+def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
     """The checkpoint to go on from; None to begin at step 0, where there is none or a return went back to there.
 
     Raises UserError where there are checkpoints and none of them can be used: to begin again would lose the run.
@@ -111,11 +90,8 @@ def go_on_from(folder: Path, rollbacks: Rollbacks) -> Path | None:
     found = newest_checkpoint(folder, rollbacks.admits)
     if found is None:
         _refuse_to_begin_again(folder, rollbacks)
-    elif (made := int(run_state(found)["rollbacks"])) > len(rollbacks.done):
-        raise UserError(
-            f"resume: {found.name} was taken after {made} rollbacks, {str(rollbacks.folder / FILE)!r} has "
-            f"{len(rollbacks.done)} (allowed: the file as it was; else another --output, or --overwrite)"
-        )
+    else:
+        rollbacks.load_state_dict(run_state(found))
     return found
 
 
@@ -138,9 +114,3 @@ def _whole(path: Path) -> dict[str, Any] | None:
     if last not in stored or not path.read_text(encoding="utf-8").endswith("\n"):
         raise UserError(f"{str(path)!r}: cut short, it should end with {last!r}")
     return stored
-
-
-@lru_cache
-def _say(line: str) -> None:
-    """Once a process: the command line and what it calls both ask."""
-    logger.warning("%s", line)

@@ -11,6 +11,7 @@ from typing import Any
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import was_written, write_json
+from lamina.training.checkpointing.stateful import RunState
 from lamina.training.checkpointing.store import checkpoints, listed_state
 from lamina.training.order import Jump, ahead
 
@@ -28,6 +29,11 @@ def _restore(path: Path) -> None:
             write_json(path, state["returns"])
             return
     raise ValueError("no checkpoint knows it")
+
+
+def is_good(state: RunState) -> bool:
+    """Whether a checkpoint's run state is of a time when the loss was not on its way up."""
+    return state["guard"]["above_since"] is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +86,19 @@ class Rollbacks:
                 "file as it was; else another --output, or --overwrite)"
             ) from None
 
+    def state_dict(self) -> dict[str, Any]:
+        """How many there are, and all of them: rollbacks.json may be lost."""
+        return {"rollbacks": len(self.done), "returns": self.to_list()}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Raise UserError where the checkpoint was taken after more rollbacks than rollbacks.json has."""
+        if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
+            raise UserError(
+                f"resume: checkpoint-{state['step']} was taken after {taken_after} rollbacks, "
+                f"{str(self.folder / FILE)!r} has {len(self.done)} (allowed: the file as it was; else another "
+                "--output, or --overwrite)"
+            )
+
     @property
     def jumps(self) -> list[Jump]:
         """The data left out, for the training order."""
@@ -93,7 +112,7 @@ class Rollbacks:
         """What the schedule's learning rates are multiplied by."""
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
-    def admits(self, state: dict[str, Any]) -> bool:
+    def admits(self, state: RunState) -> bool:
         """Whether a checkpoint lies on the line of training that goes on: none after a step that was gone back to."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 

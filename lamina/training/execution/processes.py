@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from lamina.errors import UserError
+from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full
-from lamina.training.settings import PretrainSettings
+from lamina.training.execution.devices import device_of
 
 T = TypeVar("T")
 GONE = "another process of the run is gone"
@@ -110,13 +110,15 @@ class Processes:
         if failed is None:
             return
         if failed == self.rank and mine is not None:
-            mine.told = not self.first  # type: ignore[attr-defined]
+            if not self.first:
+                mark_reported(mine)
             raise mine
         error = errors[failed]
         assert error is not None
         if isinstance(error, UserError) and failed > 0:
             error = UserError(f"process {failed}: {error}")
-        error.told = not self.first  # type: ignore[attr-defined]  # the first process says it for all
+        if not self.first:
+            mark_reported(error)  # the first process says it for all
         raise error
 
 
@@ -166,19 +168,30 @@ def launched() -> tuple[int, int, int, int]:
     return rank, size, local_rank, local_size
 
 
+def reported_once(act: Callable[[], T]) -> T:
+    """Do ``act``, which fails alike in every process, before they have met: the first one reports its UserError."""
+    try:
+        return act()
+    except UserError as error:
+        if launched()[0] > 0:
+            mark_reported(error)
+        raise
+
+
 @contextmanager
-def processes(device: str, parallel: str = "ddp") -> Iterator[Processes]:
+def join(device: str, parallel: str) -> Iterator[Processes]:
     """Join the run's other processes, if torchrun or accelerate launch started several, and leave them at the end.
 
     Args:
-        device: "cpu", "cuda" or "mps": one GPU a process.
-        parallel: "ddp" or "fsdp2".
+        device: as the settings have it: "auto", "cpu", "cuda" (one GPU per process) or "mps".
+        parallel: as the settings have it: "auto", "ddp" or "fsdp2".
 
     Raises:
         UserError: for more processes than GPUs, a device that can't be shared out, processes that could not meet.
         OSError: another process has ended while this one waited for it; that one has said why.
     """
     rank, size, local_rank, local_size = launched()
+    device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
     if size == 1:
         yield Processes()
         return
@@ -214,7 +227,7 @@ def processes(device: str, parallel: str = "ddp") -> Iterator[Processes]:
                 distributed.destroy_process_group()
 
 
-def parallel_of(settings: PretrainSettings) -> str:
+def parallel_of(parallel: str) -> str:
     """Ddp or fsdp2: what the settings say, or else the configuration of accelerate launch.
 
     Accelerate's own switch is turned off, since the model is sharded here, before Trainer sees it. Raises UserError for
@@ -226,8 +239,8 @@ def parallel_of(settings: PretrainSettings) -> str:
         raise UserError(f"accelerate's configuration asks for {', '.join(asked)} (allowed: none, FSDP version 2)")
     if asked and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise UserError(f"fsdp_version: {version!r} in accelerate's configuration (allowed: 2)")
-    if asked and settings.parallel == "ddp":
+    if asked and parallel == "ddp":
         raise UserError("parallel: 'ddp', and accelerate's configuration asks for FSDP (allowed: auto, fsdp2)")
-    if settings.parallel != "auto":
-        return settings.parallel
+    if parallel != "auto":
+        return parallel
     return "fsdp2" if asked else "ddp"

@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
+from lamina.jobs.files import write_json, write_yaml
 from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.training.execution.compiling import compile_blocks, discard, missing_compiler
-from lamina.training.settings import RunSettings
+from lamina.training.execution.processes import Processes
+from lamina.training.settings import PretrainSettings, RunSettings
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,30 @@ def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: t
         why = f"{settings.steps} steps are too few to try what is faster (--precision, --compile)"
         return Choice(*plain, why=why)
     return _try(settings, make_model().to(device), plain, device)
+
+
+def decide(
+    settings: PretrainSettings, model: nn.Module, device: torch.device, processes: Processes, *, bar: bool
+) -> PretrainSettings:
+    """The settings with precision and compilation decided, as the run's folder keeps them from now on.
+
+    A resumed run does not try again. ``bar``: say on the terminal what was chosen.
+    """
+    if not is_open(settings):
+        return settings
+    folder = Path(settings.output)
+
+    def try_out() -> PretrainSettings:
+        choice = choose(settings, lambda: model, device)
+        decided = replace(settings, precision=choice.precision, compile=choice.compile)
+        write_json(folder / "speed.json", choice.to_dict())
+        write_yaml(folder / "config.yaml", decided.to_dict())
+        logger.info("%s", choice)
+        if bar:
+            tqdm.write(str(choice), file=sys.stderr)
+        return decided
+
+    return processes.by_first(try_out)
 
 
 def prepare(model: nn.Module, settings: RunSettings) -> None:

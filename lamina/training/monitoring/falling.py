@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from lamina.training.checkpointing.stateful import RunState
+
 STILL_FALLING = 0.2  # nats that as many steps again would take off the loss, at the pace of the run's last fifth
 WINDOW = 0.2  # of the run: what a pace is measured over
 NOTICED = 0.005  # nats in the last fifth below which nothing falls
@@ -55,6 +57,26 @@ def deciding(records: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str,
         for step, loss in (*points[:1], *(p for p in points[1:] if p[0] > (1 - 3 * WINDOW) * steps), *points[-2:]):
             kept.setdefault(step, {"step": step})[name] = loss
     return [kept[step] for step in sorted(kept)]
+
+
+class RecordedLosses:
+    """The losses that decide whether a run is short, kept in its checkpoints: the records themselves may be lost."""
+
+    def __init__(self, folder: Path, steps: int):
+        self.folder, self.steps = folder, steps
+        self._resumed: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those recorded so far."""
+        return {"recorded_losses": deciding(self.records(), self.steps)}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with those that the checkpoint holds."""
+        self._resumed = state.get("recorded_losses", [])
+
+    def records(self) -> list[dict[str, Any]]:
+        """The run's records, and of those that were lost what its checkpoint has kept."""
+        return merged(self._resumed, read_metrics(self.folder))
 
 
 def merged(first: Iterable[Mapping[str, Any]], then: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

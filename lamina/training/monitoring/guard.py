@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitoring.layers import Row
 
 Key = tuple[int, str, str]  # layer, sub-layer, metric
@@ -82,17 +83,20 @@ class DivergenceGuard:
         self.see_layers(rows)
         raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
 
-    def to_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What it has seen, for a checkpoint."""
-        return {
+        seen = {
             "best": self.best,
             "above_since": self.above_since,
             "recent": [[*key, list(values)] for key, values in self.recent.items()],
             "left": [[*key, *where] for key, where in self.left.items()],
         }
+        return {"guard": seen}
 
-    def restore(self, seen: Mapping[str, Any]) -> None:
-        """Go on with what ``to_dict`` gave."""
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with what it had seen at a checkpoint."""
+        if (seen := state.get("guard")) is None:
+            return
         self.best, self.above_since = seen["best"], seen["above_since"]
         self.recent = {(a, b, c): deque(values, maxlen=self.window) for a, b, c, values in seen["recent"]}
         self.left = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}

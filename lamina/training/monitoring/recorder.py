@@ -15,13 +15,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from lamina.data.blocks import PartShare
 from lamina.jobs.orphans import orphaned
+from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
+from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.trainer import LaminaTrainer
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 TWICE_SECONDS = 3.0
 
 
@@ -117,13 +118,22 @@ class RunRecorder(TrainerCallback):
         record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
         self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
 
-    def evaluations(self) -> list[float]:
-        """Step and loss of the last evaluation, and the best loss: for a checkpoint."""
-        return [self.evaluated_step, self.last_eval, self.best_eval]
+    def state_dict(self) -> dict[str, Any]:
+        """Step and loss of the last evaluation, the best loss, and what the writers have brought to the disk."""
+        self._take_series()
+        self.layers.flush()
+        self.metrics.sync()
+        evaluations = [self.evaluated_step, self.last_eval, self.best_eval]
+        return {"evaluations": evaluations, **self.metrics.state_dict(), **self.layers.state_dict()}
 
-    def take_up(self, evaluations: list[float]) -> None:
-        """Go on with a checkpoint's ``evaluations``, unless metrics.jsonl has a later one."""
-        step, last, best = evaluations
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
+        self.metrics.load_state_dict(state)
+        self.layers.load_state_dict(state)
+        (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
+        if "evaluations" not in state:
+            return
+        step, last, best = state["evaluations"]
         if step > self.evaluated_step:
             self.evaluated_step, self.last_eval = int(step), last
         self.best_eval = min(self.best_eval, best)
@@ -136,12 +146,6 @@ class RunRecorder(TrainerCallback):
         assert self.trainer is not None
         assert self.trainer.series is not None
         self.layers.add(self.trainer.series.rows())
-
-    def before_checkpoint(self) -> None:
-        """Bring to the disk what a run that goes on from the checkpoint will not record again."""
-        self._take_series()
-        self.layers.flush()
-        self.metrics.sync()
 
     def record_divergence(self, diverged: Diverged) -> None:
         """Keep what was seen at the step that ended the run: it is what one wants to look at."""
@@ -199,7 +203,7 @@ def stop_signals(recorder: RunRecorder) -> Iterator[None]:
     """
     first = 0.0
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int) -> None:
         nonlocal first
         now = time.monotonic()
         # torchrun passes on the Ctrl-C that the terminal has sent to its processes already
@@ -208,14 +212,5 @@ def stop_signals(recorder: RunRecorder) -> Iterator[None]:
         first = now if not recorder.interrupted else first
         recorder.interrupted = f"stopped by {signal.Signals(number).name}"
 
-    old: dict[int, Any] = {}
-    try:
-        for number in STOP_SIGNALS:
-            old[number] = signal.signal(number, stop)
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        pass
-    try:
+    with handled((*STOP_SIGNALS, *WARNING_SIGNALS), stop):
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

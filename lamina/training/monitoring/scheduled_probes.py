@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from lamina.jobs import digests
-from lamina.jobs.files import disk_full, write_json, write_text
+from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import structure_of
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.engine.running import run
+from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitoring.writers import checked_parts, set_aside
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ class ScheduledProbes(TrainerCallback):
         settings: PretrainSettings,
         input_ids: torch.Tensor,
         tokenizer: Any,
-        resumed_step: int | None,
-        files: Mapping[str, Any] | None = None,
     ):
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.input_ids, self.tokenizer = input_ids, tokenizer
@@ -60,9 +59,16 @@ class ScheduledProbes(TrainerCallback):
         self.seconds = 0.0
         self._structure: Structure | None = None
         self._noted: set[tuple[str, str]] = set()
-        if resumed_step is not None:
-            checked_parts(folder, "probes/*/part-*.parquet", files)
-            forget(self.folder, after=resumed_step, files=files)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the ledger knows the parts."""
+        return {}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume: what was measured after the checkpoint is dropped, and parts it does not know are set aside."""
+        if "step" in state:
+            checked_parts(self.folder.parent, "probes/*/part-*.parquet", state.get("files"))
+            forget(self.folder, after=state["step"], files=state.get("files"))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -157,10 +163,9 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
     """Write one step's rows under a temporary name, then put them into place."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{step:08d}.parquet"
-    frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]].to_parquet(
-        path.with_name(f".{path.name}").absolute(), index=False
-    )
-    digests.replace(path.with_name(f".{path.name}"), path)
+    rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
+    with writing(path) as temporary:
+        rows.to_parquet(temporary.absolute(), index=False)
 
 
 def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lamina.jobs import digests
-from lamina.jobs.files import finite, write_text
+from lamina.jobs.files import finite, write_text, writing
 from lamina.jobs.manifest import entry_of, sync
+from lamina.training.checkpointing.stateful import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -22,57 +23,48 @@ LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value"
 
 
 class MetricsWriter:
-    """metrics.jsonl: a line a record, written through at once.
+    """metrics.jsonl: one line per record, written through at once.
 
     Args:
         folder: the run's.
-        resumed_step: of the checkpoint that the run goes on from, after which no record stays; None for a new run.
-        returns: records of the rollbacks so far.
-        logged_step: the last step that was logged before that checkpoint.
-        known: that checkpoint's ``known()``; None where it has none.
+        rollbacks: the records of the rollbacks so far.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        resumed_step: int | None,
-        returns: Iterable[Mapping[str, Any]] = (),
-        logged_step: int = 0,
-        known: tuple[int, str] | None = None,
-    ):
-        self.path, self.best_eval = folder / "metrics.jsonl", math.inf
+    def __init__(self, folder: Path, rollbacks: Iterable[Mapping[str, Any]] = ()):
+        self.path, self.rollbacks = folder / "metrics.jsonl", tuple(rollbacks)
+        self.best_eval = math.inf
         self.last_eval: tuple[int, float] = (-1, math.inf)
         self._sum, self._size = hashlib.sha256(), 0  # of the file
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
-        self._unsettled = 0
-        if resumed_step is not None and (self.path.exists() or logged_step):
-            lines = _lines(self.path)
-            kept = [line for line in lines if _step(line) <= resumed_step]
-            kept = sorted((line for line in kept if "rollback" not in json.loads(line)), key=_step)
-            if known is not None:
-                once = list(dict.fromkeys(kept))  # lines that were doubled are known by that
-                kept = once if digest_of(once[: known[0]]) == known[1] else kept
-                altered = digest_of(kept[: known[0]]) != known[1]
-                kept = kept if altered else kept[: known[0]]  # what comes after the checkpoint is recorded again
-            else:
-                altered = any(_step(line) == math.inf for line in lines[:-1])  # a kill cuts the last one only
-            if altered and self.path.exists():
-                set_aside(self.path, copy=True)
-            for line in kept:
-                self._count_in(line)
-            kept += [json.dumps(finite(dict(record))) for record in returns]  # they stay, however far one goes back
-            kept.sort(key=_step)
-            last = max((_step(line) for line in kept if "loss" in json.loads(line)), default=0)
-            if last < logged_step:
-                logger.warning("%s: its records of steps %d to %d are gone", self.path, last + 1, logged_step)
-            text = "".join(f"{line}\n" for line in kept)
-            write_text(self.path, text)
-            self._sum.update(text.encode())
-            self._size = len(text.encode())
-            evals = [(r["step"], r["eval_loss"]) for r in map(json.loads, kept) if "eval_loss" in r]
-            self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
-            if evals:
-                self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
+        self._unsynced = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many records there are beside the rollbacks', and their SHA-256."""
+        return {"records": (self._count, self._records.hexdigest())}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume: no record stays that is later than the checkpoint, and those that it knows are checked."""
+        logged_step = int(state.get("logged_step", 0))
+        if "step" not in state or not (self.path.exists() or logged_step):
+            return
+        lines = _known_lines(self.path, state["step"], state.get("records"))
+        for line in lines:
+            self._count_in(line)
+        lines += [
+            json.dumps(finite(dict(record))) for record in self.rollbacks
+        ]  # they stay, however far one rolls back
+        lines.sort(key=_step)
+        last = max((_step(line) for line in lines if "loss" in json.loads(line)), default=0)
+        if last < logged_step:
+            logger.warning("%s: its records of steps %d to %d are gone", self.path, last + 1, logged_step)
+        text = "".join(f"{line}\n" for line in lines)
+        write_text(self.path, text)
+        self._sum.update(text.encode())
+        self._size = len(text.encode())
+        evals = [(r["step"], r["eval_loss"]) for r in map(json.loads, lines) if "eval_loss" in r]
+        self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
+        if evals:
+            self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(finite(dict(record)))
@@ -83,8 +75,8 @@ class MetricsWriter:
         digests.note(self.path, (self._size, self._sum.hexdigest()), settle=False)
         with self.path.open("ab") as file:
             file.write(content)
-        self._unsettled += 1
-        if self._unsettled == 1000:
+        self._unsynced += 1
+        if self._unsynced == 1000:
             self.sync()
 
     def sync(self) -> None:
@@ -92,15 +84,29 @@ class MetricsWriter:
         if self.path.exists():
             sync(self.path)
             digests.rewrite(self.path.parent)
-        self._unsettled = 0
-
-    def known(self) -> tuple[int, str]:
-        """How many records there are beside the rollbacks', and their SHA-256: for a checkpoint."""
-        return self._count, self._records.hexdigest()
+        self._unsynced = 0
 
     def _count_in(self, line: str) -> None:
         self._records.update(f"{line}\n".encode())
         self._count += 1
+
+
+def _known_lines(path: Path, step: int, known: tuple[int, str] | None) -> list[str]:
+    """The records up to ``step`` without the rollbacks', by step; a file that is not as ``known`` is set aside."""
+    everything = _lines(path)
+    lines = [line for line in everything if _step(line) <= step]
+    lines = sorted((line for line in lines if "rollback" not in json.loads(line)), key=_step)
+    if known is not None:
+        count, digest = known
+        once = list(dict.fromkeys(lines))  # lines that were doubled are known by that
+        lines = once if digest_of(once[:count]) == digest else lines
+        altered = digest_of(lines[:count]) != digest
+        lines = lines if altered else lines[:count]  # what comes after the checkpoint is recorded again
+    else:
+        altered = any(_step(line) == math.inf for line in everything[:-1])  # a kill cuts the last one only
+    if altered and path.exists():
+        set_aside(path, copy=True)
+    return lines
 
 
 def digest_of(lines: Iterable[str]) -> str:
@@ -125,8 +131,10 @@ class NoWriter:
 
     def sync(self) -> None: ...
 
-    def known(self) -> tuple[int, str]:
-        return 0, ""
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: RunState) -> None: ...
 
     def add(self, rows: Iterable[tuple[Any, ...]]) -> None: ...
 
@@ -172,6 +180,11 @@ def checked_parts(folder: Path, pattern: str, files: Mapping[str, Any] | None) -
     return [part for part in found if part.exists()]
 
 
+def _number(part: Path) -> int:
+    number = part.stem.removeprefix("part-")
+    return int(number) if number.isdecimal() else -1
+
+
 def _text(line: bytes) -> str:
     try:
         return line.decode("utf-8")
@@ -191,41 +204,53 @@ def _step(line: str) -> float:
 class LayersWriter:
     """layers/part-*.parquet: rows are gathered and written in parts, so that a kill loses at most the last one."""
 
-    rows_a_part = 20_000
+    rows_per_part = 20_000
 
-    def __init__(self, folder: Path, resumed_step: int | None, files: Mapping[str, Any] | None = None):
+    def __init__(self, folder: Path):
+        self.run, self.folder = folder, folder / "layers"
+        self.folder.mkdir(exist_ok=True)
+        self.rows: list[tuple[Any, ...]] = []
+        self.next = 1 + max(map(_number, self.folder.glob("part-*.parquet")), default=-1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run's files hold, these parts among them; call it when they are on the disk."""
+        return {"files": digests.entries(self.run)}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume: no row stays that is later than the checkpoint, and parts that are not as it knows are set aside."""
+        files = state.get("files")
+        parts = checked_parts(self.run, "layers/part-*.parquet", files)
+        self.next = 1 + max(map(_number, parts), default=-1)
+        for part in parts if "step" in state else ():
+            self._trim(part, state["step"], known=files is None or part.relative_to(self.run).as_posix() in files)
+
+    def _trim(self, part: Path, step: int, *, known: bool) -> None:
         import pyarrow.dataset as ds
         import pyarrow.parquet as pq
 
-        self.folder = folder / "layers"
-        self.folder.mkdir(exist_ok=True)
-        self.rows: list[tuple[Any, ...]] = []
-        parts = checked_parts(folder, "layers/part-*.parquet", files)
-        self.next = 1 + max((int(part.stem.split("-")[1]) for part in parts if part.stem[5:].isdecimal()), default=-1)
-        for part in parts if resumed_step is not None else ():
-            try:
-                with part.open("rb") as file:  # a path with a colon would be taken for an address
-                    table = pq.read_table(file)
-                kept = table.filter(ds.field("step") <= resumed_step)
-            except (OSError, ValueError):  # ArrowInvalid is a ValueError
+        try:
+            with part.open("rb") as file:  # a path with a colon would be taken for an address
+                table = pq.read_table(file)
+            rows = table.filter(ds.field("step") <= step)
+        except (OSError, ValueError):  # ArrowInvalid is a ValueError
+            set_aside(part)
+            return
+        if rows.num_rows == 0:
+            digests.remove(part)
+        elif not known:
+            # All that the run had measured by then is in the parts that the checkpoint knows: this one repeats it (a
+            # divergence records its last rows again), or is somebody else's.
+            if digests.differs(part):
                 set_aside(part)
-                continue
-            if kept.num_rows == 0:
+            else:
                 digests.remove(part)
-            elif files is not None and part.relative_to(folder).as_posix() not in files:
-                # All that the run had measured by then is in the parts that the checkpoint knows: this one repeats it
-                # (a divergence records its last rows again), or is somebody else's.
-                if digests.differs(part):
-                    set_aside(part)
-                else:
-                    digests.remove(part)
-            elif kept.num_rows < table.num_rows:
-                self._write(part, kept)
+        elif rows.num_rows < table.num_rows:
+            self._write(part, rows)
 
     def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Take rows of (step, layer, sublayer, role, index, metric, value)."""
         self.rows += rows
-        if len(self.rows) >= self.rows_a_part:
+        if len(self.rows) >= self.rows_per_part:
             self.flush()
 
     def flush(self) -> None:
@@ -243,7 +268,5 @@ class LayersWriter:
     def _write(path: Path, table: Any) -> None:
         import pyarrow.parquet as pq
 
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("wb") as file:
+        with writing(path) as temporary, temporary.open("wb") as file:
             pq.write_table(table, file)
-        digests.replace(temporary, path)  # brought to the disk: a checkpoint that follows rests on it

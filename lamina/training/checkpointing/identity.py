@@ -1,0 +1,110 @@
+"""That a resumed run is the run that it was: the same settings, placement, and text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina.data.corpus import Corpus
+from lamina.errors import UserError
+from lamina.jobs import digests
+from lamina.jobs.files import was_written
+from lamina.placements import Plan
+from lamina.training.checkpointing.stateful import RunState
+from lamina.training.checkpointing.store import checkpoints, listed_state
+from lamina.training.settings import PretrainSettings
+
+DATA = "data.json"  # which text the run began with
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What a run computes, as its checkpoints and its folder keep it.
+
+    Attributes:
+        settings: of the run.
+        plan: its placement's.
+        fingerprint: of the text and its tokenizer.
+    """
+
+    settings: PretrainSettings
+    plan: Plan
+    fingerprint: str
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings, and digests of the plan and of the text."""
+        return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Nothing: ``refuse_changes`` has compared it, before the folder was touched."""
+
+    @property
+    def text(self) -> dict[str, str]:
+        """What data.json holds."""
+        return {"corpus": self.settings.corpus, "fingerprint": self.fingerprint}
+
+    def refuse_changes(self, folder: Path) -> None:
+        """Raise UserError where the text or the placement is not what it was when the run in ``folder`` began."""
+        known = known_of(folder)
+        stored = known["text"] if "text" in known else _stored(folder / DATA, self.text).get("fingerprint")
+        if stored is not None and stored != self.fingerprint:
+            settings = self.settings
+            raise UserError(
+                f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
+                f"in {str(folder)!r} began{_changed(settings, folder / DATA)} (allowed with --resume: the same text; "
+                "else another --output, or --overwrite)"
+            )
+        if not self._same_plan(folder, known):
+            raise UserError(
+                f"placement: {self.settings.placement!r} is not what it was when the run in {str(folder)!r} began "
+                "(allowed with --resume: the same; else another --output, or --overwrite)"
+            )
+
+    def _same_plan(self, folder: Path, known: Mapping[str, Any]) -> bool:
+        if "plan" in known:
+            return known["plan"] == plan_digest(self.plan)
+        now = self.plan.to_dict()
+        before = _stored(folder / "plan.json", now)
+        return before == json.loads(json.dumps(now)) or not (before or known)
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of everything that a plan says."""
+    return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def known_of(folder: Path) -> dict[str, Any]:
+    """The identity in the newest checkpoint of a run's folder that has one; empty where none has."""
+    for path in reversed(checkpoints(folder / "checkpoints")):
+        state = listed_state(path)
+        if state is not None and "settings" in state:
+            return {"checkpoint": path.name, **{name: state[name] for name in ("settings", "plan", "text")}}
+    return {}
+
+
+def _changed(settings: PretrainSettings, noted: Path) -> str:
+    """The corpus' files that are newer than the run's last start, as a part of a sentence."""
+    if not noted.is_file():
+        return ""
+    newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(noted.stat().st_mtime)]
+    return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
+
+
+def _stored(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """What a file of the run holds; of a damaged one ``now``, if that is what was written. Raises UserError if not."""
+    if words := digests.differs(path):
+        if was_written(path, now):
+            return json.loads(json.dumps(now))
+        raise UserError(
+            f"{str(path)!r} {words}, and it did not hold what this run would write (allowed with --resume: the same "
+            "text and placement; else another --output, or --overwrite)"
+        )
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}

@@ -1,0 +1,112 @@
+"""What can be known to be invalid about a run before its corpus is read."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+
+from lamina.errors import UserError
+from lamina.modeling import initialization
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.building import build, recommended
+from lamina.modeling.memory import refuse_beyond_memory
+from lamina.placements import Plan
+from lamina.probes.engine import registry
+from lamina.training.arguments import training_arguments
+from lamina.training.execution.compiling import missing_compiler
+from lamina.training.monitoring.experts import choose, find_routers
+from lamina.training.optimizer import check_optimizer, width_scaling_of
+from lamina.training.settings import PretrainSettings
+
+# those that treat every element of a weight by itself
+SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+
+
+def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
+    """Raise UserError for settings that this machine or this placement cannot take; returns the Trainer's arguments."""
+    for name in settings.reports():
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+    if settings.probe_every or settings.probes != PretrainSettings.probes:
+        registry.make_all(settings.probes)
+    initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
+    arguments = training_arguments(settings, processes)
+    if width_scaling_of(settings) is not None:
+        check_optimizer(arguments)
+    if settings.precision == "fp16" and arguments.device.type == "cpu":
+        # accelerate has no loss scaler for it there, and would train in float32 without a word
+        raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
+    if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
+        raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
+    return arguments
+
+
+def check_modules(
+    settings: PretrainSettings,
+    config: PreTrainedConfig,
+    plan: Plan,
+    arguments: TrainingArguments,
+    processes: int = 1,
+    *,
+    trained: bool = True,
+) -> None:
+    """Raise UserError for what only the modules know: groups that do not divide the width, norms that they have.
+
+    It shows in one layer of each kind, on the meta device. ``trained``: whether this machine trains the model as it is,
+    so that it has to fit into its memory.
+    """
+    kinds = tuple(layer for layer, _ in plan.kinds()[:4])
+    with torch.device("meta"):
+        few = resolve_backbone(config, num_layers=len(kinds))
+        small = build(few, replace(plan, layers=kinds), init="normal", width_scaling=width_scaling_of(settings))
+    if trained:
+        _check_memory(settings, config.num_hidden_layers, small, arguments, processes)
+    if settings.expert_balance in ("bias", "loss"):
+        with torch.device("meta"):
+            model = build(config, plan, init="normal")
+        choose(settings.expert_balance, find_routers(model))
+
+
+def _check_memory(
+    settings: PretrainSettings, num_layers: int, small: PreTrainedModel, arguments: TrainingArguments, processes: int
+) -> None:
+    """Raise UserError where the blocks alone, or the states that enter them, do not fit. A lower bound of what is used.
+
+    ``small``: the model with fewer layers, on the meta device.
+    """
+    config = small.config.get_text_config()
+    device = "cuda" if arguments.device.type == "cuda" else "cpu"
+    parts = processes if settings.parallel == "fsdp2" else 1
+    weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
+    weights = weights * num_layers // config.num_hidden_layers // parts
+    optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+    copies = 4 if optimizer.startswith("adamw_torch") else 2  # itself, its gradient, AdamW's two averages
+    states = settings.batch_size // processes * settings.sequence_length * config.hidden_size * num_layers
+    refuse_beyond_memory(
+        "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device
+    )
+    refuse_beyond_memory(
+        "batch_size, sequence_length",
+        f"the backward pass of {settings.batch_size // processes} × {settings.sequence_length} tokens through "
+        f"{num_layers} blocks takes",
+        2.0 * states,
+        device,
+    )
+
+
+def check_sharded(settings: PretrainSettings) -> None:
+    """Raise UserError for what can't be done with a model that is shared out over several processes."""
+    if settings.probe_every:
+        raise UserError(
+            f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "
+            "0, and lamina probe afterwards; or --parallel ddp)"
+        )
+    optimizer = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0]))
+    if optimizer not in SHARDED_OPTIMIZERS:
+        raise UserError(
+            f"trainer.optim: {optimizer!r} does not work on parts of weights (allowed with --parallel fsdp2: "
+            f"{', '.join(SHARDED_OPTIMIZERS)}; or --parallel ddp)"
+        )
