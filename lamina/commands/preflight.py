@@ -6,10 +6,11 @@ import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from lamina.api import preflight
 from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.core.json_types import Json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +63,7 @@ def as_json(rows: pd.DataFrame) -> str:
 
 def summary(rows: pd.DataFrame) -> str:
     """A table with one line per run, then the reason of each and what to change."""
-    records: list[dict[str, Any]] = rows.to_dict("records")  # type: ignore[assignment]
+    records = cast("list[Json]", rows.to_dict("records"))
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
         f"{'placement':<{width}} {'rate':>8}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} {'FP16 headroom':>22}"
@@ -82,7 +83,7 @@ def summary(rows: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _layers(row: dict[str, Any]) -> str:
+def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
     theorem = "as O(1/L) a layer keeps it" if share <= ABOUT_ONE else "O(1/L) a layer would keep it near 1"
     return (

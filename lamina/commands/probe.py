@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 
 EXAMPLES = """
@@ -64,7 +64,7 @@ def listing(*, full: bool = False) -> str:
     return "\n".join(lines)
 
 
-def summary(result: dict[str, Any]) -> str:
+def summary(result: Json) -> str:
     """The sentences of each probe as lines for the terminal, or the reason why it has none."""
     model = result["model"]
     lines = [
@@ -83,7 +83,7 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"\nnote: {note}" for note in result["notes"])])
 
 
-def _refused(result: dict[str, Any]) -> int:
+def _refused(result: Json) -> int:
     """0, or UserError where a probe that was named could not measure this model: the rest is written."""
     if "all" in str(result["settings"]["probes"]).split(","):
         return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from lamina.api import transfer
 from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
 from lamina.commands.compare import failed
+from lamina.core.json_types import Json
 from lamina.errors import TrialsFailed
 
 EXAMPLES = """
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     return 0 if failure is None else failed(failure)
 
 
-def printed(summary: dict[str, Any]) -> str:
+def printed(summary: Json) -> str:
     """What transfer.json holds, as lines for the terminal."""
     from lamina.reports.pages.transfer import sentences
 

@@ -136,7 +136,7 @@ def close(folder: Path) -> None:
 
 
 def rewrite(folder: Path) -> None:
-    """Shorten a folder's ledger to a line a file."""
+    """Shorten a folder's ledger to one line per file."""
     if found := _writing(folder / LEDGER):
         found[0].rewrite()
 

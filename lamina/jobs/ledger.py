@@ -65,7 +65,7 @@ class Ledger:
                 os.fsync(file.fileno())
 
     def rewrite(self) -> None:
-        """Write the ledger anew, a line a file: it does not grow with what was overwritten."""
+        """Write the ledger anew, one line per file: it does not grow with what was overwritten."""
         whole = Ledger(self.folder)
         kept = [(name, entry) for name, entry in self.entries.items() if name and entry is not None]
         # The first line says how many follow, the last one is of no file: each file is as its line says.

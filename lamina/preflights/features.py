@@ -1,4 +1,4 @@
-"""The few numbers of a burn-in that the verdict reads; none is the name of a placement, initializer or backbone."""
+"""The few numbers of a burn-in that the verdict reads; no names of placements, initializers or backbones among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = 1e-45
 class Features:
     """The numbers of a burn-in; "end" is its last snapshot, "middle" the one half-way.
 
-    ``excess``: nats a token above (below: negative) a constant prediction with the tokens' frequencies;
+    ``excess``: nats per token above (below: negative) a constant prediction with the tokens' frequencies;
     ``excess_error``: its standard error from one held-out sequence to another; ``context``:
     nats by which the predictions beat their own mean; ``variation``: the predictions' mean divergence from it, in nats;
     ``similarity``: mean cosine between tokens in x^N; ``jacobian``: log10 of the smallest gain of the Jacobian from any

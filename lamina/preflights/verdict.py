@@ -15,7 +15,7 @@ FP16_LITTLE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The planned run as the verdict reads it: wiring, initializer, rate, warm-up and steps (planned, taken).
+    """What the verdict has to know of the plan: its wiring, initializer, rate, warm-up and steps (planned, taken).
 
     ``step_at`` gives the planned step by which a share of the run's summed learning rates is spent.
     """

@@ -39,7 +39,7 @@ class HiddenStates(Probe):
       sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: their
       ratio in each sequence, averaged: a normalized stream bounds |x|, so only the ratio tells there.
     - massive_count: elements of a sequence with |x| > 100 and |x| >= 1000 x its median (Sun et al. 2024), averaged.
-      massive_activation: one row a channel and position where there are any (the 20 largest of a state): the value,
+      massive_activation: one row per channel and position where there are any (the 20 largest of a state): the value,
       signed, that is largest; massive_sequences: in how many sequences it is massive.
     - headroom_factor = 65504 / abs_max and headroom_bits, its log2 (negative: FP16 overflows). top100_min and
       top100_max: the band of the 100 largest |x| of the whole sample (Peri-LN Fig 11).

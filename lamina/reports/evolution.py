@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
+from lamina.core.json_types import Json
 from lamina.reports import charts, depth
 from lamina.reports.charts import Grid, Line
 from lamina.reports.page import Section, callouts, figure, sentence
@@ -224,7 +225,7 @@ def _section(name: str, shown: Sequence[Shown]) -> Section:
     return Section(name=title, title=f"{title} during training", html=html)
 
 
-def _about(folder: Path, name: str) -> dict[str, Any]:
+def _about(folder: Path, name: str) -> Json:
     try:
         told = json.loads((folder / "probes" / name / "about.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.reports.records import Frame, rows_of
 
 USUAL_TOKENS = 20  # a parameter: what a run that makes the best of its compute takes (Hoffmann et al. 2022)
@@ -33,7 +33,7 @@ def listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _inits(rows: list[dict[str, Any]], recommended: Mapping[str, str]) -> list[str]:
+def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
     """That the initializers differ; or, where they are one, whose recommended one it is not."""
     users: dict[str, list[str]] = {}
     for row in rows:
@@ -56,7 +56,7 @@ def _inits(rows: list[dict[str, Any]], recommended: Mapping[str, str]) -> list[s
     ]
 
 
-def _rates(rows: list[dict[str, Any]]) -> list[str]:
+def _rates(rows: list[Json]) -> list[str]:
     counts = {row["placement"]: int(row["learning_rates"]) for row in rows if row["learning_rates"]}
     if not counts or max(counts.values()) < 2:
         return [
@@ -70,13 +70,13 @@ def _rates(rows: list[dict[str, Any]]) -> list[str]:
     return [f"Not all had the same number of learning rates to choose from ({tried}), which favors those with more."]
 
 
-def _seeds(rows: list[dict[str, Any]]) -> list[str]:
+def _seeds(rows: list[Json]) -> list[str]:
     if max(row["seeds"] for row in rows) > 1:
         return []
     return ["One seed: small differences may be noise, and nothing here shows how small. --seeds 0,1,2 does."]
 
 
-def _edges(rows: list[dict[str, Any]], results: Frame) -> list[str]:
+def _edges(rows: list[Json], results: Frame) -> list[str]:
     ends: dict[str, list[str]] = {"lowest": [], "highest": []}
     for row in rows:
         rates = results.loc[results["placement"] == row["placement"], "learning_rate"].dropna()
@@ -92,7 +92,7 @@ def _edges(rows: list[dict[str, Any]], results: Frame) -> list[str]:
     ]
 
 
-def _budget(rows: list[dict[str, Any]]) -> list[str]:
+def _budget(rows: list[Json]) -> list[str]:
     """That so few tokens show the start of training only."""
     done = [row for row in rows if row["finished"] and row["tokens"] > 0 and row["parameters"] > 0]
     if len(rows) < 2 or not done:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from lamina.core.json_types import Json
 from lamina.jobs import columns
 from lamina.jobs.status import severity
 from lamina.reports.records import Frame, complete
@@ -40,7 +40,7 @@ def by_rate(results: Frame) -> Frame:
     return pd.DataFrame([_at_rate(trials) for _, trials in groups])
 
 
-def _at_rate(trials: Frame) -> dict[str, Any]:
+def _at_rate(trials: Frame) -> Json:
     finished = trials[trials["status"].eq("finished") & np.isfinite(trials["eval_loss"])]
     counted = finished if len(finished) else trials[np.isfinite(trials["eval_loss"])]
     worst = max(trials["status"], key=severity)
@@ -69,13 +69,13 @@ def _status_text(statuses: Frame) -> str:
     return ", ".join([first, *others])
 
 
-def _loss(row: dict[str, Any]) -> float:
+def _loss(row: Json) -> float:
     return row["eval_loss"] if math.isfinite(row["eval_loss"]) else math.inf
 
 
-def _order_of_rates(row: dict[str, Any]) -> tuple[float, ...]:
+def _order_of_rates(row: Json) -> tuple[float, ...]:
     return (-row["finished"] / row["seeds"], severity(row["status"]) if not row["finished"] else 0, _loss(row))
 
 
-def _order_of_placements(row: dict[str, Any]) -> tuple[float, ...]:
+def _order_of_placements(row: Json) -> tuple[float, ...]:
     return (0 if row["finished"] else 1 + severity(row["status"]), _loss(row))

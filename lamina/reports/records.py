@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.columns import NUMBERS, TEXTS
@@ -64,7 +65,7 @@ class Trial:
             return None
 
     @cached_property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """environment.json: versions, machine, git revision."""
         return _mapping(self.folder / "environment.json")
 
@@ -129,13 +130,13 @@ class Study:
     """A study's folder, or a single run's folder seen as a study of one trial."""
 
     folder: Path
-    header: dict[str, Any]
-    settings: dict[str, Any]
+    header: Json
+    settings: Json
     results: Frame
     trials: tuple[Trial, ...]
 
     @property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """The machine and versions, of the first trial that has them."""
         return next((t.environment for t in self.trials if t.environment), {})
 
@@ -167,12 +168,12 @@ def read_study(folder: Path) -> Study:
     return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """A run's config.yaml; empty where it is missing or not readable."""
     return _mapping(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
 
 
-def study_header(folder: Path) -> dict[str, Any]:
+def study_header(folder: Path) -> Json:
     """study.yaml, or its copy where that file is not whole; empty where neither is."""
     try:
         return study_record.read_study(folder)
@@ -213,14 +214,14 @@ def complete(results: Frame) -> Frame:
     return results
 
 
-def rows_of(frame: Frame) -> list[dict[str, Any]]:
+def rows_of(frame: Frame) -> list[Json]:
     """The rows as plain dicts."""
-    return cast("list[dict[str, Any]]", frame.to_dict("records"))
+    return cast("list[Json]", frame.to_dict("records"))
 
 
-def flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(mapping: Json, prefix: str = "") -> Json:
     """Nested mappings as one with dotted keys."""
-    flat: dict[str, Any] = {}
+    flat: Json = {}
     for key, value in mapping.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
@@ -246,7 +247,7 @@ def _inside(parent: Path, name: str) -> Path:
     return path if name and path.resolve().is_relative_to(parent.resolve()) else parent / "no-such-trial"
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> Json:
     try:
         text = _text(path)
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

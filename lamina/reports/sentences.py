@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from textwrap import shorten
-from typing import Any
 
+from lamina.core.json_types import Json
 from lamina.jobs.status import severity
 from lamina.reports.notices import listed
 from lamina.reports.records import Frame, rows_of
@@ -44,7 +44,7 @@ def _lead(summary: Frame) -> str:
     return f"{said}, {listed([_gap(first, other) for other in others])}{_noise(first, others[0])}."
 
 
-def _nobody(rows: list[dict[str, Any]]) -> str:
+def _nobody(rows: list[Json]) -> str:
     """The lead of a study in which no placement finished."""
     statuses = {row["status"] for row in rows}
     if len(rows) == 1:
@@ -61,13 +61,13 @@ def _nobody(rows: list[dict[str, Any]]) -> str:
     return f"None of {len(rows)} placements finished, so none can be called the best."
 
 
-def _gap(first: dict[str, Any], other: dict[str, Any]) -> str:
+def _gap(first: Json, other: Json) -> str:
     gap = other["eval_loss"] - first["eval_loss"]
     there = f"{other['placement']} ({_loss(other)})"
     return f"{gap:.3f} below {there}" if gap >= 0.0005 else f"level with {there}"
 
 
-def _noise(first: dict[str, Any], second: dict[str, Any]) -> str:
+def _noise(first: Json, second: Json) -> str:
     gap = second["eval_loss"] - first["eval_loss"]
     spread = math.hypot(first["eval_loss_std"], second["eval_loss_std"])
     if not math.isfinite(spread) or spread == 0:
@@ -79,7 +79,7 @@ def _noise(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def _trouble(summary: Frame) -> str:
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Json]] = {}
     for row in rows_of(summary[summary["finished"] == 0]):
         groups.setdefault(_end(row), []).append(row)
     said = [_together(end, rows) for end, rows in groups.items()]
@@ -88,7 +88,7 @@ def _trouble(summary: Frame) -> str:
     return "; ".join(said) + "." if said else ""
 
 
-def _end(row: dict[str, Any]) -> str:
+def _end(row: Json) -> str:
     """What became of a placement that did not finish; those of which the same is said stand together."""
     entropy, loss = row["unigram_entropy"], row["eval_loss"]
     known = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
@@ -107,7 +107,7 @@ def _end(row: dict[str, Any]) -> str:
     return verb.get(row["status"], "did not finish") + reason.replace("{", "{{").replace("}", "}}")
 
 
-def _together(end: str, rows: list[dict[str, Any]]) -> str:
+def _together(end: str, rows: list[Json]) -> str:
     """``end`` said of one placement or of several."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
     one = len(rows) == 1
@@ -155,7 +155,7 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
     return _capital("; ".join(said)) + "." if said else ""
 
 
-def _worst(known: list[dict[str, Any]]) -> str:
+def _worst(known: list[Json]) -> str:
     """The last stuck placement where there is one (a diverged one's gradients only say that it did), else the last."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
     return (stuck or sorted(known, key=lambda row: (severity(row["status"]), row["rank"])))[-1]["placement"]
@@ -202,7 +202,7 @@ def _short(value: float) -> str:
     return f"{rounded:.5f}".rstrip("0").rstrip(".") if rounded >= 1e-4 else f"{rounded:.0e}"
 
 
-def _loss(row: dict[str, Any]) -> str:
+def _loss(row: Json) -> str:
     std = row["eval_loss_std"]
     return f"{row['eval_loss']:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else "")
 

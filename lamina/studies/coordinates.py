@@ -1,7 +1,7 @@
 """The coordinate check: does any module's output grow with the width, at the start or after a few steps?
 
-Several widths take a few optimizer steps on the same batch; the mean magnitude of every module's output is
-recorded before each step and after the last. Under the right scaling it is the same at all widths: the slope of log|x|
+Several widths take a few optimizer steps on one and the same batch; the mean magnitude of every module's output is
+recorded before each step and after the last. Under a right scaling it is the same at all widths: the slope of log|x|
 against log(width) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
 """
 

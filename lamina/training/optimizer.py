@@ -34,7 +34,7 @@ def rate_factors(model: PreTrainedModel, scaling: WidthScaling) -> dict[str, flo
 def parameter_groups(
     model: nn.Module, factors: dict[str, float], *, learning_rate: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """The optimiser's groups: one for each factor and for with and without decay, the factor nearest to 1 first.
+    """The optimizer's groups: one for each factor and for with and without decay, the factor nearest to 1 first.
 
     AdamW takes ``lr * weight_decay`` off a weight in a step, so a group whose rate is divided by m has its decay
     multiplied by m: a wider model would otherwise decay less. Gains, biases and learned scales do not decay.
@@ -50,7 +50,7 @@ def parameter_groups(
 
 
 def check_optimizer(arguments: TrainingArguments) -> None:
-    """Raise UserError for an optimiser that the exponents are not for: they are Adam's."""
+    """Raise UserError for an optimizer that the exponents are not for: they are Adam's."""
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if "adam" not in name:
         raise UserError(

@@ -32,7 +32,7 @@ from lamina.training.order import TrainOrder
 class LayerGradNorms:
     """A mixin for Trainer and TRL's trainers: per-layer gradient norms before clipping, and the guard's first look.
 
-    Trainer's own hook before the optimiser step comes after clipping, hence the two overridden methods.
+    Trainer's own hook before the optimizer step comes after clipping, hence the two overridden methods.
     """
 
     guard: DivergenceGuard
@@ -177,7 +177,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimiser; with width scaling over a group for each role's learning rate."""
+        """Trainer's optimizer; with width scaling over a group for each role's learning rate."""
         if self.optimizer is None and self.rate_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(

@@ -105,7 +105,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Make the optimiser and the schedule that were asked for, and take a step. Raises UserError where they can't."""
+    """Make the optimizer and the schedule that were asked for, and take a step. Raises UserError where they can't."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
@@ -115,7 +115,7 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         weight.grad = torch.ones_like(weight)
         if chosen:
             optimizer.step()
-    except Exception as error:  # each optimiser's library raises its own
+    except Exception as error:  # each optimizer's library raises its own
         raise UserError(f"trainer.optim: {name!r} can't be used here ({_line(error)})") from None
     kind_of = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
     steps = arguments.max_steps

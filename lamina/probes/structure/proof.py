@@ -103,12 +103,12 @@ def _check_axes(structure: Structure, tensors: Tensors, inputs: Batch) -> None:
         if right and batch.ndim == 2:
             right = shape[1] == batch.shape[1]
         if not right:
-            inputs_text = (
+            expected = (
                 f"{len(batch)} sequences of {batch.shape[1]} tokens" if batch.ndim == 2 else f"{len(batch)} images"
             )
             raise UserError(
-                f"model: the stream at {_path(structure, state)} is {list(shape)} for {inputs_text} (allowed: models whose "
-                "layers hand on [batch, tokens, width])"
+                f"model: the stream at {_path(structure, state)} is {list(shape)} for {expected} (allowed: models "
+                "whose layers hand on [batch, tokens, width])"
             )
 
 

@@ -7,12 +7,13 @@ import math
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.reports import charts
@@ -62,7 +63,7 @@ def preflight_report(folder: Path) -> Path:
 
 
 def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], command: str) -> Path:
-    records: list[dict[str, Any]] = [
+    records: list[Json] = [
         {name: math.nan if value is None else value for name, value in row.items()} for row in rows_of(rows)
     ]
     labels = [label_of(row["placement"], row["learning_rate"], rows) for row in records]
@@ -110,7 +111,7 @@ def label_of(placement: str, rate: float, rows: Frame) -> str:
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
-def _verdicts(records: list[dict[str, Any]], labels: list[str], color: Mapping[str, str]) -> str:
+def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
     """A table of verdicts, and below it why and what to change: text in a column would be out of sight on a phone."""
     reasons = []
     for row, label in zip(records, labels, strict=True):
@@ -128,7 +129,7 @@ def _verdicts(records: list[dict[str, Any]], labels: list[str], color: Mapping[s
     return Table(fields=fields, rows=rows, kind="verdicts").html() + "".join(reasons)
 
 
-def _numbers(records: list[dict[str, Any]], labels: list[str]) -> str:
+def _numbers(records: list[Json], labels: list[str]) -> str:
     skipped = {"placement", "reason", "change", "advice", "note"}
     rows = [{"": name, **{str(i): row[name] for i, row in enumerate(records)}} for name in records[0]]
     fields = [text("", kind="name"), *(_any_number(str(i), label) for i, label in enumerate(labels))]
@@ -146,8 +147,9 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
     """A metric of the blocks against the layer, before the first step and at the last measurement, side by side."""
     drawn = charts.side_by_side(["before the first step", "after the burn-in"])
     chosen = layers[(layers["metric"] == metric) & (layers["sublayer"] == "block") & (layers["role"] == "all")]
-    for (placement, rate), own in chosen.groupby(["placement", "learning_rate"], sort=False):
-        label = label_of(str(placement), float(rate), rows)  # type: ignore[arg-type]
+    for key, own in chosen.groupby(["placement", "learning_rate"], sort=False):
+        placement, rate = cast("tuple[str, float]", key)
+        label = label_of(placement, rate, rows)
         for column, step in ((1, own["step"].min()), (2, own["step"].max())):
             shown = own[own["step"] == step].sort_values("layer")
             values = shown["value"].to_numpy(dtype=float)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pandas as pd
 import plotly.io
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.kinds import Kind
@@ -62,7 +62,7 @@ def main_numbers(frame: Frame) -> Frame:
     groups = frame.groupby(by, sort=False, dropna=False) if by else [((), frame)]
     for key, group in groups:
         known: Frame = group.dropna(subset=["value"])
-        row: dict[str, Any] = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
+        row: Json = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
         row |= {"rows": len(group), "not finite": len(group) - len(known)}
         if len(known):
             low, high = known.loc[known["value"].idxmin()], known.loc[known["value"].idxmax()]
@@ -78,7 +78,7 @@ def _place(row: Any, where: list[str]) -> str:
     )
 
 
-def _facts(result: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
+def _facts(result: Json, environment: Json) -> list[str]:
     model, inputs = result.get("model") or {}, result.get("inputs") or {}
     facts = [] if result.get("status") == "finished" else [f"status: {result.get('status')}"]
     facts += [str(model["model_type"])] if model.get("model_type") else []
@@ -91,7 +91,7 @@ def _facts(result: Mapping[str, Any], environment: Mapping[str, Any]) -> list[st
     return [*facts, f"lamina {version}" if version else "", str(result.get("created") or "")]
 
 
-def _in_short(result: Mapping[str, Any], probes: Mapping[str, Any]) -> Section:
+def _in_short(result: Json, probes: Json) -> Section:
     lines = "".join(
         f'<p class="short"><a href="#{_section(name, told, "").anchor}">{escape(str(told.get("title") or name))}</a>'
         f"<span>{escape(str(told['sentences'][0]))}</span></p>"
@@ -105,13 +105,13 @@ def _in_short(result: Mapping[str, Any], probes: Mapping[str, Any]) -> Section:
     return Section(name="In short", title="In short", html=callouts(first) + lines + callouts(notes))
 
 
-def _model(model: Mapping[str, Any]) -> Section:
+def _model(model: Json) -> Section:
     shown = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
     return Section(name="Model", title="The model", html=(tables.settings_table(shown) if shown else "") + notes)
 
 
-def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
+def _probe(folder: Path, name: str, told: Json) -> Section:
     summary = f'<p class="lead">{escape(sentence(str(told.get("summary") or "")))}</p>'
     if told.get("status") != "finished":
         reason = str(told.get("reason") or f"not measured ({told.get('status') or 'not reached'})")
@@ -137,12 +137,12 @@ def _probe(folder: Path, name: str, told: Mapping[str, Any]) -> Section:
     return _section(name, told, html + details("Definition and source", definition + measured))
 
 
-def _section(name: str, told: Mapping[str, Any], html: str) -> Section:
+def _section(name: str, told: Json, html: str) -> Section:
     title = str(told.get("title") or name)
     return Section(name=title, title=title, html=html)
 
 
-def _measured(told: Mapping[str, Any]) -> str:
+def _measured(told: Json) -> str:
     error = told.get("standard_error")
     said = [f"{told['forwards']} forward passes"] if told.get("forwards") else []
     said += [f"largest relative standard error {error:.2g}"] if isinstance(error, float) and error else []
@@ -179,7 +179,7 @@ def _column(name: str, kind: str) -> Field:
     return Field(title=name.strip(), kind=kind, cell=cell)
 
 
-def _settings(result: Mapping[str, Any], environment: Mapping[str, Any]) -> Section:
+def _settings(result: Json, environment: Json) -> Section:
     settings = result.get("settings") or {}
     html = details("Settings", tables.settings_table(settings)) if settings else ""
     html += details("Environment", tables.settings_table(environment)) if environment else ""
@@ -194,7 +194,7 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> Json:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -60,7 +60,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> dict[str, Any] | Non
 
 
 def result_to_keep(folder: Path) -> dict[str, Any] | None:
-    """The result of a run that has ended and is as it was written; None where there is something to go on with or mend.
+    """The result of a run that has ended and is as it was written; None where there is something to resume or fix.
 
     The log names every file that is not as it was written and is not said of where it is read.
     """
@@ -100,7 +100,7 @@ def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
     given_up = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # a return to the start, killed before it cleared
     if there and not (given_up and all(what_is_broken(path) is None for path in there)):
         raise UserError(
-            f"resume: none of {', '.join(path.name for path in there)} in {str(folder)!r} can be gone on from, see "
+            f"resume: none of {', '.join(path.name for path in there)} in {str(folder)!r} can be resumed from, see "
             "above (allowed: their files as they were; --overwrite to begin again)"
         )
 

@@ -1,4 +1,4 @@
-"""FSDP2: a model shared out over the processes, its weights and its optimiser's states written and read by name."""
+"""FSDP2: a model shared out over the processes, its weights and its optimizer's states written and read by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATES = "states.safetensors"
 def shard(model: nn.Module, processes: Processes, device: str, *, bf16: bool) -> None:
     """Share out a model's parameters by FSDP2: every block a unit, the rest (embedding, final norm, readout) another.
 
-    The optimiser's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
+    The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
     gradients reduced in float32, which is what autocast computes in one process; norms, learned scales and the stream
     keep float32 (a bfloat16 embedding would make a bfloat16 stream of it).
     """
@@ -149,7 +149,7 @@ def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimiser's state by its parameters' names: what can be sharded, and the rest (step counts, settings)."""
+    """An optimizer's state by its parameters' names: what can be sharded, and the rest (step counts, settings)."""
     settle(model)
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -164,7 +164,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
                     if isinstance(value, DTensor) and value.shape != parameter.shape:
                         raise UserError(
                             f"trainer.optim: its {key} has not its weight's shape, so it can't be saved sharded "
-                            "(allowed with --parallel fsdp2: optimisers like adamw_torch)"
+                            "(allowed with --parallel fsdp2: optimizers like adamw_torch)"
                         )
                     tensors[f"{name}/{key}"] = value
                 else:
@@ -175,7 +175,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Give an optimiser the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
+    """Give an optimizer the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
     settle(model)
     names = _names(model)
     kept = {current_key(name): entries for name, entries in rest["state"].items()}
@@ -190,7 +190,7 @@ def load_optimizer(
     # Found by name, so their order is free: a former version had another.
     saved_names = [[current_key(name) for name in saved["params"]] for saved in rest["groups"]]
     if [sorted(group) for group in named] != [sorted(group) for group in saved_names]:
-        raise UserError("resume: the checkpoint's optimiser has other weights: it is another model's")
+        raise UserError("resume: the checkpoint's optimizer has other weights: it is another model's")
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):

@@ -83,7 +83,7 @@ def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
 
 
 def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
-    """Restore the optimiser and the schedule. Raises UserError for a checkpoint of another model."""
+    """Restore the optimizer and the schedule. Raises UserError for a checkpoint of another model."""
     model = trainer._plain(trainer.model)  # type: ignore[arg-type]
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -113,7 +113,7 @@ def read_random_state(trainer: LaminaTrainer, checkpoint: Path) -> None:
         return
     if trainer.processes.first:
         logger.warning(
-            "%s was written by %d processes, this run has %d: weights and optimiser are shared out anew; what is drawn "
+            "%s was written by %d processes, this run has %d: weights and optimizer are shared out anew; what is drawn "
             "at random in training (dropout) is drawn anew",
             checkpoint, written, trainer.processes.size,
         )  # fmt: skip

@@ -54,7 +54,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The optimiser step that a checkpoint was taken at."""
+    """The optimizer step that a checkpoint was taken at."""
     return int(path.name.split("-")[-1])
 
 
@@ -155,7 +155,7 @@ def _seen(path: Path) -> None:
 
 def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
     seal(path, entries)
-    if final.exists():  # broken, or of a line that was given up: a whole one would have been gone on from
+    if final.exists():  # broken, or of a line that was given up: a whole one would have been resumed
         discard(final)
     os.replace(path, final)
     sync(final.parent)

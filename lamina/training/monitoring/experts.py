@@ -1,6 +1,6 @@
 """Expert balance for mixture-of-experts feed-forwards, as the DeepSeek papers do it, and the load of every expert.
 
-Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimiser step
+Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimizer step
 
     bias_e += rate * sign(mean load - load_e)
 
@@ -116,7 +116,7 @@ class ExpertBalance(TrainerCallback):
         return self.rate * torch.stack(losses).sum() if losses else None
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Trainer's call right after the optimiser's step."""
+        """Trainer's call right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
