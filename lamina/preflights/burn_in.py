@@ -1,4 +1,4 @@
-"""The burn-in: the first steps of the planned run, with its rate and warm-up, and what the layers do meanwhile."""
+"""The burn-in: the first steps of the planned run, at its learning rate, and measurements of the layers on the way."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MOST_TOKENS = 1_000_000  # for the frequencies of tokens
 
 @dataclass(frozen=True, kw_only=True)
 class BurnIn:
-    """What the burn-in showed.
+    """The record of a burn-in.
 
-    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have an entry a step; ``snapshots`` were
-    taken before the first step and after some others; ``stopped`` says why it ended early, where it did.
+    ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step; ``snapshots`` were
+    taken before the first step and after some others; ``stopped`` says why it ended early, if it did.
     """
 
     proxy: Proxy
@@ -74,7 +74,7 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 
 
 class BurningIn:
-    """A model that takes the first steps of a planned run: ``train``, then ``seen``.
+    """A model that takes the first steps of a planned run: ``train``, then ``record``.
 
     Where the planned warm-up is longer than ``longest_warmup`` it is shortened to that, so that the peak rate is seen;
     that is harder on the model than the run itself. ``tick`` is called after each step.
@@ -96,7 +96,7 @@ class BurningIn:
         probe = blocks.eval.sample(sequences)
         self.unigram, self.probe = unigram_losses(blocks, probe), probe.to(device)
         train = blocks.train.for_run(settings.seed)
-        train.load_state_dict(None, verbose=False)  # from its beginning, whatever was read before
+        train.load_state_dict(None, verbose=False)  # from the beginning, whatever was read before
         planned = warmup_steps(settings)
         self.warmup = min(planned, longest_warmup)
         schedule = partial(with_shorter_warmup, planned_shares(settings), warmup=self.warmup, planned_warmup=planned)
@@ -110,21 +110,21 @@ class BurningIn:
             schedule=None if self.warmup == planned else schedule,
         )
         self.snapshots: list[Snapshot] = []
-        self._look()
+        self._measure()
 
-    def train(self, looks: Iterator[int]) -> None:
-        """Train up to each of the steps that ``looks`` yields, and measure there; the end of ``looks`` ends it.
+    def train(self, stops: Iterator[int]) -> None:
+        """Train up to each of the steps that ``stops`` yields, and measure there; the end of ``stops`` ends it.
 
-        The next step to look at is asked for after the look, so that it may depend on what was seen. A loss or gradient
+        The next stop is asked for after the measurement, so that it may depend on it. A loss or gradient
         that is not finite ends the burn-in, too.
         """
-        target = next(looks, None)
+        target = next(stops, None)
 
         def wants_more(step: int) -> bool:
             nonlocal target
             while target is not None and target <= step:
-                self._look()
-                target = next(looks, None)
+                self._measure()
+                target = next(stops, None)
             return target is not None
 
         def after_step(step: int) -> bool:
@@ -134,14 +134,14 @@ class BurningIn:
         if wants_more(0):
             self.run.train(after_step)
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         step = len(self.run.losses)
         vector = torch.Generator().manual_seed(self.proxy.settings.seed + step)
         with self.run.full_precision():
             self.snapshots.append(take_snapshot(self.model, self.probe, self.unigram, step, vector))
 
-    def seen(self) -> BurnIn:
-        """What there was to see up to now."""
+    def record(self) -> BurnIn:
+        """The record up to now."""
         return BurnIn(
             proxy=self.proxy,
             warmup=self.warmup,
@@ -154,7 +154,7 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Nats a token of each probe sequence's targets under the train split's add-one smoothed frequencies [sequences].
+    """Nats per token of each probe sequence's targets under the train split's add-one smoothed frequencies [sequences].
 
     The frequencies are those of a million tokens, in a mix of a million of each corpus.
     """

@@ -13,7 +13,7 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What the burn-in came to; "end" is its last snapshot, "middle" the one half-way.
+    """The numbers of a burn-in; "end" is its last snapshot, "middle" the one half-way.
 
     ``excess``: nats per token above (below: negative) a constant prediction with the tokens' frequencies;
     ``excess_error``: its standard error from one held-out sequence to another; ``context``:

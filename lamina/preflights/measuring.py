@@ -1,4 +1,4 @@
-"""What one batch says about a model: states, branches, gradients and Jacobian by layer, and what it makes of its input.
+"""Measurements of a model on one batch: states, branches, gradients and Jacobian by layer, and its use of the input.
 
 One forward pass and two backward passes. Of the states only x^0 and x^N are kept; everything else is reduced to numbers
 by hooks while it passes.

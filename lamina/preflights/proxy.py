@@ -23,7 +23,7 @@ NARROWEST, FEWEST_TOKENS = 64, 256
 class Proxy:
     """What stands in for the planned run: its settings, the plan, and how weights and rates go with the width.
 
-    ``settings`` are the planned ones but for the width, heads and the blocks of a step; ``scaling`` is the planned
+    ``settings`` are the planned ones but for the width, heads and the blocks per step; ``scaling`` is the planned
     run's own, or where a narrower model stands in, the standard parametrisation's with the planned width as its base.
     """
 
@@ -45,12 +45,12 @@ class Proxy:
             )
         blocks = self.settings.batch_size * self.settings.gradient_accumulation
         if blocks != self.planned_blocks:
-            parts.append(f"{blocks} blocks a step in place of {self.planned_blocks}")
+            parts.append(f"{blocks} blocks per step in place of {self.planned_blocks}")
         return f"measured at {' and '.join(parts)}" if parts else ""
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """The planned run, or with fewer blocks a step and then narrower until ``steps`` of it take at most ``flops``.
+    """The planned run, or with fewer blocks per step and then narrower until ``steps`` of it take at most ``flops``.
 
     Depth is never reduced; a step keeps at least 256 tokens, and width is halved as long as the backbone can be so
     narrow, to no less than 64.

@@ -17,10 +17,10 @@ from lamina.preflights.features import Features
 
 Kind = Literal["fine", "risky", "undecided", "will not train"]
 VERDICTS: tuple[Kind, ...] = ("fine", "risky", "undecided", "will not train")
-LEAST_CONTEXT = 1e-4  # nats: what the held-out sequences can tell from nothing
+LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can tell from 0
 MOST_LEFT = 10.0  # the whole schedule over what was taken: the runs that the rules were fitted on had few with more
 CLEAR = 2.0  # standard errors
-FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learnt
+FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learned
 
 
 @cache
@@ -95,5 +95,5 @@ def deciding_share(numbers: Features, fitted: Json) -> float:
 
 
 def still_falling(numbers: Features) -> bool:
-    """Whether the loss is so far above a constant prediction's that the tokens' frequencies are still being learnt."""
+    """Whether the loss is so far above a constant prediction's that the tokens' frequencies are still being learned."""
     return numbers.excess > FALLING

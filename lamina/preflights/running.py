@@ -32,7 +32,7 @@ FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """One planned run, looked at."""
+    """One planned run: what was measured, and the verdict."""
 
     run: PretrainSettings
     init: str
@@ -42,7 +42,7 @@ class Preflight:
     verdict: Verdict
 
     def row(self) -> Json:
-        """A row of the table: the plan, the verdict, what it rests on."""
+        """A row of the table: the plan, the verdict, the numbers behind it."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         share = ffn_share(first)
         return {
@@ -85,10 +85,10 @@ def ffn_share(shot: Snapshot) -> float:
 
 
 def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Preflight]:
-    """Look at every planned run of the settings; nothing is written.
+    """Measure every planned run of the settings; writes nothing.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read.
+        UserError: for invalid settings, a corpus that cannot be read.
     """
     runs = settings.runs()
     for run in runs:
@@ -99,15 +99,17 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
         steps = burn_in_steps(settings, runs[0])[0]
         progress = tqdm(total=len(runs) * steps, unit="step", disable=not bar, leave=False, dynamic_ncols=True)
         with progress:
-            found = []
+            preflights = []
             for number, run in enumerate(runs):
                 progress.set_description(run.placement, refresh=False)
-                found.append(_look(settings, run, blocks, device, progress))
+                preflights.append(_measured(settings, run, blocks, device, progress))
                 progress.n = (number + 1) * steps
-    return found
+    return preflights
 
 
-def _look(settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: tqdm) -> Preflight:
+def _measured(
+    settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: tqdm
+) -> Preflight:
     seen = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
     numbers = features(seen)
     proxy = seen.proxy
@@ -135,15 +137,16 @@ def burn_in_of(
     settings: PreflightSettings,
     run: PretrainSettings,
     blocks: Blocks,
-    go_on: Callable[[Features], bool],
+    is_undecided: Callable[[Features], bool],
     *,
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
     """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
 
-    It has the steps asked for, or as many as the warm-up and half of those take. A further quarter follows as long as
-    ``go_on`` says so of the features, up to three times the steps asked for and to 60 % of the run's own.
+    It takes the requested steps, or the warm-up and half the requested steps if that is more. A further quarter
+    follows as long as ``is_undecided`` holds for the features, up to three times the requested steps and to 60 % of
+    the run's own.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -156,20 +159,20 @@ def burn_in_of(
         tick=tick,
     )
 
-    def looks() -> Iterator[int]:
+    def stops() -> Iterator[int]:
         yield steps // 2
         yield steps
         step, more = steps, max(1, settings.burn_in // 4)
-        while step + more <= min(3 * settings.burn_in, 0.6 * run.steps) and go_on(features(burning.seen())):
+        while step + more <= min(3 * settings.burn_in, 0.6 * run.steps) and is_undecided(features(burning.record())):
             step += more
             yield step
 
-    burning.train(looks())
-    return burning.seen()
+    burning.train(stops())
+    return burning.record()
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """The steps of the burn-in and of the warm-up in it: the run's own, or twice the steps asked for at most.
+    """The steps of the burn-in and of the warm-up in it: the run's own, or twice the requested steps at most.
 
     A shortened warm-up is harder than the run's: placements that a long one carries through would be called lost.
     """
@@ -193,16 +196,16 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def table(found: list[Preflight]) -> pd.DataFrame:
-    """One row a planned run."""
-    return pd.DataFrame([item.row() for item in found])
+def table(preflights: list[Preflight]) -> pd.DataFrame:
+    """One row per planned run."""
+    return pd.DataFrame([item.row() for item in preflights])
 
 
-def layer_table(found: list[Preflight]) -> pd.DataFrame:
+def layer_table(preflights: list[Preflight]) -> pd.DataFrame:
     """Every measurement by layer, tidy: the planned run's placement and learning rate, then the monitor's columns."""
     rows = [
         (item.run.placement, item.run.learning_rate, *row)
-        for item in found
+        for item in preflights
         for shot in item.burn_in.snapshots
         for row in shot.rows
     ]

@@ -1,4 +1,4 @@
-"""The verdict in words: what the fitted rules say of a burn-in, why, what to change, and what would decide it."""
+"""The verdict in words: what the fitted rules say about a burn-in, why, what to change, and what would decide it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def norms_on_skip(self) -> int:
-        """Sub-layers whose sum of skip and branch is normalised: each divides the gradient by the sum's deviation."""
+        """Sub-layers whose sum of skip and branch is normalized: each divides the gradient by the sum's deviation."""
         return sum(
             sub.post_norm is not None for layer in self.plan.layers for sub in (layer.attention, layer.feed_forward)
         )

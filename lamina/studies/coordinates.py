@@ -67,7 +67,7 @@ def coord_check(
     ``settings`` are a whole record, or only what the user gave, by name.
 
     Raises:
-        UserError: for invalid settings, a corpus that can't be read, an output folder in use.
+        UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
         OSError: the disk is full.
     """
     modes: Json = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": _stored}
@@ -175,7 +175,7 @@ class OneBatch(Dataset[Block]):
 
 @contextmanager
 def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """What each module below the model gives in the forward pass, by its name, in float32."""
+    """Each module's output in the forward pass, by its name, in float32."""
     outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -224,9 +224,9 @@ def slopes(table: Frame, tolerance: float) -> Frame:
 
 
 def verdict(found: Frame, settings: CoordCheckSettings) -> Json:
-    """What result.json says: flat, grows, shrinks or broken, and the modules that are not flat at some step.
+    """What result.json holds: flat, grows, shrinks or broken, and the modules that are not flat at some step.
 
-    Under muP logits that shrink by up to n^-1/2 are no fault: they start so, and outgrow it in training.
+    Under muP logits that shrink by up to n^-1/2 are expected: they start that way and grow out of it in training.
     """
     sizes = found[found["metric"] == "size"]
     expected = sizes["module"].eq("lm_head") & sizes["slope"].between(-0.5 - settings.tolerance, 0)

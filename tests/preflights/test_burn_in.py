@@ -59,7 +59,7 @@ def test_it_takes_the_steps_of_adamw_on_the_runs_own_batches(corpus, blocks):
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         norms.append(float(norm))
-    seen = made.seen()
+    seen = made.record()
     # the fused optimiser and clipping round a little differently in float32
     assert seen.losses == pytest.approx(losses, rel=1e-4)
     assert seen.gradient_norms == pytest.approx(norms, rel=1e-3)
@@ -92,7 +92,7 @@ def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch, ch
     own, _ = read_blocks(settings, False)
     made = BurningIn(choose(settings, own.stats.vocab_size, 8, 1e12), own, sequences=2, longest_warmup=4)
     made.train(iter([4, 8]))
-    seen = made.seen()
+    seen = made.record()
     # the Trainer logs a step's loss in float32
     assert seen.losses == pytest.approx([r["loss"] for r in logged], rel=2e-7)
     assert seen.gradient_norms == [r["grad_norm"] for r in logged]
@@ -131,7 +131,7 @@ def test_the_rates_summed(corpus, warmup, steps):
 def test_what_share_of_the_run_was_spent_and_the_step_of_a_share(corpus, blocks):
     made = burning(corpus, blocks, warmup=2, steps=20)
     made.train(iter([8]))
-    seen = made.seen()
+    seen = made.record()
     settings = seen.proxy.settings
     assert seen.spent(8) == pytest.approx(rates_until(settings, 8) / rates_until(settings, 20))
     assert seen.spent(0) == 0.0
@@ -156,7 +156,7 @@ def test_a_long_warmup_is_shortened_so_that_the_peak_is_seen(corpus, blocks):
     made = burning(corpus, blocks, warmup=0.5, learning_rate=0.02)
     made.train(iter([6]))
     assert made.warmup == 4
-    assert made.seen().learning_rates == pytest.approx([0.0, 0.005, 0.01, 0.015, 0.02, 0.02], rel=0.05)
+    assert made.record().learning_rates == pytest.approx([0.0, 0.005, 0.01, 0.015, 0.02, 0.02], rel=0.05)
 
 
 def test_a_loss_that_is_not_finite_ends_it(corpus, blocks):
@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_ends_it(corpus, blocks):
     with torch.no_grad():
         made.model.model.layers[1].feed_forward.module.down_proj.weight.fill_(math.inf)
     made.train(iter([8]))
-    seen = made.seen()
+    seen = made.record()
     assert seen.stopped == "the loss was not finite at step 1"
     assert len(seen.losses) == 1
     assert [shot.step for shot in seen.snapshots] == [0]
