@@ -42,7 +42,7 @@ def make_context(arguments: argparse.Namespace) -> Any:
 
     from lamina.probes.engine.loading import load
     from lamina.probes.engine.measure import make_context
-    from lamina.probes.job.settings import ProbeSettings
+    from lamina.probes.engine.settings import ProbeSettings
 
     torch.manual_seed(0)
     if arguments.checkpoint:
@@ -59,7 +59,7 @@ def bare(context: Any) -> None:
     """The forward passes and nothing else (without the head, as the probes' are)."""
     import torch
 
-    from lamina.probes.engine.forward import forward
+    from lamina.probes.structure.forward import forward
 
     with torch.no_grad():
         for inputs in context.batches:

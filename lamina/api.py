@@ -46,8 +46,8 @@ def probe_folder(
         UserError: (a ValueError) for settings with no meaning, a checkpoint or a corpus that can't be read, an output
             folder in use.
     """
+    from lamina.probes.engine.settings import ProbeSettings
     from lamina.probes.job.folder import probe_folder as run
-    from lamina.probes.job.settings import ProbeSettings
     from lamina.reports.pictures import draw
 
     folder = Path(settings.get("output", ProbeSettings.output))

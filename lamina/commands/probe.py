@@ -20,7 +20,7 @@ EXAMPLES = """
 
 def run(argv: list[str]) -> int:
     """Parse, measure, write the page, print each probe's sentences."""
-    from lamina.probes.job.settings import ProbeSettings
+    from lamina.probes.engine.settings import ProbeSettings
 
     parser = make_parser(
         "probe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def build(
         fields = "hidden_size, num_layers, vocab_size"
         refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
     head = _head(config, head)
-    plan = _plan_for(config.num_hidden_layers, placement, **placement_options)
+    if isinstance(placement, Plan):
+        plan = _checked_plan(placement, config.num_hidden_layers, placement_options)
+    else:
+        plan = make_plan(placement, config.num_hidden_layers, **placement_options)
     init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
@@ -165,19 +169,19 @@ def recommended(plan: Plan) -> str:
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
     """The plan of a placement, or the plan itself. Raises UserError for a plan of another depth or with options."""
-    return _plan_for(num_layers, placement, **options)
+    if isinstance(placement, Plan):
+        return _checked_plan(placement, num_layers, options)
+    return resolve(placement, num_layers, **options)
 
 
-def _plan_for(num_layers: int, placement: str | Plan, **options: object) -> Plan:
-    if not isinstance(placement, Plan):
-        return resolve(placement, num_layers, **options)
+def _checked_plan(plan: Plan, num_layers: int, options: Mapping[str, object]) -> Plan:
     if options:
         raise UserError(f"placement: a plan takes no options ({', '.join(options)}); they belong to resolve")
-    if placement.num_layers != num_layers:
+    if plan.num_layers != num_layers:
         raise UserError(
-            f"placement: the plan is for {placement.num_layers} layers, the backbone has num_layers {num_layers}"
+            f"placement: the plan is for {plan.num_layers} layers, the backbone has num_layers {num_layers}"
         )
-    return placement
+    return plan
 
 
 def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:

@@ -14,8 +14,8 @@ import torch
 from lamina.data import Blocks
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model
-from lamina.training.optimizer import rate_factors
-from lamina.training.schedule import planned_shares, with_shorter_warmup
+from lamina.training.optimization.optimizer import rate_factors
+from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun

@@ -12,7 +12,7 @@ from lamina.modeling.backbones import count_parameters
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
-from lamina.training.optimizer import width_scaling_of
+from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config
 from lamina.training.settings import PretrainSettings
 

@@ -16,9 +16,9 @@ from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, heat_map, lines
-from lamina.probes.engine.outputs import Args, Kwargs, Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.statistics import Running
+from lamina.probes.structure.outputs import Args, Kwargs, Output
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")

@@ -10,8 +10,8 @@ import torch
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.registry import Probe
+from lamina.probes.structure.outputs import Output
 from lamina.probes.structure.sites import Point, SublayerSite
 
 TOKENS = ("last", "first", "all")

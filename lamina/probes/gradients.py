@@ -16,10 +16,10 @@ from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.parameters import places, shared_layers
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.spikes import spike_scores
+from lamina.probes.structure.hooks import watch
 
 _CHUNK = 2**20
 

@@ -15,11 +15,11 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.magnitudes import Seen, as_tokens, moments
 from lamina.probes.stream_sentences import FP16_MAX, growth, headroom, massive
 from lamina.probes.stream_totals import BAND, StateTotals, Totals
+from lamina.probes.structure.outputs import Output
 from lamina.probes.structure.sites import Point
 
 _MASSIVE_ROWS = 20

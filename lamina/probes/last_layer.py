@@ -9,9 +9,9 @@ import torch
 
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.hooks import intercept
 from lamina.probes.engine.layer_calls import frozen
 from lamina.probes.residual_path import largest_gain, norm_scale
+from lamina.probes.structure.hooks import intercept
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
 
 

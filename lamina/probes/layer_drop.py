@@ -17,11 +17,11 @@ from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure
-from lamina.probes.engine.forward import forward
-from lamina.probes.engine.hooks import watch
-from lamina.probes.engine.outputs import stream_of
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
+from lamina.probes.structure.forward import forward
+from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.outputs import stream_of
 from lamina.probes.suffixes import Suffixes
 
 METRICS = ("loss", "perplexity")

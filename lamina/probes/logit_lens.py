@@ -17,12 +17,12 @@ from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.forward import forward
-from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.losses import logits_of, masked_positions
-from lamina.probes.engine.outputs import Args, Output, refill
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.engine.statistics import Running
+from lamina.probes.structure.forward import forward
+from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.outputs import Args, Output, refill
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32

@@ -15,12 +15,12 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.hooks import intercept
-from lamina.probes.engine.outputs import Output
 from lamina.probes.engine.registry import Probe, check_sequences, probe
 from lamina.probes.engine.removal import roots_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.magnitudes import as_tokens
+from lamina.probes.structure.hooks import intercept
+from lamina.probes.structure.outputs import Output
 from lamina.probes.structure.sites import Point
 
 _FLOATS = {

@@ -12,9 +12,9 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.registry import Probe, probe
 from lamina.probes.ranks import Covariance, spectral_utilisation
+from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import Point
 from lamina.probes.weight_spectra import Row, condition_rows, embedding_rows, inner_width
 

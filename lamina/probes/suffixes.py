@@ -13,8 +13,8 @@ from torch import nn
 
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.outputs import Args, Kwargs, Output, argument_of, refill, stream_of, with_argument
 from lamina.probes.engine.removal import BRANCH, REMOVE, as_written, contributions, removed, replaced, roots_of, zeros
+from lamina.probes.structure.outputs import Args, Kwargs, Output, argument_of, refill, stream_of, with_argument
 from lamina.probes.structure.sites import LayerSite, Point
 
 Forward: TypeAlias = Callable[..., Output]

@@ -35,7 +35,7 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.width_settings import CoordCheckSettings
-from lamina.training.optimizer import rate_factors, width_scaling_of
+from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun

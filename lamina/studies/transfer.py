@@ -24,7 +24,7 @@ from lamina.studies.compare import POLICY as COMPARE_POLICY
 from lamina.studies.compare import alike, run_study
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.studies.width_settings import TransferSettings
-from lamina.training.optimizer import width_scaling_of
+from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 

@@ -63,8 +63,25 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "
             f"(allowed: a multiple of {processes}, or another number of processes)"
         )
-    device = device_of(settings.device)
-    known = {f.name for f in fields(TrainingArguments) if f.init}
+    known = {entry.name for entry in fields(TrainingArguments) if entry.init}
+    _check_trainer(settings, known)
+    values = _values(settings, processes)
+    if "activation_checkpointing" not in known:
+        values["gradient_checkpointing"] = settings.gradient_checkpointing
+    values = {k: v for k, v in values.items() if k in known}
+    if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+        values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
+    try:
+        arguments = TrainingArguments(**values)
+    except Exception as error:  # its checks raise what they like
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+    if settings.trainer:
+        try_out(arguments, settings.trainer)
+    return arguments
+
+
+def _check_trainer(settings: PretrainSettings, known: set[str]) -> None:
+    """Raise UserError for an argument that a run sets itself, that its records rest on, or that does not exist."""
     for name, value in settings.trainer.items():
         if name in _OURS:
             raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
@@ -74,7 +91,11 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
             raise unknown("trainer argument", name, known & set(OPTIONS))
         check_value(name, value)
     check_together(settings.trainer, settings.schedule)
-    values: Json = {
+
+
+def _values(settings: PretrainSettings, processes: int) -> Json:
+    device = device_of(settings.device)
+    return {
         "output_dir": str(Path(settings.output) / "checkpoints"),
         "max_steps": settings.steps,
         "per_device_train_batch_size": settings.batch_size // processes,
@@ -116,15 +137,3 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
         "average_tokens_across_devices": True,
         **settings.trainer,
     }
-    if "activation_checkpointing" not in known:
-        values["gradient_checkpointing"] = settings.gradient_checkpointing
-    values = {k: v for k, v in values.items() if k in known}
-    if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
-    try:
-        arguments = TrainingArguments(**values)
-    except Exception as error:  # its checks raise what they like
-        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
-    if settings.trainer:
-        try_out(arguments, settings.trainer)
-    return arguments

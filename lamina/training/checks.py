@@ -18,7 +18,7 @@ from lamina.probes.engine import registry
 from lamina.training.arguments import training_arguments
 from lamina.training.execution.compiling import missing_compiler
 from lamina.training.monitoring.experts import choose, find_routers
-from lamina.training.optimizer import check_optimizer, width_scaling_of
+from lamina.training.optimization.optimizer import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
 # those that treat every element of a weight by itself

@@ -16,7 +16,7 @@ from lamina.placements import Plan
 from lamina.training import source
 from lamina.training.checks import check_modules, check_settings, check_sharded
 from lamina.training.execution.devices import device_of
-from lamina.training.optimizer import width_scaling_of
+from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.settings import PretrainSettings
 
 SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings

@@ -32,10 +32,10 @@ from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
-from lamina.training.optimizer import rate_factors
-from lamina.training.order import TrainOrder
+from lamina.training.optimization.optimizer import rate_factors
+from lamina.training.optimization.order import TrainOrder
+from lamina.training.optimization.schedule import schedule_of
 from lamina.training.resolve import ResolvedRun
-from lamina.training.schedule import schedule_of
 from lamina.training.trainer import LaminaTrainer
 
 logger = logging.getLogger(__name__)

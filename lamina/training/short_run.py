@@ -24,7 +24,7 @@ from lamina.training.arguments import training_arguments
 from lamina.training.monitoring.experts import ExpertBalance
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.series import StepSeries
-from lamina.training.order import TrainOrder
+from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 

@@ -26,8 +26,8 @@ from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import DivergenceGuard
 from lamina.training.monitoring.layers import hidden_state_rows
 from lamina.training.monitoring.series import StepSeries
-from lamina.training.optimizer import parameter_groups
-from lamina.training.order import TrainOrder
+from lamina.training.optimization.optimizer import parameter_groups
+from lamina.training.optimization.order import TrainOrder
 
 
 class LaminaTrainer(LayerGradNorms, Trainer):
@@ -195,7 +195,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         self.store_flos()
         state = {**own, **collected((self.guard, *self.states))}
         with checkpoints.draft(folder, step, self.processes) as path:
-            saving.write(self, path, state)
+            saving.write(self, self.processes, path, state)
         keep = self.args.save_total_limit or 1
         self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.spared))
 
@@ -215,7 +215,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             each.load_state_dict(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        saving.read_model(self, Path(resume_from_checkpoint))
+        saving.read_model(self, self.processes, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -224,7 +224,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            saving.read_random_state(self, Path(checkpoint))
+            saving.read_random_state(self, self.processes, Path(checkpoint))
 
     def continue_records(self) -> None:
         """Resume the loss gathered since the last record before the checkpoint; call when training begins."""

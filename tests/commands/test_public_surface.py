@@ -10,7 +10,7 @@ import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
 from lamina.preflights.settings import PreflightSettings
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings

@@ -11,7 +11,7 @@ import pytest
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings, at_least, changed, setting
 from lamina.preflights.settings import PreflightSettings
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
@@ -126,7 +126,7 @@ def test_two_records_do_not_share_a_mapping():
 
 
 def test_settings_load_no_heavy_library():
-    modules = "lamina.preflights.settings, lamina.probes.job.settings, lamina.studies.width_settings"
+    modules = "lamina.preflights.settings, lamina.probes.engine.settings, lamina.studies.width_settings"
     script = (
         f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'numpy', 'pandas') if m in sys.modules])"
     )

@@ -14,8 +14,8 @@ from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
 from lamina.preflights.running import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
+from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
 from lamina.training.pretrain import pretrain, read_blocks
-from lamina.training.schedule import planned_shares, with_shorter_warmup
 from lamina.training.settings import PretrainSettings
 
 

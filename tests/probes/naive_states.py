@@ -4,8 +4,8 @@ import torch
 from transformers import AlbertForMaskedLM, BertForMaskedLM, LlamaForCausalLM
 
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.forward import base_of
 from lamina.probes.engine.measure import structure_of
+from lamina.probes.structure.forward import base_of
 
 
 def layers_of(model):

@@ -18,8 +18,8 @@ from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.measure import probe as run_probe
 from lamina.probes.engine.registry import Probe
 from lamina.probes.engine.running import run
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.engine.statistics import Running
-from lamina.probes.job.settings import ProbeSettings
 
 
 class Watcher(Probe):

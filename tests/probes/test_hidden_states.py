@@ -13,8 +13,8 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, probe
 from lamina.probes.engine.running import run
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.hidden_states import HiddenStates, r_squared
-from lamina.probes.job.settings import ProbeSettings
 from lamina.probes.magnitudes import Tokens, as_tokens, largest, medians, moments
 from lamina.probes.stream_sentences import growth
 

@@ -223,7 +223,7 @@ def test_a_model_in_16_bits_is_measured_in_float32_and_stays_in_16_bits():
 def test_images():
     model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
     from lamina.probes.engine.measure import make_context
-    from lamina.probes.job.settings import ProbeSettings
+    from lamina.probes.engine.settings import ProbeSettings
 
     context = make_context(model, ProbeSettings(), torch.randn(2, 1, 8, 8))
     frame = measured(JacobianProbe(sequences=2), context)

@@ -20,10 +20,10 @@ from lamina.placements import names
 from lamina.probes.engine import registry
 from lamina.probes.engine.losses import token_losses
 from lamina.probes.engine.measure import probe
-from lamina.probes.engine.outputs import refill
 from lamina.probes.engine.removal import removed
 from lamina.probes.engine.running import run
 from lamina.probes.layer_drop import LayerDrop
+from lamina.probes.structure.outputs import refill
 from lamina.probes.suffixes import Suffixes
 
 CONFIG = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}

@@ -13,7 +13,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.measure import make_context
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.structure.norms import effective_gain
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}

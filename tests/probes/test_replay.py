@@ -5,8 +5,8 @@ import torch
 from tiny_contexts import context_of, lamina_model, transformers_model
 
 from lamina.errors import UserError
-from lamina.probes.engine.hooks import intercept
 from lamina.probes.engine.layer_calls import frozen, record_layer_calls, short_inputs
+from lamina.probes.structure.hooks import intercept
 from lamina.probes.structure.sites import Point
 
 

@@ -10,9 +10,9 @@ from transformers import BertConfig, LlamaConfig, SwinConfig, SwinForImageClassi
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.engine.forward import forward
-from lamina.probes.engine.hooks import watch
 from lamina.probes.structure.discovery import find_structure
+from lamina.probes.structure.forward import forward
+from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.norms import effective_gain
 from lamina.probes.structure.sites import Structure
 

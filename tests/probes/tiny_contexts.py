@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 import lamina
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.running import run
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 
 VOCABULARY = 61
 

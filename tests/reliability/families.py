@@ -23,7 +23,7 @@ from lamina.errors import UserError
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.registry import make_all
 from lamina.probes.engine.running import run
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 
 PROBES = {
     **dict.fromkeys(("hidden_states", "similarity", "gradients", "gains", "attention"), ""),

@@ -7,7 +7,7 @@ import pytest
 from training.tiny_runs import records, result, settings
 
 from lamina.training import pretrain as pretraining
-from lamina.training.order import TrainOrder
+from lamina.training.optimization.order import TrainOrder
 from lamina.training.trainer import LaminaTrainer
 
 

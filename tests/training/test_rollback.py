@@ -11,7 +11,7 @@ from training.tiny_runs import last_step, layers, records, result
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.checkpointing.rollback import Rollbacks
-from lamina.training.order import TrainOrder
+from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 

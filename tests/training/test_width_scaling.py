@@ -15,7 +15,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling.width import SCHEMES, WidthScaling
 from lamina.placements import names
-from lamina.training.optimizer import parameter_groups, rate_factors
+from lamina.training.optimization.optimizer import parameter_groups, rate_factors
 from lamina.training.setting_groups import WIDTH_SCALINGS
 from lamina.training.settings import PretrainSettings
 

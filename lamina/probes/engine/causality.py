@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.engine.forward import forward
-from lamina.probes.engine.outputs import Args
+from lamina.probes.structure.forward import forward
+from lamina.probes.structure.outputs import Args
 
 _TOKENS = 8
 # The last token's part in the outputs before it, over its part in its own. By gradients it is exactly 0 in the 41

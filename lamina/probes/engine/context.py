@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
-from lamina.probes.engine.forward import eager_attention, forward
 from lamina.probes.engine.losses import token_losses
-from lamina.probes.engine.outputs import Output
+from lamina.probes.structure.forward import eager_attention, forward
+from lamina.probes.structure.outputs import Output
 from lamina.probes.structure.sites import Structure
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.hooks import Key, intercept
-from lamina.probes.engine.outputs import Args, Kwargs, Output, argument_of, stream_of, with_argument
+from lamina.probes.structure.hooks import Key, intercept
+from lamina.probes.structure.outputs import Args, Kwargs, Output, argument_of, stream_of, with_argument
 from lamina.probes.structure.sites import LayerSite, Point
 
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
-from lamina.probes.engine.forward import forward
-from lamina.probes.engine.outputs import Output
+from lamina.probes.structure.forward import forward
+from lamina.probes.structure.outputs import Output
 
 MASKED_SHARE = 0.15
 

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from lamina.core.values import text
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context, RunState
-from lamina.probes.engine.forward import base_of, forward
 from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
 from lamina.probes.engine.loading import Loaded, load
 from lamina.probes.engine.new_weights import new_head
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.engine.running import run
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.structure.discovery import find_structure
+from lamina.probes.structure.forward import base_of, forward
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 

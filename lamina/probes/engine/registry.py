@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lamina.probes.engine.context import Context
     from lamina.probes.engine.figures import Figure
-    from lamina.probes.engine.outputs import Output
+    from lamina.probes.structure.outputs import Output
     from lamina.probes.structure.sites import Point
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.hooks import intercept
+from lamina.probes.structure.hooks import intercept
 from lamina.probes.structure.sites import LayerSite, Point
 
 REMOVE, BRANCH = "remove", "branch"

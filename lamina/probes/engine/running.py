@@ -11,9 +11,9 @@ import torch
 from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.forward import forward
-from lamina.probes.engine.hooks import watch
 from lamina.probes.engine.registry import Probe
+from lamina.probes.structure.forward import forward
+from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import Point
 
 PASSES = "forward passes"

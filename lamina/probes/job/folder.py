@@ -15,7 +15,7 @@ from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.probes.engine import registry
-from lamina.probes.job.settings import ProbeSettings
+from lamina.probes.engine.settings import ProbeSettings
 
 POLICY = ResumePolicy(
     what="folder",

@@ -24,9 +24,9 @@ from lamina.jobs.files import disk_full, write_json, write_text
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.registry import Probe
 from lamina.probes.engine.running import run
+from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.job.compact import compact
 from lamina.probes.job.describing import describe
-from lamina.probes.job.settings import ProbeSettings
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.engine.forward import takes_cache
+from lamina.probes.structure.forward import takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 from lamina.probes.structure.stream import read_layer
 from lamina.probes.structure.traced import Branch, TracedLayer

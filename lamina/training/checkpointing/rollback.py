@@ -13,7 +13,7 @@ from lamina.jobs import digests
 from lamina.jobs.files import was_written, write_json
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.checkpointing.store import checkpoints, listed_state
-from lamina.training.order import Jump, ahead
+from lamina.training.optimization.order import Jump, ahead
 
 logger = logging.getLogger(__name__)
 

@@ -11,28 +11,26 @@ import json
 import logging
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState
 
 from lamina.core.json_types import Json
 from lamina.jobs.manifest import listed
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.store import RUN_STATE
-
-if TYPE_CHECKING:
-    from lamina.training.trainer import LaminaTrainer
+from lamina.training.execution.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 
-def write(trainer: LaminaTrainer, folder: Path, state: Json) -> None:
+def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> None:
     """Write a checkpoint's files into ``folder``, each process its own; an error in one is raised in all."""
-    model = trainer.bare_model()
-    processes, sharded = trainer.processes, sharding.is_sharded(model)
+    model = _bare(trainer)
+    sharded = sharding.is_sharded(model)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     tensors, rest = processes.together(lambda: sharding.optimizer_tensors(model, optimizer))
 
@@ -55,7 +53,13 @@ def write(trainer: LaminaTrainer, folder: Path, state: Json) -> None:
         sharding.write_shards(tensors, folder / "optimizer")
 
 
-def _write_trainer_state(trainer: LaminaTrainer, folder: Path) -> None:
+def _bare(trainer: Trainer) -> PreTrainedModel:
+    """The model without what accelerate or DDP put around it."""
+    assert trainer.model is not None
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+def _write_trainer_state(trainer: Trainer, folder: Path) -> None:
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     for callback in callbacks:
         if isinstance(callback, ExportableState):
@@ -68,12 +72,12 @@ def _write_trainer_state(trainer: LaminaTrainer, folder: Path) -> None:
     trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
 
-def read_model(trainer: LaminaTrainer, checkpoint: Path) -> None:
+def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
     """Fill the trainer's model. Raises UserError for a checkpoint of another model."""
-    model = trainer.bare_model()
+    model = _bare(trainer)
     files = _tensor_files(checkpoint, "model") or _tensor_files(checkpoint, ".")
     tensors = sharding.model_tensors(model)
-    trainer.processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
+    processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
     sharding.read_tensors(tensors, files, alone=not sharding.is_sharded(model))
 
 
@@ -83,9 +87,9 @@ def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
     return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 
 
-def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
+def read_optimizer(trainer: Trainer, checkpoint: Path) -> None:
     """Restore the optimizer and the schedule. Raises UserError for a checkpoint of another model."""
-    model = trainer.bare_model()
+    model = _bare(trainer)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rest = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
     alone = not sharding.is_sharded(model)
@@ -94,7 +98,7 @@ def read_optimizer(trainer: LaminaTrainer, checkpoint: Path) -> None:
     schedule.load_state_dict(torch.load(checkpoint / "scheduler.pt", weights_only=True))
 
 
-def scale_learning_rate(trainer: LaminaTrainer, factor: float) -> None:
+def scale_learning_rate(trainer: Trainer, factor: float) -> None:
     """Multiply every group's learning rate, now and in the rest of the schedule."""
     schedule: Any = trainer.lr_scheduler
     for group in schedule.optimizer.param_groups:
@@ -105,18 +109,18 @@ def scale_learning_rate(trainer: LaminaTrainer, factor: float) -> None:
     schedule._last_lr = [rate * factor for rate in schedule._last_lr]
 
 
-def read_random_state(trainer: LaminaTrainer, checkpoint: Path) -> None:
+def read_random_state(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
     """Restore the random state of this process; where the processes were others, start one from seed and step."""
-    name = f"rng_state_{trainer.processes.rank}.pth" if trainer.processes.size > 1 else "rng_state.pth"
+    name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
-    if written == trainer.processes.size and (checkpoint / name).is_file():
+    if written == processes.size and (checkpoint / name).is_file():
         Trainer._load_rng_state(trainer, str(checkpoint))
         return
-    if trainer.processes.first:
+    if processes.first:
         logger.warning(
             "%s was written by %d processes, this run has %d: weights and optimizer are shared out anew; what is drawn "
             "at random in training (dropout) is drawn anew",
-            checkpoint, written, trainer.processes.size,
+            checkpoint, written, processes.size,
         )  # fmt: skip
     seed = trainer.args.seed + 1_000_003 * (trainer.state.global_step + 1)
     random.seed(seed)

@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lamina.core.values import one_of
 from lamina.errors import UserError
-from lamina.modeling.parts import body_of
+from lamina.modeling.parts import body_of, sublayers
 from lamina.training.monitoring.layers import Row
 from lamina.training.setting_groups import Balance
 
@@ -35,12 +35,12 @@ def find_routers(model: nn.Module) -> dict[int, Any]:
     A router is the feed-forward's ``gate`` that knows ``num_experts`` and ``top_k`` and returns
     (logits, weights, chosen experts), as those of transformers' DeepSeek models and their kin do.
     """
-    found: dict[int, Any] = {}
-    for index, block in enumerate(body_of(model, "experts").layers):
-        gate = getattr(block.feed_forward.module, "gate", None)
+    routers: dict[int, Any] = {}
+    for index, sublayer, residual in sublayers(body_of(model, "expert_balance")):
+        gate = getattr(residual.module, "gate", None) if sublayer == "feed_forward" else None
         if isinstance(gate, nn.Module) and hasattr(gate, "num_experts") and hasattr(gate, "top_k"):
-            found[index] = gate
-    return found
+            routers[index] = gate
+    return routers
 
 
 def has_bias(router: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
+from lamina.training.monitoring.experts import ExpertBalance
 from lamina.training.monitoring.guard import DivergenceGuard
 from lamina.training.monitoring.layers import GradientNorms, Row
 from lamina.training.monitoring.series import StepSeries
@@ -30,6 +31,7 @@ class LayerGradNorms(_Trainer):
     layer_rows: list[Row]
     gradient_norms: GradientNorms | None
     series: StepSeries | None = None
+    experts: ExpertBalance | None = None
     overflows: int = 0
     overflows_in_a_row: int = 0
 
@@ -84,6 +86,9 @@ class LayerGradNorms(_Trainer):
             return
         self.guard.see_gradient(step, value, self.layer_rows)
         self.guard.see_layers(self.layer_rows)
+
+    def continue_records(self) -> None:
+        """Called when training begins: a resumed trainer restores what it had gathered since its last record."""
 
     def bare_model(self) -> LaminaForCausalLM:
         """The model without what accelerate or DDP put around it."""

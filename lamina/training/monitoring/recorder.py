@@ -19,10 +19,10 @@ from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
+from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
-from lamina.training.trainer import LaminaTrainer
 
 TWICE_SECONDS = 3.0
 
@@ -50,7 +50,7 @@ class RunRecorder(TrainerCallback):
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
         self.realized = realized  # by the step: each corpus' part of a mix so far
         self.interrupted: str | None = None
-        self.trainer: LaminaTrainer | None = None
+        self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
         # Evaluations, records and checkpoints are not the training's time: the clock stands still in them.
         self.training_seconds, self.training_steps = 0.0, 0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.engine.outputs import Args, Kwargs, Output, argument_of, refill, stream_of, with_argument
+from lamina.probes.structure.outputs import Args, Kwargs, Output, argument_of, refill, stream_of, with_argument
 from lamina.probes.structure.sites import Point
 
 Key = TypeVar("Key", bound=Hashable)

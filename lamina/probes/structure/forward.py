@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.probes.engine.outputs import Output
+from lamina.probes.structure.outputs import Output
 from lamina.probes.structure.sites import Structure
 
 
