@@ -79,10 +79,7 @@ def build(
         fields = "hidden_size, num_layers, vocab_size"
         refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
     head = _head(config, head)
-    if isinstance(placement, Plan):
-        plan = _checked_plan(placement, config.num_hidden_layers, placement_options)
-    else:
-        plan = make_plan(placement, config.num_hidden_layers, **placement_options)
+    plan = _plan_of(placement, config.num_hidden_layers, placement_options)
     init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
     initialization.check(name)
@@ -172,6 +169,13 @@ def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan
     if isinstance(placement, Plan):
         return _checked_plan(placement, num_layers, options)
     return resolve(placement, num_layers, **options)
+
+
+def _plan_of(placement: str | Plan, num_layers: int, options: Mapping[str, object]) -> Plan:
+    """A plan as it was resolved before, or else what a placement's name stands for."""
+    if isinstance(placement, Plan):
+        return _checked_plan(placement, num_layers, options)
+    return make_plan(placement, num_layers, **options)
 
 
 def _checked_plan(plan: Plan, num_layers: int, options: Mapping[str, object]) -> Plan:

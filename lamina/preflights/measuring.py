@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
 from lamina.modeling.parts import body_of, sublayers
@@ -48,7 +49,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    model: nn.Module, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
+    model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
     """Measure ``model`` on held-out token ids [sequences, tokens]; leaves its mode and clears its gradients.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.data import bits_per_byte as bits_per_byte_of
@@ -76,10 +77,10 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
     )
 
 
-def training_flops(model: torch.nn.Module, plan: Plan, sequence_length: int) -> float:
+def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
     """Model FLOPs a token of forward and backward: 6 a weight outside the embedding and 12 N d T for full attention."""
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr]
-    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator,union-attr]
+    config = model.config.get_text_config()
+    embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.numel()
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     if not config.tie_word_embeddings:
         weights -= embedding

@@ -50,7 +50,7 @@ class Measuring:
         torch.manual_seed(settings.seed)
         self.settings, self.specs, self.began = settings, specs, time.monotonic()
         self.context = make_context(settings.checkpoint, settings)
-        self.context.progress = Bars(show=bar)
+        self.bars = self.context.progress = Bars(show=bar)
         self.wanted = [one for one in probes if one.name not in done]
         self.told: Json = dict(done)
         self._noted = len(self.context.notes)
@@ -69,8 +69,8 @@ class Measuring:
                 strict=False,
                 done=self._done,
                 broken=self._broken,
-                estimated=self.context.progress.plan,  # type: ignore[attr-defined]
-                starting=self.context.progress.start,  # type: ignore[attr-defined]
+                estimated=self.bars.plan,
+                starting=self.bars.start,
             )
         except KeyboardInterrupt:
             self._write("interrupted", "stopped by Ctrl-C; what was finished is kept (--resume goes on)")
@@ -82,7 +82,7 @@ class Measuring:
             self._write("failed", " ".join(said.split()))
             raise
         finally:
-            self.context.progress.close()  # type: ignore[attr-defined]
+            self.bars.close()
         for probe in self.wanted:
             if probe.name not in self.told:
                 self.told[probe.name] = {**self._words(probe), "status": "skipped", "reason": self._why(probe.name)}

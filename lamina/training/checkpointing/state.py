@@ -39,7 +39,8 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
         if not processes.first:
             return
         torch.save(rest, folder / "optimizer.pt")
-        torch.save(trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")  # type: ignore[union-attr]
+        schedule: Any = trainer.lr_scheduler
+        torch.save(schedule.state_dict(), folder / "scheduler.pt")
         trainer._save_scaler(str(folder))
         _write_trainer_state(trainer, folder)
         (folder / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed
@@ -80,7 +80,7 @@ class Processes:
         """Do ``act`` in every process; where it fails in one it fails in all, with the lowest rank's error."""
         answer, error = _attempt(act)
         self._raise_first(error)
-        return answer  # type: ignore[return-value]
+        return cast(T, answer)
 
     def by_first(self, act: Callable[[], T]) -> T:
         """What ``act`` gives (or raises) in the first process, which alone does it, in all of them."""
@@ -90,7 +90,7 @@ class Processes:
             sent = [answer]
             distributed.broadcast_object_list(sent, src=0, group=self.group)
             answer = sent[0]
-        return answer  # type: ignore[return-value]
+        return cast(T, answer)
 
     def one_a_host_first(self, act: Callable[[], T]) -> T:
         """Do ``act`` in one process of each host, then in the others: what it leaves on disk is made once."""
@@ -98,7 +98,7 @@ class Processes:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
         self._raise_first(error)
-        return self.together(act if self.local_rank != 0 else lambda: answer)  # type: ignore[arg-type,return-value]
+        return self.together(act if self.local_rank != 0 else lambda: cast(T, answer))
 
     def _raise_first(self, mine: BaseException | None) -> None:
         if self.size == 1:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lamina.modeling.initialization import weights
 from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
@@ -25,12 +26,12 @@ class GradientNorms:
     Under FSDP2 each parameter's squared local part is summed over the mesh, so the norms are those of one process.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         body_of(model, "layer monitor")
         keys: dict[tuple[int, str, str], int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
-        for weight in weights(model):  # type: ignore[arg-type]
+        for weight in weights(model):
             key = (weight.layer, weight.sublayer, "all") if weight.layer >= 0 else (-1, "block", weight.sublayer)
             self.parameters.append(weight.parameter)
             self.groups.append(keys.setdefault(key, len(keys)))

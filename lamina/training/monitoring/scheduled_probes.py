@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from lamina.core.json_types import Json
 from lamina.jobs import digests
@@ -29,9 +36,9 @@ from lamina.training.monitoring.writers import checked_parts, set_aside
 
 if TYPE_CHECKING:
     import pandas as pd
-    from transformers import Trainer
 
     from lamina.probes.structure.sites import Structure
+    from lamina.training.monitoring.gradient_norms import LayerGradNorms
     from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
@@ -56,7 +63,7 @@ class ScheduledProbes(TrainerCallback):
     ):
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
         self.input_ids, self.tokenizer = input_ids, tokenizer
-        self.trainer: Trainer | None = None
+        self.trainer: LayerGradNorms | None = None
         self.seconds = 0.0
         self._structure: Structure | None = None
         self._noted: set[tuple[str, str]] = set()
@@ -89,7 +96,7 @@ class ScheduledProbes(TrainerCallback):
             return
         assert self.trainer is not None
         began, step = time.monotonic(), state.global_step
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)  # pyright: ignore[reportArgumentType]
+        model = self.trainer.bare_model()
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             self._note("all", step, f"{_REFUSED}the weights are spread over several processes")
             return
@@ -103,13 +110,13 @@ class ScheduledProbes(TrainerCallback):
                     self._note(probe.name, step, note)
         self.seconds += time.monotonic() - began
 
-    def _context(self, model: nn.Module, step: int) -> Context:
+    def _context(self, model: PreTrainedModel, step: int) -> Context:
         inputs = {"input_ids": self.input_ids.to(next(model.parameters()).device)}
         if self._structure is None:
             self._structure = structure_of(model, inputs)
         return Context(
             model=model,
-            base=model.base_model,  # type: ignore[arg-type]
+            base=model.base_model,
             structure=self._structure,
             batches=[inputs],
             tokenizer=self.tokenizer,
