@@ -8,7 +8,7 @@
 `grid` and `more`, `judge` writes judged.json and the tables of docs/preflight.md from `default` and `held_out`.
 
 grid: all placements x {12, 24, 48} layers x {normal, scaled} x two rates. more: drawn at random, wider in rates,
-initialisers and shapes. held_out: another draw with other depths, rates and another seed. default: the recipe of
+initializers and shapes. held_out: another draw with other depths, rates and another seed. default: the recipe of
 `lamina compare`, and one of its own. A quiet core takes about two hours for all of it; --jobs shares it out.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from lamina.preflights.rules import VERDICTS
@@ -10,7 +11,7 @@ TITLES = {
     "reviewed": "Judged on: what a review found called fine at low rates, at three lengths",
     "unseen": "Judged on: low rates and long runs, of other depths, half of them on another corpus, drawn at random",
     "default": "Judged on: the recipe of `lamina compare` (32 layers × 48 wide, 5e-3) and 20 layers at 1.2e-2",
-    "held_out": "Judged on: other depths, rates, initialisers, warm-ups, widths and another seed, drawn at random",
+    "held_out": "Judged on: other depths, rates, initializers, warm-ups, widths and another seed, drawn at random",
     "grid": "Fitted on: the grid",
     "more": "Fitted on: a random draw",
     "slow": "Fitted on: low rates and long runs, drawn at random",
@@ -48,10 +49,16 @@ def _groups(made: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Of the runs called fine {badly} trained badly. The rule of one number, for comparison: fine where the "
-        "held-out loss is below a constant prediction's after the first burn-in.",
+        _wrapped(
+            f"Of the runs called fine {badly} trained badly. The rule of one number, for comparison: fine where the "
+            "held-out loss is below a constant prediction's after the first burn-in."
+        ),
         "",
     ]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _share(found: list[Any]) -> str:
@@ -61,8 +68,11 @@ def _share(found: list[Any]) -> str:
 
 def _deciding(found: dict[str, int]) -> list[str]:
     return [
-        f"Undecided were {found['undecided']}; {found['told a step']} of them were told a step before their last that "
-        f"should decide. Of these {found['trained']} trained, and {found['shown by it']} had shown it by that step.",
+        _wrapped(
+            f"Undecided were {found['undecided']}; {found['told a step']} of them were told a step before their last "
+            f"that should decide. Of these {found['trained']} trained, and {found['shown by it']} had shown it by that "
+            "step."
+        ),
         "",
     ]
 

@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 SIZES = "--num-layers 4 --hidden-size 32 --num-heads 2 --threads 1"
 SMALL = f"{SIZES} --steps 12 --batch-size 4 --sequence-length 32 --corpus text.txt"
 SLOW = "--precision fp32 --compile off"
@@ -71,6 +73,8 @@ TIMES = {
     "seconds_per_step", "memory", "peak_memory_mb", "created", "mtime", "pid", "wall_seconds",
 }  # fmt: skip
 # of the machine, the moment or the storage; checkpoints hold the times too, and their weights are in model/
+# Words, dates and copies of the code; a study's and a probe's definitions are words.
+WORDS = {"created", "digest", "command", "caption", "definition", "summary", "title", "sentences", "version"}
 SKIPPED = {"environment.json", "digests.jsonl", "manifest.json", "speed.json", "worker.log", "lock", "events.jsonl"}
 
 OTHER_MODELS = """
@@ -203,7 +207,11 @@ def _differences(before: Path, after: Path, roots: Any, *, pages: bool = False) 
     for root in sorted(roots):
         for path in [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file()):
             name = path.relative_to(before)
-            skipped = path.name in SKIPPED or path.suffix == ".log" or any("checkpoint-" in part for part in name.parts)
+            skipped = (
+                path.name in SKIPPED
+                or path.suffix in (".log", ".py")
+                or any("checkpoint-" in part for part in name.parts)
+            )
             if skipped or (path.suffix == ".html" and not pages) or "killed-first" in name.parts:
                 continue
             other = after / name
@@ -227,6 +235,9 @@ def _differs(one: Path, other: Path) -> str | None:
         a, b = pd.read_csv(one), pd.read_csv(other)
         kept = [column for column in a.columns if not _is_time(column)]
         return None if list(a.columns) == list(b.columns) and a[kept].equals(b[kept]) else "another table"
+    if one.suffix == ".yaml":
+        a, b = (_without_times(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in (one, other))
+        return None if a == b else f"another content: {_first_difference(a, b)}"
     if one.suffix in (".json", ".jsonl"):
         a, b = ([_without_times(json.loads(line)) for line in _json_lines(path)] for path in (one, other))
         return None if a == b else f"another content: {_first_difference(a, b)}"
@@ -245,7 +256,7 @@ def _is_time(name: str) -> bool:
 
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_times(item) for key, item in value.items() if not _is_time(key)}
+        return {key: _without_times(item) for key, item in value.items() if not _is_time(key) and key not in WORDS}
     return [_without_times(item) for item in value] if isinstance(value, list) else value
 
 
