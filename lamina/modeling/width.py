@@ -91,8 +91,8 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
     """
     check_untied(model.config)
     base = base_model(model, scaling)
-    ours = model.config.get_text_config()
-    m = ours.hidden_size / scaling.base_width
+    config = model.config.get_text_config()
+    m = config.hidden_size / scaling.base_width
     growth = embedding_scale(model) / embedding_scale(base)
     for weight, narrow in zip(weights(model), weights(base), strict=True):
         kind = kind_of(weight)
