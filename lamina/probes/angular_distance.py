@@ -31,8 +31,8 @@ class AngularDistance(DirectionsProbe):
     layers l ... l + n - 1 skips; x^N is the stream behind the last layer, before the final norm. In [0, 1]: 0 is the
     same direction, 1/2 a right angle.
 
-    One row per pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``: its
-    value is the l of the smallest distance, the block that this criterion would drop (the first of several equals).
+    One row per pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``:
+    its value is the l of the smallest distance, the block that this criterion would drop (the first of several equals).
 
     Traps: transformers' own last hidden state is behind the final norm; a Post-LN stream is a norm's output, and
     HybridNorm's is one before its norm (the page says which it is); papers that say "layer l" count states from 1, or

@@ -146,7 +146,7 @@ class Attention(Probe):
             y_title="head",
             value_title="share",
         )
-        drawn.append((figure, "Each head's entropy over the largest possible: at 0 it looks at one key, at 1 at all keys equally."))
+        drawn.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally."))
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:

@@ -62,7 +62,7 @@ class Directions:
             self._vectors[:, index].masked_fill_(~self._mask[..., None], 0.0)
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum over the tokens of the cosine of every two states, [batch, N + 1, N + 1] float32, and the tokens [batch].
+        """The cosine of every two states summed over tokens, [batch, N + 1, N + 1] float32, and the tokens [batch].
 
         Before ``end``. The sum of cosines is one product of matrices over tokens and channels together.
         """
@@ -203,7 +203,7 @@ class DirectionsProbe(Probe):
         return self.tokens
 
     def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch's sums over tokens [sequences, states, states], and the number of tokens in each sum [sequences]."""
+        """The batch's sums over tokens [sequences, states, states], and the tokens in each sum [sequences]."""
         raise NotImplementedError
 
     def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:

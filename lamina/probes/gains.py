@@ -28,8 +28,8 @@ class Gains(Probe):
     ``path``: the module. The embedding's and the final norm have layer -1, sublayer "model".
 
     Metrics, over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min, gain_max.
-    The gain is the effective one: Gemma stores its difference from 1. Norms without a gain have no rows. No text is read, so
-    there is no standard error.
+    The gain is the effective one: Gemma stores its difference from 1. Norms without a gain have no rows. No text is
+    read, so there is no standard error.
     """
 
     name = "gains"

@@ -102,8 +102,8 @@ class Gradients(Probe):
     def _note(context: Context) -> None:
         if shared := shared_layers(context.structure):
             context.notes.append(
-                f"The layers {ranges(shared)} share their parameters, so there is one gradient, their sum, shown at the "
-                "first; the gradients of the states are each layer's own."
+                f"The layers {ranges(shared)} share their parameters, so there is one gradient, their sum, shown "
+                "at the first; the gradients of the states are each layer's own."
             )
         head, embedding = context.structure.head, context.structure.embedding
         if getattr(head, "weight", None) is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", 1):
@@ -148,7 +148,7 @@ class Gradients(Probe):
             log_y=True,
         )
         caption = (
-            "Norm of the loss' gradient with respect to the stream before each layer; the last point is behind all layers."
+            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers."
         )
         return [*drawn, (figure, caption)]
 

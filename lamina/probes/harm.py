@@ -51,11 +51,11 @@ def sentences(frame: Frame) -> list[str]:
         meant = f" ({_MEANT[str(meaning)]})" if several else ""
         if most["value"] - least["value"] < 1e-5 * abs(whole):
             dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
-            text.append(f"Dropping {dropped} does the same harm everywhere ({_words(metric)} {least['value']:.3g}{unit}){meant}.")
+            text.append(f"Dropping {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}.")
         else:
             text.append(
-                f"Dropping {_which(least['layer'], size)} does the least harm ({_words(metric)} {least['value']:.3g}{unit}), "
-                f"{_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
+                f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit}), "
+                f"dropping {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
             )
         text += _could_go(group, whole, unit) if size == 1 else []
     return text + _agreement(frame, harm)
@@ -85,11 +85,12 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     harmless = group[group["value"] < border]
     if not len(harmless):
         return [
-            "No layer could be dropped unnoticed: each costs more than 1 % of the whole, and more than two standard errors."
+            "No layer could be dropped unnoticed: each costs more than 1 % of the whole and over two standard errors."
         ]
     layers = ranges([int(layer) for layer in harmless["layer"]])
     return [
-        f"Layers that could be dropped, one at a time: {layers} (harm below 1 % of the whole's {whole:.3g}{unit}, or below two "
+        f"Layers that could be dropped, one at a time: {layers} (harm below 1 % of the whole's {whole:.3g}{unit}, or "
+        "below two "
         "standard errors)."
     ]
 

@@ -254,7 +254,7 @@ class HiddenStates(Probe):
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or where all are equal."""
+    """R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or all equal."""
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
         return math.nan

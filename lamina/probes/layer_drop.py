@@ -32,8 +32,8 @@ _MIN_SEQUENCES = 16
 class LayerDrop(Probe):
     """The harm of dropping each layer, or each stretch of ``block`` consecutive layers; positive numbers are harm.
 
-    Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (consecutive layers). The other
-    layers do not change: kinds, scales (LayerNorm Scaling's l, Keel's alpha) and first-layer exceptions stay with
+    Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (consecutive layers). The
+    other layers do not change: kinds, scales (LayerNorm Scaling's l, Keel's alpha) and first-layer exceptions stay with
     the layer; dropping the first layer of such a placement drops its exception, too.
 
     One row per measurement: ``layer`` the first layer dropped, ``size`` how many, and
@@ -56,7 +56,7 @@ class LayerDrop(Probe):
         include_path: a folder of the task's own YAML.
         task_metric: which of the task's metrics (default acc).
         limit: the task's first so many documents.
-        score: your own measure in place of the loss (Python only): a callable that takes the model and returns a number.
+        score: your own measure in place of the loss (Python only): a callable from the model to a number.
         higher_is_better: whether a higher score is better.
         standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
             of 0.1 nats where that is more (0: all text).
@@ -65,7 +65,7 @@ class LayerDrop(Probe):
 
     name = "layer_drop"
     title = "Dropping layers"
-    summary = "how much worse the model is without each layer (or block of layers), in loss, perplexity or a task's score"
+    summary = "how much worse the model is without each layer (or block), in loss, perplexity or a task's score"
     source = "Mix-LN Fig 2, 3, 6b; KEEL (dPPL); Gromov et al. 2024"
 
     def __init__(

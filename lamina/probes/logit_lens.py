@@ -156,7 +156,7 @@ class LogitLens(Probe):
         drawn = []
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
-            (("top1_agreement",), "Agreement with the final prediction", "share", "How often both put the same token first"),
+            (("top1_agreement",), "Agreement with the final prediction", "share", "How often the two agree"),
         ):
             figure = lines(
                 frame[frame["metric"].isin(metrics)],

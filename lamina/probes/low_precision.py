@@ -56,7 +56,7 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
         scale = torch.where(peak > 0, limit / peak, torch.ones_like(peak))
         return (x * scale).clamp_(-limit, limit).to(dtype).float().div_(scale)
     edge, rounds_up = _FP8_EDGE[kind]
-    over = x.abs() >= edge if rounds_up else x.abs() > edge  # the cast itself saturates, or not, depending on the device
+    over = x.abs() >= edge if rounds_up else x.abs() > edge  # whether the cast itself saturates depends on the device
     return torch.where(over, x.sign() * math.inf, x.clamp(-limit, limit).to(dtype).float())
 
 

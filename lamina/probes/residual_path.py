@@ -40,8 +40,8 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
     Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Each channel is followed
     by itself, and the largest is the block's; the direction that a norm takes away is left out, as in the papers.
 
-    ``sigmas``: one per sub-layer, numbers or tensors [...], not read where the sub-layer has no norm on its sum. Returns
-    a float64 tensor of their shape.
+    ``sigmas``: one per sub-layer, numbers or tensors [...], not read if the sub-layer has no norm on its sum.
+    Returns a float64 tensor of their shape.
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
@@ -115,7 +115,7 @@ def largest_gain(norm: NormSite) -> float:
 
 
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The divisor of a norm for each token, [...], from its input [..., channels], without its epsilon; float32 at least.
+    """A norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
 
     The root mean square, or the standard deviation if the norm subtracts the mean; of a norm over groups of channels
     the smallest group's, which has the largest Jacobian.

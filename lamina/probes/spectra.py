@@ -46,7 +46,7 @@ class Spectra(Probe):
     Rows of the model (layer -1):
         role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the covariance of the embedding's
             rows, centered over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
-        roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and tokens, the number of tokens measured.
+        roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and the number of tokens.
     Rows of a layer, sublayer feed_forward:
         role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
             10); of gate and up stacked in one matrix each half on its own, ``[0]`` and ``[1]``, in the matrix' order.

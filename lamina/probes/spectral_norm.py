@@ -210,7 +210,7 @@ def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """The part of ``vectors`` [problems, n] orthogonal to all of ``others``; done twice, since once loses half the bits."""
+    """The part of ``vectors`` [problems, n] orthogonal to all ``others``; twice, since once loses half the bits."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)

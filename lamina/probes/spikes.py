@@ -20,9 +20,9 @@ def spikes(
     """Which values of a run's series are spikes, a boolean array [values].
 
     A value is a spike if it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
-    ``window`` values before it. The window excludes the value itself: in a short window it could never be a spike otherwise. The
-    first ``fewest`` values have too few values before them to be judged. NaN and infinity are spikes and enter no window;
-    after equal values, any larger one is a spike.
+    ``window`` values before it. The window excludes the value itself, which could otherwise never be a
+    spike of a short window. The first ``fewest`` values have too few before them to be judged. NaN and infinity are
+    spikes and enter no window; after equal values, any larger one is a spike.
 
     Raises:
         UserError: for an invalid window, threshold or ``fewest``.

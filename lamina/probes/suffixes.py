@@ -28,7 +28,7 @@ class Suffixes:
     """Forward passes of one batch without blocks of layers, by their starts in ascending order; used as a context.
 
     Only one state is held. A pass for the start l computes the layers after the omitted ones; those before them
-    pass the stored x^l through. That costs half of running the whole model each time. Where a model does something to the
+    pass the stored x^l through. That costs half of running the whole model each time. If a model changes the
     stream between two layers, so that a layer's output is not the next one's input, whole passes run.
     """
 

@@ -1,4 +1,4 @@
-"""The results of scheduled probes while a model trained: one section per probe, for one run or all placements of a study."""
+"""The results of scheduled probes in training: one section per probe, for one run or all placements of a study."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sections(items: Sequence[Shown]) -> list[Section]:
 
 
 def quantities(name: str, frame: Frame, chosen: Sequence[str] = ()) -> list[Quantity]:
-    """The quantities of a probe's frame to draw by depth: all metrics, or the ``chosen`` ones; whole layers before parts."""
+    """The quantities of a frame to draw by depth: all metrics, or those ``chosen``; whole layers before parts."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []

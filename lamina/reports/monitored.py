@@ -1,4 +1,4 @@
-"""The layer monitor's other records, besides whole blocks' gradients and variances: magnitudes, parts, gains, experts."""
+"""The layer monitor's records besides blocks' gradients and variances: magnitudes, parts, gains, experts."""
 
 from __future__ import annotations
 

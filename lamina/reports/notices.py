@@ -42,8 +42,8 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
     if len(users) > 1:
         groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
         return [
-            f"The initializers differ ({groups}), so this is no paired comparison: what looks like the placement may "
-            "be its initializer. --init same:scaled gives one to all."
+            f"The initializers differ ({groups}), so this comparison is not paired: what looks like an effect of "
+            "the placement may be one of its initializer. --init same:scaled gives all the same one."
         ]
     others = [(name, recommended[name]) for init in users for name in users[init] if name in recommended]
     others = [(name, own) for name, own in others if own not in users]

@@ -84,7 +84,7 @@ class Trial:
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """The results of scheduled probes (probes/NAME/part-*.parquet): their columns and ``step``, by the probe's name."""
+        """Scheduled probes' results (probes/NAME/part-*.parquet): their columns and ``step``, by probe."""
         frames: dict[str, Frame] = {}
         for folder in sorted(self.folder.glob("probes/*/")):
             parts = []

@@ -1,4 +1,4 @@
-"""A checkpoint from a path: ours, transformers', a run's folder, a GGUF file. Nothing but plain tensors is ever unpickled."""
+"""A checkpoint from a path: ours, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 
 def roots_of(context: Context) -> list[nn.Module]:
-    """The modules whose forward pass restarts the count of calls: a head need not call the base model (OPT's does not)."""
+    """The modules whose forward pass restarts the count of calls: a head may bypass the base model (OPT's)."""
     return [context.model] if context.base is context.model else [context.model, context.base]
 
 

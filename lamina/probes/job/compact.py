@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 
-MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # lines in a figure, points in a line, rows or columns in a heat map
+MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # in a figure, a line, a heat map's side
 _HARMLESS = r"/?(?:br|b|i|em|sup|sub|extra)\s*/?>"  # tags without attributes; plotly would follow an <a href=...>
 _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 

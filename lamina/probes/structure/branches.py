@@ -132,7 +132,7 @@ class _Describer:
 
 
 def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int) -> bool:
-    """Whether an operation belongs to a branch: inside its modules, or between two sums and outside all other branches."""
+    """Whether an operation belongs to a branch: in its modules, or between two sums and outside other branches."""
     if any(m.began < op.time < m.ended for m in modules):
         return True
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)

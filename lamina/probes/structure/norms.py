@@ -7,7 +7,7 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes: decided by the class name, as transformers does; projections with norms do not count."""
+    """Whether a module normalizes: decided by class name, as in transformers; projections with norms do not count."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
 
 
@@ -44,7 +44,7 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
 
 
 def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
-    """The output of a gated norm for a known vector, the gate undone: the gate is 20 in every channel, its SiLU 20, too."""
+    """A gated norm's output for a known vector, divided by the gate: 20 in every channel, whose SiLU is 20."""
     gate = 20.0
     try:
         return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate

@@ -248,7 +248,7 @@ def _without_gated(site: LayerSite, tensors: Tensors) -> LayerSite:
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Whether total - added is a combination of the skips [tokens, channels], with separate factors for each channel."""
+    """Whether total - added is a combination of the skips [tokens, channels], with factors for each channel."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did

@@ -74,7 +74,11 @@ def sentences(summary: Row) -> list[str]:
     above = summary["first_failing_above"]
     texts.append(
         f"Stable at width {proxy}: {low:g} to {high:g}"
-        + (f"; {above:g} is the first higher rate that does not finish." if above else "; this includes the largest rate tried.")
+        + (
+            f"; {above:g} is the first higher rate that does not finish."
+            if above
+            else "; the largest rate tried is stable."
+        )
     )
     low, high = summary["best"]
     within = f"{low:g}" if low == high else f"{low:g} to {high:g}"
