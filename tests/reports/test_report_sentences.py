@@ -147,7 +147,7 @@ def test_ties_are_level_and_equal_seeds_do_not_divide_by_zero():
 def test_initializers_that_differ_are_not_a_paired_comparison():
     frame = THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""])
     assert notices(summarize(frame), frame)[0].startswith(
-        "The initializers differ (scaled: fusenorm, pre_ln and post_ln; normal: keel), so this comparison is not paired: "
+        "The initializers differ (scaled: fusenorm, pre_ln and post_ln; normal: keel), so this comparison is not paired"
     )
     same = THREE.assign(init="scaled")
     said = notices(summarize(same), same, {"keel": "normal", "pre_ln": "scaled"})
