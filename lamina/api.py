@@ -23,7 +23,7 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
     may be lists, too. The worker processes do not import the script that calls it.
 
     Raises:
-        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
     from lamina.studies.compare import compare as run
@@ -43,7 +43,7 @@ def probe_folder(
     ``lamina.probe`` gives the tables alone and writes nothing.
 
     Raises:
-        UserError: (a ValueError) for settings with no meaning, a checkpoint or a corpus that can't be read, an output
+        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
             folder in use.
     """
     from lamina.probes.engine.settings import ProbeSettings
@@ -64,7 +64,7 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
 
     Raises:
-        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
     """
     from lamina.training.execution.processes import launched
     from lamina.training.pretrain import pretrain as run
@@ -84,7 +84,7 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> 
     layers.parquet, preflight.json (what `lamina report` makes the page of) and report.html.
 
     Raises:
-        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
     """
     from lamina.preflights.job import preflight as run
 
@@ -100,7 +100,7 @@ def coord_check(*, resume: Resume = False, overwrite: bool = False, bar: bool = 
     Returns the rows of slopes.csv; OUTPUT/result.json has the verdict, OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
     """
     from lamina.studies.coordinates import coord_check as run
     from lamina.studies.width_settings import CoordCheckSettings
@@ -117,7 +117,7 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     OUTPUT/report.html is the page.
 
     Raises:
-        UserError: (a ValueError) for settings with no meaning, a corpus that can't be read, an output folder in use.
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
         TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
     """
     from lamina.studies.transfer import transfer as run

@@ -66,7 +66,7 @@ def transfer(
     ``settings`` are a whole record, or only what the user gave, by name.
 
     Raises:
-        UserError: for settings with no meaning, a corpus that can't be read, an output folder in use, settings that
+        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings that
             differ from those of the study to resume.
         OSError: the disk is full.
         KeyboardInterrupt: after the running trials have ended as `interrupted` and the numbers are written.

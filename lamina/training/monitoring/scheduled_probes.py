@@ -49,7 +49,7 @@ _REFUSED = "not measured: "
 class ScheduledProbes(TrainerCallback):
     """Runs probes at the first step, at every ``every``-th and at the last; RUN/probes/NAME/part-STEP.parquet.
 
-    A probe that has no meaning for the model, or that fails at a step, says so in probes/NAME/notes.jsonl; neither ends
+    A probe that does not apply to the model, or that fails at a step, says so in probes/NAME/notes.jsonl; neither ends
     the run. In a run of several processes the first one probes; a model whose
     weights are spread over processes is not probed.
     """
