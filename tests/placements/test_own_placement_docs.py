@@ -73,7 +73,7 @@ def test_lamina_placements_shows_the_yaml_file_and_draws_it(folder, capsys):
     assert main(shlex.split(COMMANDS[0])[1:]) == 0
     out = capsys.readouterr().out
     assert "y = x + LN(A(LN x))" in out
-    assert "Initialisation: scaled" in out
+    assert "Initialization: scaled" in out
     assert (folder / "mine.svg").read_text(encoding="utf-8").startswith("<svg")
 
 

@@ -219,10 +219,8 @@ class Bench:
 def called(act: Callable[[], Any]) -> Outcome:
     """Call the command line in this process and keep all that it says."""
     from lamina.training import source
-    from lamina.training.checkpointing import resuming
 
-    for cached in (resuming._say, source._read):  # what a process says or reads once
-        cached.cache_clear()
+    source._read.cache_clear()  # what a process reads once
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = logging.getLogger("lamina")

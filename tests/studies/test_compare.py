@@ -39,9 +39,10 @@ def make(num_layers):
 """
 
 
-# Checked once more in the worker, then wired: the second time is in the middle of the run.
-SECOND_TIME = """n = os.environ["LAMINA_TEST_N"] = os.environ.get("LAMINA_TEST_N", "") + "x"
-        if n == "xx": raise RuntimeError("this layer cannot be wired")"""
+# The placement is resolved, and the model cannot be built: in the middle of the run.
+WHEN_BUILT = """import lamina.training.run
+        def broken(*args, **options): raise RuntimeError("this layer cannot be wired")
+        lamina.training.run.build = broken"""
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_one_initializer_for_all(study):
     assert list(table.init) == ["normal", "normal"]
 
 
-@pytest.mark.parametrize("act", ["raise RuntimeError('this layer cannot be wired')", SECOND_TIME])
+@pytest.mark.parametrize("act", ["raise RuntimeError('this layer cannot be wired')", WHEN_BUILT])
 def test_a_trial_that_raises_is_a_row_and_not_a_crash(study, breaking, tmp_path, act):
     path = breaking("raises", act)
     table = compare(study(placements=f"{path},pre_ln"), bar=False).set_index("placement")

@@ -138,8 +138,8 @@ def test_a_disk_that_fills_during_a_save_leaves_the_last_good_checkpoint(trained
 def test_a_kill_while_a_checkpoint_is_written_leaves_a_draft_that_is_cleared(trained, whole, tmp_path, monkeypatch):
     write = saving.write
 
-    def die(trainer, folder, state):
-        write(trainer, folder, state)
+    def die(trainer, processes, folder, state):
+        write(trainer, processes, folder, state)
         if state["step"] == 6:
             os.kill(os.getpid(), signal.SIGKILL)
 

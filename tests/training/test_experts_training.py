@@ -72,7 +72,7 @@ def test_a_dense_model_trains_as_ever(trained, tmp_path, trainers):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"expert_balance": "biased"}, r"expert_balance: 'biased' \(allowed: auto, none, bias, loss\)"),
+        ({"expert_balance": "biased"}, r"expert_balance: 'biased'; did you mean 'bias'\? \(allowed: auto, none, bias"),
         ({"expert_balance_rate": -1.0}, "expert_balance_rate: -1.0"),
     ],
 )
