@@ -73,7 +73,7 @@ class MetricsWriter:
         self._sum.update(content)
         self._size += len(content)
         self._count_in(line)
-        digests.note(self.path, (self._size, self._sum.hexdigest()), settle=False)
+        digests.note(self.path, (self._size, self._sum.hexdigest()), sync=False)
         with self.path.open("ab") as file:
             file.write(content)
         self._unsynced += 1
