@@ -67,7 +67,8 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
         # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
         consequence = "--resume has nothing to continue" if resume else "--overwrite leaves it alone"
         raise UserError(
-            f"output: {str(folder)!r} holds something that Lamina did not write, so {consequence} (allowed: another folder)"
+            f"output: {str(folder)!r} holds something that Lamina did not write, so {consequence} (allowed: another "
+            "folder)"
         )
 
 

@@ -73,7 +73,7 @@ def listed(folder: Path) -> dict[str, Entry]:
     entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
     if manifest["checksum"] != checksum(entries):
         raise ValueError(f"{MANIFEST} is altered")
-    return actual
+    return entries
 
 
 def what_is_broken(folder: Path) -> str | None:
