@@ -187,7 +187,7 @@ def families_sentence() -> str:
     return (
         f"Verified on {right} families of transformers {record['versions']['transformers']}, as tiny "
         f"models with random weights: each probe's numbers equal independent formulas, or it says in one line why it "
-        f"has no meaning there. {len(found['refused'])} more are refused as a whole, in one line, "
+        f"does not apply there. {len(found['refused'])} more are refused as a whole, in one line, "
         f"{unrun} of them because a model so small does not run on tokens or images alone. "
         f"[docs/probes.md](docs/probes.md#verified-families) lists both. {record['date']}, "
         f"revision {record['revision']}."

@@ -129,7 +129,7 @@ def home(name: str, value: str | Path) -> Path:
     try:
         return Path(value).expanduser()
     except RuntimeError:
-        raise UserError(f"{name}: {_shown(str(value))} names a home folder that is not there") from None
+        raise UserError(f"{name}: {_shown(str(value))} names a home folder that does not exist") from None
 
 
 def text(name: str, value: object) -> str:
@@ -191,8 +191,8 @@ def numbers(name: str, text: object, kind: type[Number]) -> list[Number]:
     except ValueError:
         values = []
     if not values or len(set(values)) < len(values) or not all(map(is_finite, values)):
-        what = "whole numbers" if kind is int else "numbers"
-        raise UserError(f"{name}: {_shown(text)} is not a comma-separated list of different {what}")
+        noun = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{name}: {_shown(text)} is not a comma-separated list of different {noun}")
     return values
 
 

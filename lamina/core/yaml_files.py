@@ -21,42 +21,42 @@ class _Strict(_Loader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Json:
         """The mapping of a node; YAML would keep the last value of a key without a word."""
-        seen: set[tuple[str, str]] = set()
+        keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
                 problem = f"the key {key.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add((key.tag, str(key.value)))
+            keys.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep=deep)
 
 
 def read_mapping(path: Path, needed: str = "a YAML mapping") -> Json:
-    """The mapping that a YAML file holds. Raises UserError that names the file and what is wrong with it."""
-    where = repr(str(path))
+    """The mapping that a YAML file holds. Raises UserError that names the file and why it is invalid."""
+    source = repr(str(path))
     try:
         if not path.exists():
-            raise UserError(f"{where}: no such file")
+            raise UserError(f"{source}: no such file")
         if not path.is_file():
-            raise UserError(f"{where}: not a file")
+            raise UserError(f"{source}: not a file")
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UserError(f"{where}: too large for a YAML file of settings (allowed: {LARGEST // 2**20} MiB)")
+            raise UserError(f"{source}: too large for a YAML file of settings (allowed: {LARGEST // 2**20} MiB)")
         text = content.decode("utf-8")
-        _bounded(where, text)
+        _bounded(source, text)
         data = yaml.load(text, Loader=_Strict)
     except UserError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError, AttributeError, TypeError) as error:
         # ValueError: bytes that are no UTF-8, numbers of thousands of digits, dates that are none
         reason = shortened(" ".join(str(error).split()), 300)
-        raise UserError(f"{where}: not readable as YAML ({reason})") from None
+        raise UserError(f"{source}: not readable as YAML ({reason})") from None
     if not isinstance(data, dict):
-        raise UserError(f"{where}: {needed} is needed, not {type(data).__name__}")
+        raise UserError(f"{source}: {needed} is needed, not {type(data).__name__}")
     return data
 
 
-def _bounded(where: str, text: str) -> None:
+def _bounded(source: str, text: str) -> None:
     """Raise UserError for a file that is nested too deep or has too many values, before any of them is made."""
     sizes: dict[str, int] = {}  # of what an anchor names, its aliases written out
     open_: list[tuple[str | None, int]] = [(None, 0)]
@@ -64,12 +64,12 @@ def _bounded(where: str, text: str) -> None:
         anchor, size = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.CollectionStartEvent):
             if len(open_) > DEEPEST:
-                raise UserError(f"{where}: nested too deep (allowed: {DEEPEST} levels)")
+                raise UserError(f"{source}: nested too deep (allowed: {DEEPEST} levels)")
             open_.append((anchor, 1))
             continue
         if isinstance(event, yaml.AliasEvent):
             if anchor not in sizes:
-                raise UserError(f"{where}: the alias *{anchor} stands for nothing, or for what holds it")
+                raise UserError(f"{source}: the alias *{anchor} stands for nothing, or for what holds it")
             size, anchor = sizes[anchor], None
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -77,7 +77,7 @@ def _bounded(where: str, text: str) -> None:
             anchor, size = open_.pop()
         if anchor is not None:
             sizes[anchor] = size
-        name, so_far = open_[-1]
-        open_[-1] = (name, so_far + size)
-        if so_far + size > MOST_VALUES:
-            raise UserError(f"{where}: too many values, aliases written out (allowed: {MOST_VALUES})")
+        name, count = open_[-1]
+        open_[-1] = (name, count + size)
+        if count + size > MOST_VALUES:
+            raise UserError(f"{source}: too many values, aliases written out (allowed: {MOST_VALUES})")

@@ -115,12 +115,12 @@ class TokenJoiner:
         self.encoder, self.last, self.chars = encoder, last, 0
         self._end = np.array([encoder.tokenizer.eos_token_id], dtype=encoder.dtype)
         self._texts: list[str] = []
-        self._jumps: list[bool] = []
+        self._breaks: list[bool] = []
 
     def add(self, segment: Segment) -> None:
         """Append a segment."""
         self._texts.append(segment.text)
-        self._jumps.append(self.last not in (None, segment.begin))
+        self._breaks.append(self.last not in (None, segment.begin))
         self.last = segment.end
         self.chars += len(segment.text)
 
@@ -133,7 +133,7 @@ class TokenJoiner:
         if not self._texts:
             return self._end[:0]
         rows: list[np.ndarray] = []
-        for jump, ids in zip(self._jumps, self.encoder.encode(self._texts), strict=True):
+        for jump, ids in zip(self._breaks, self.encoder.encode(self._texts), strict=True):
             rows += [self._end, ids] if jump else [ids]
-        self._texts, self._jumps, self.chars = [], [], 0
+        self._texts, self._breaks, self.chars = [], [], 0
         return np.concatenate(rows)

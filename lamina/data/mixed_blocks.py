@@ -170,7 +170,7 @@ def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
     train, held_out = np.zeros(1), np.zeros(1)
     for part, own in zip(parts, blocks, strict=True):
         share, vocab_size = float(part.share), own.stats.vocab_size
-        seen, tested = own.train.token_counts(vocab_size), own.eval.token_counts(vocab_size)
-        train = train + share * (seen + 1) / (seen.sum() + vocab_size)
+        trained, tested = own.train.token_counts(vocab_size), own.eval.token_counts(vocab_size)
+        train = train + share * (trained + 1) / (trained.sum() + vocab_size)
         held_out = held_out + share * tested / tested.sum()
     return float(-(held_out * np.log(train)).sum())

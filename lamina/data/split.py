@@ -44,8 +44,8 @@ def piece_chars(total_chars: int) -> int:
 
     Many pieces make the held-out text representative. Long pieces keep its context whole. A few hundred give both.
     """
-    wanted = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
-    return max(1, min(wanted, total_chars // _PIECES_AT_LEAST))
+    size = min(max(total_chars // _PIECES_WANTED, _SMALLEST_PIECE), _LARGEST_PIECE)
+    return max(1, min(size, total_chars // _PIECES_AT_LEAST))
 
 
 def is_held_out(piece: int, eval_fraction: float) -> bool:

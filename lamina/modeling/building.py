@@ -134,7 +134,7 @@ def _check_runs(model: PreTrainedModel) -> None:
         return
     text_config = model.config.get_text_config()
     ids = torch.arange(1, 5, device=next(model.parameters()).device).remainder(text_config.vocab_size)[None]
-    says, training = f"backbone {text_config.model_type!r}: wired by a placement it", model.training
+    subject, training = f"backbone {text_config.model_type!r}: wired by a placement it", model.training
     try:
         with torch.random.fork_rng(devices=[]):
             runs: Any = model.eval()
@@ -145,11 +145,13 @@ def _check_runs(model: PreTrainedModel) -> None:
                 runs.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
                 logits, cached = logits[:, -1], cached[:, -1]
                 if not torch.allclose(logits, cached, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
-                    raise UserError(f"{says} has other logits with its cache than without (allowed: another backbone)")
+                    raise UserError(
+                        f"{subject} has other logits with its cache than without (allowed: another backbone)"
+                    )
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{says} does not run ({one_line(error)}); allowed: another backbone") from error
+        raise UserError(f"{subject} does not run ({one_line(error)}); allowed: another backbone") from error
     finally:
         model.train(training)
 

@@ -31,9 +31,9 @@ def refuse_beyond_memory(fields: str, what: str, needed: float, device: str = "c
     """Raise UserError, naming the fields, if fewer than ``needed`` bytes are free."""
     if needed <= (free := available(device)):
         return
-    where = "the GPU" if device == "cuda" else "this machine"
+    owner = "the GPU" if device == "cuda" else "this machine"
     raise UserError(
-        f"{fields}: {what} at least {_gib(needed)} GiB of memory, and {where} has {_gib(free)} GiB free (allowed: "
+        f"{fields}: {what} at least {_gib(needed)} GiB of memory, and {owner} has {_gib(free)} GiB free (allowed: "
         "lower values)"
     )
 

@@ -1,4 +1,4 @@
-"""Width scaling: how learning rates and initial weights go with the width, so that a rate found narrow holds wide.
+"""Width scaling: how learning rates and initial weights go with the width, so that a rate tuned narrow holds wide.
 
 Everett et al. 2024 (arXiv 2407.05872): with width n a weight is multiplied by n^-a, starts with the standard deviation
 n^-b and learns at the rate n^-c. The multiplier is folded into the other two: under Adam, whose steps don't depend on
@@ -91,8 +91,8 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
     """
     check_untied(model.config)
     base = base_model(model, scaling)
-    ours = model.config.get_text_config()
-    m = ours.hidden_size / scaling.base_width
+    config = model.config.get_text_config()
+    m = config.hidden_size / scaling.base_width
     growth = embedding_scale(model) / embedding_scale(base)
     for weight, narrow in zip(weights(model), weights(base), strict=True):
         kind = kind_of(weight)

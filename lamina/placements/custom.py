@@ -80,8 +80,8 @@ def _texts(data: Json) -> tuple[dict[str, str], tuple[str, ...]]:
     for field in _TEXTS:
         value = data.get(field, "")
         if not isinstance(value, str) or len(value) > LONGEST_TEXT:
-            shown = shortened(repr(value), 200)
-            raise UserError(f"{field}: {shown} (allowed: text of at most {LONGEST_TEXT} characters)")
+            text = shortened(repr(value), 200)
+            raise UserError(f"{field}: {text} (allowed: text of at most {LONGEST_TEXT} characters)")
         if field in data or field == "placement":
             texts[field] = value
     equation = data.get("equation", ())

@@ -1,4 +1,4 @@
-"""The plan: one record a layer that says where the norms sit, what the skip carries and how it is scaled.
+"""The plan: one record per layer that says where the norms sit, what the skip carries and how it is scaled.
 
 A sub-layer computes
 
@@ -30,20 +30,20 @@ SUBLAYERS = ("attention", "feed_forward")
 _Record = TypeVar("_Record", bound="Norm | Sublayer | Layer | Plan")
 
 
-def _one_of(where: str, value: object, literal: object) -> None:
+def _one_of(field_name: str, value: object, literal: object) -> None:
     allowed = get_args(literal)
     if value not in allowed:
-        raise UserError(f"{where}: {value!r} is not one of {', '.join(map(repr, allowed))}")
+        raise UserError(f"{field_name}: {value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
-def _finite(where: str, value: object, more: str = "") -> None:
+def _finite(field_name: str, value: object, more: str = "") -> None:
     if not is_finite(value):
-        raise UserError(f"{where}: {value!r} is not a finite number{more}")
+        raise UserError(f"{field_name}: {value!r} is not a finite number{more}")
 
 
-def _boolean(where: str, value: object) -> None:
+def _boolean(field_name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise UserError(f"{where}: {value!r} is not true or false")
+        raise UserError(f"{field_name}: {value!r} is not true or false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Norm:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        """Raise UserError for a kind, gain or number of groups that has no meaning."""
+        """Raise UserError for a kind, gain or number of groups that is invalid."""
         _one_of("kind", self.kind, NormKind)
         _boolean("learnable_gain", self.learnable_gain)
         _finite("initial_gain", self.initial_gain)
@@ -70,16 +70,16 @@ class Norm:
             raise UserError(f"groups: {self.groups} groups need kind 'group', not {self.kind!r}")
 
 
-def _as_norm(where: str, value: object) -> Norm | None:
+def _as_norm(field_name: str, value: object) -> Norm | None:
     """A norm as the user may write it: True or a kind's name for one, False or None for none, or a Norm."""
     if value is None or isinstance(value, Norm):
         return value
     if isinstance(value, bool):
         return Norm() if value else None
     if isinstance(value, str):
-        _one_of(f"{where}.kind", value, NormKind)
+        _one_of(f"{field_name}.kind", value, NormKind)
         return Norm(kind=value)  # type: ignore[arg-type]  # one of the kinds
-    raise UserError(f"{where}: {value!r} is not a norm (true, false, a kind, or its fields)")
+    raise UserError(f"{field_name}: {value!r} is not a norm (true, false, a kind, or its fields)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Sublayer:
     gate_gain: float = 1.0
 
     def __post_init__(self) -> None:
-        """Accept True / False for a norm of the default kind / none; raise UserError for what has no meaning."""
+        """Accept True / False for a norm of the default kind / none; raise UserError for anything invalid."""
         for position in POSITIONS:
             object.__setattr__(self, position, _as_norm(position, getattr(self, position)))
         _one_of("skip", self.skip, Skip)
@@ -113,7 +113,7 @@ class Sublayer:
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms that are there, by position."""
+        """The norms of the sub-layer, by position."""
         return {p: n for p in POSITIONS if (n := getattr(self, p)) is not None}
 
 
@@ -159,7 +159,7 @@ class Plan:
     options: Json = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Raise UserError for a plan without layers or with fields that have no meaning."""
+        """Raise UserError for a plan without layers or with invalid fields."""
         if not isinstance(self.layers, list | tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
             raise UserError(f"layers: {self.layers!r} is not a list of layers (Layer, or its fields)")
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -167,8 +167,8 @@ class Plan:
             raise UserError("layers: a plan needs at least one layer")
         for name, kind in (("placement", str), ("initialization", str), ("options", Mapping)):
             if not isinstance(getattr(self, name), kind):
-                wanted = "a text" if kind is str else "a mapping"
-                raise UserError(f"{name}: {getattr(self, name)!r} is not {wanted}")
+                expected = "a text" if kind is str else "a mapping"
+                raise UserError(f"{name}: {getattr(self, name)!r} is not {expected}")
         if self.qkv_norm is None or isinstance(self.qkv_norm, bool):
             raise UserError(
                 f"qkv_norm: {self.qkv_norm!r} is not a norm (a kind, or its fields; qk_norm and v_norm switch it)"
@@ -195,7 +195,7 @@ class Plan:
     def to_dict(self) -> Json:
         """The plan as plain dicts, lists and scalars, fit for JSON: Plan.from_dict gives an equal plan.
 
-        Without ``qkv_norm`` where it is the default, so that a plan written before there was the field stays the same.
+        Without ``qkv_norm`` where it is the default, so that a plan written before the field existed stays the same.
         """
         data = {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
         if self.qkv_norm == type(self).qkv_norm:
@@ -204,40 +204,41 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
-        """Read a plan from plain dicts. Raises UserError that names an unknown field or a value with no meaning."""
+        """Read a plan from plain dicts. Raises UserError that names an unknown field or an invalid value."""
         if isinstance(data, Mapping) and "placement" not in data:
             raise UserError("plan: field 'placement' is missing")
         return _read(cls, data, "plan")
 
 
-def _read(cls: type[_Record], data: object, where: str) -> _Record:
+def _read(cls: type[_Record], data: object, field_name: str) -> _Record:
     """A record from its fields. Raises UserError that names the field by its path: ``plan.layers[3].attention``."""
     if not isinstance(data, Mapping):
-        raise UserError(f"{where}: {data!r} is not a mapping of fields")
+        raise UserError(f"{field_name}: {data!r} is not a mapping of fields")
     entries = {entry.name: entry for entry in fields(cls)}
     for key in data:
         if key not in entries:
             raise UserError(
-                f"{where}: unknown field {key!r}{nearest(str(key), entries)} (allowed: {', '.join(sorted(entries))})"
+                f"{field_name}: unknown field {key!r}{nearest(str(key), entries)} "
+                f"(allowed: {', '.join(sorted(entries))})"
             )
     for name, entry in entries.items():
         if entry.default is MISSING and entry.default_factory is MISSING and name not in data:
-            raise UserError(f"{where}: field {name!r} is missing")
+            raise UserError(f"{field_name}: field {name!r} is missing")
     hints = get_type_hints(cls)
-    values: Json = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    values: Json = {key: _convert(hints[key], value, f"{field_name}.{key}") for key, value in data.items()}
     try:
         return cls(**values)
     except UserError as error:
-        raise UserError(f"{where}.{error}") from None
+        raise UserError(f"{field_name}.{error}") from None
 
 
-def _convert(hint: Any, value: object, where: str) -> object:
+def _convert(hint: Any, value: object, field_name: str) -> object:
     """A field's value: mappings become the record that the field's type asks for, of a tuple one by one."""
     record = next((a for a in (hint, *get_args(hint)) if a in (Norm, Sublayer, Layer)), None)
     if record is None or (record is Norm and not isinstance(value, Mapping)):
         return value  # a norm is also written as true, false or its kind
     if get_args(hint)[1:] != (...,):
-        return _read(record, value, where)
+        return _read(record, value, field_name)
     if not isinstance(value, list | tuple):
-        raise UserError(f"{where}: {value!r} is not a list of layers")
-    return tuple(_read(record, item, f"{where}[{i}]") for i, item in enumerate(value))
+        raise UserError(f"{field_name}: {value!r} is not a list of layers")
+    return tuple(_read(record, item, f"{field_name}[{i}]") for i, item in enumerate(value))

@@ -98,9 +98,9 @@ def _formula(value: object, names: Mapping[str, float], where: str) -> object:
     if not isinstance(value, str) or not where.endswith(("_scale", "_gain")):
         return value
     try:
-        if not is_finite(found := _evaluate(_parsed(value), names)):
-            raise ArithmeticError(found)  # also complex: a root of a negative number
-        return found
+        if not is_finite(result := _evaluate(_parsed(value), names)):
+            raise ArithmeticError(result)  # also complex: a root of a negative number
+        return result
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         raise UserError(
             f"{where}: {shortened(repr(value), 200)} is no formula (allowed: numbers up to 1e308, + - * / **, brackets "

@@ -31,8 +31,8 @@ class AngularDistance(DirectionsProbe):
     layers l ... l + n - 1 skips; x^N is the stream behind the last layer, before the final norm. In [0, 1]: 0 is the
     same direction, 1/2 a right angle.
 
-    A row a pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``: its
-    value is the l of the smallest distance, the block that such a criterion would drop (the first one of equals).
+    One row per pair: ``start`` = l, ``size`` = n, metric ``angular_distance``, and for each size a row ``best_start``:
+    its value is the l of the smallest distance, the block that this criterion would drop (the first of several equals).
 
     Traps: transformers' own last hidden state is behind the final norm; a Post-LN stream is a norm's output, and
     HybridNorm's is one before its norm (the page says which it is); papers that say "layer l" count states from 1, or
@@ -44,7 +44,7 @@ class AngularDistance(DirectionsProbe):
             "first": the first one, the class token of most encoders and vision models. By default the last one for
             text, and all of them for images and while a model trains, where sequences are few.
         tokens_per_batch: with "all", how many tokens of a batch are kept until its last layer is seen (by default as
-            many as fit a quarter of the model's own memory, the page says so where these aren't all).
+            many as fit a quarter of the model's own memory; the page says so if these are not all).
     """
 
     name = "angular_distance"
@@ -100,7 +100,7 @@ class AngularDistance(DirectionsProbe):
             "The distances themselves: 0 is the same direction, 0.5 a right angle.",
         )
         titles = ("Angular distance, each block size by itself", "Angular distance")
-        drawn, whose = [], getattr(self, "_whose", "")
+        drawn, tokens = [], getattr(self, "_whose", "")
         for table, title, caption in zip((scaled_rows(distances), distances), titles, captions, strict=True):
             figure = heat_map(
                 table,
@@ -112,7 +112,7 @@ class AngularDistance(DirectionsProbe):
                 y_title="layers n in the block",
                 scale="Viridis_r",  # light is small, as in the papers
             )
-            drawn.append((figure, f"{caption} Angles of {whose}." if whose else caption))
+            drawn.append((figure, f"{caption} Angles of {tokens}." if tokens else caption))
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
@@ -124,16 +124,16 @@ class AngularDistance(DirectionsProbe):
             return ["No angle is finite: the states hold NaN or infinite values."]
         sizes = [size for size in _powers(num_layers) if size < num_layers and size in best.index]
         if not sizes:
-            return [f"The one layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."]
+            return [f"The only layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."]
         blocks = [
             f"{_block(best[size], size)} (turns the stream by {by_block[size, best[size]]:.3f})" for size in sizes
         ]
-        text = [f"The blocks that turn the stream least, so could go first, by size: {'; '.join(blocks)}."]
+        text = [f"The blocks that turn the stream least, and so could be dropped first, by size: {'; '.join(blocks)}."]
         return [*text, *_early_or_deep(by_block[1].to_numpy())]
 
 
 def best_blocks(frame: Frame) -> pd.DataFrame:
-    """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are no minimum."""
+    """For each block size the row of its smallest distance, as metric ``best_start``; NaN distances are ignored."""
     rows = []
     for size, group in frame.groupby("size"):
         known = group.dropna(subset="value")
@@ -143,7 +143,7 @@ def best_blocks(frame: Frame) -> pd.DataFrame:
 
 
 def scaled_rows(distances: Frame) -> pd.DataFrame:
-    """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 where they are all the same."""
+    """Each size's values cut to their 1st to 99th percentile and scaled to [0, 1]; 0 if all are equal."""
 
     def scale(values: Frame) -> Frame:
         low, high = values.quantile(0.01), values.quantile(0.99)
@@ -168,9 +168,9 @@ def _early_or_deep(turns: np.ndarray) -> list[str]:
     early, deep = float(np.median(turns[:half])), float(np.median(turns[-half:]))
     numbers = f"the median layer of the deeper half turns the stream by {deep:.3f}, of the earlier half by {early:.3f}"
     if max(early, deep) < 1.2 * min(early, deep):
-        return [f"Neither the early nor the deep layers are clearly the similar ones: {numbers}."]
+        return [f"Neither the early nor the deep layers are clearly more similar: {numbers}."]
     similar = "deep" if deep < early else "early"
     return [
-        f"The {similar} layers are the similar ones: {numbers} (Mix-LN finds the deep ones in Pre-LN and "
+        f"The {similar} layers are the more similar ones: {numbers} (Mix-LN finds the deep ones in Pre-LN and "
         "the early ones in Post-LN models)."
     ]

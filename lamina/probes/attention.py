@@ -1,4 +1,4 @@
-"""Where attention looks: its entropy, its largest logit and what the first token gets, by layer and head."""
+"""Where attention looks: its entropy, its largest logit and the weight on the first token, by layer and head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
 
 @probe
 class Attention(Probe):
-    """What every softmax over keys gets and gives, whatever computes it: seen as an operation, by no module's name.
+    """The inputs and outputs of every softmax over keys. Softmaxes are found as operations, not by a module's name.
 
     Rows with role "head" (index = head) and role "all" (the mean over the heads; of max_logit the largest). Metrics:
 
@@ -37,14 +37,14 @@ class Attention(Probe):
     - entropy_share: that over ln(number of keys that the query may see: causal mask, sliding window and padding
       count), averaged over the queries that see at least two; 1 is uniform attention.
     - max_logit: the largest value that goes into the softmax over the whole sample, after the scale, a soft-cap and a
-      position's bias, of keys that may be seen. No standard error.
+      position's bias, over the keys that the query may see. No standard error.
     - first_token_share: the weight on the sequence's first token, averaged over queries (the attention sink; a causal
       model's first query gives it 1, a key outside the window gets 0).
 
     Averages are over the queries of a sequence, then over sequences, with their standard error. Heads that share keys
-    (GQA) are counted each. Attention runs in plain operations, so that there is a softmax to see, and one layer's
-    weights [batch, heads, queries, keys] are held at a time, as the model itself does. Padding asks and counts nothing.
-    A model with learned sinks beside the keys (GPT-OSS) has them counted as a key.
+    (GQA) count one by one. Attention runs in plain operations, so that there is a softmax to see, and one layer's
+    weights [batch, heads, queries, keys] are held at a time, as the model itself does. Padding does not count.
+    Learned sinks beside the keys (GPT-OSS) count as a key.
     """
 
     name = "attention"
@@ -54,7 +54,7 @@ class Attention(Probe):
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
     def __init__(self, sequences: int = 16):
-        """``sequences``: how many are looked at (0: all). Raises UserError for what is no whole number from 0."""
+        """``sequences``: how many to measure (0: all). Raises UserError unless it is a whole number from 0."""
         self.sequences = check_sequences(self.name, sequences)
 
     def cost(self, context: Context) -> float:
@@ -120,7 +120,7 @@ class Attention(Probe):
                     shares,
                     *("layer", "value"),
                     color="metric",
-                    title="How spread attention is, and what the first token gets",
+                    title="How spread out attention is, and the weight on the first token",
                     y_title="share",
                     band="standard_error",
                 ),
@@ -146,7 +146,7 @@ class Attention(Probe):
             y_title="head",
             value_title="share",
         )
-        drawn.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all alike."))
+        drawn.append((figure, "Each head's entropy over the largest possible: 0 looks at one key, 1 at all equally."))
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
@@ -192,15 +192,15 @@ def of_heads(
     for head in range(heads):
         x = logits[:, head].float()
         p = weights[:, head] if weights.dtype == torch.float32 else x.softmax(-1)
-        seen = _visible(x, logits.dtype)
-        count = seen.sum(-1)
+        visible = _visible(x, logits.dtype)
+        count = visible.sum(-1)
         counts = asks & (count > 0)
         entropy = torch.special.entr(p.double()).sum(-1)
         share = torch.where(asks & (count > 1), entropy / count.clamp(min=2).log(), math.nan)
         on_first = p.gather(2, first.view(-1, 1, 1).expand(-1, queries, 1)).squeeze(2).double()
         each = [entropy.where(counts, math.nan), share, on_first.where(counts, math.nan)]
-        samples.append(torch.stack([one.nanmean(1) for one in each], dim=1))
-        largest.append(x.masked_fill(~(seen & counts.unsqueeze(-1)), -math.inf).max())
+        samples.append(torch.stack([values.nanmean(1) for values in each], dim=1))
+        largest.append(x.masked_fill(~(visible & counts.unsqueeze(-1)), -math.inf).max())
     return torch.stack(samples, dim=1), torch.stack(largest).cpu()
 
 
@@ -210,7 +210,7 @@ def _visible(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As [batch, heads, queries, keys]; None where it is no attention over a batch's tokens (a router's choice)."""
+    """As [batch, heads, queries, keys]; None if it is not attention over a batch's tokens (a router's choice)."""
     if logits.ndim == 4 and len(logits) == batch:
         return logits, weights
     if len(logits) % batch:

@@ -36,7 +36,7 @@ def block_norms(
 def log10_total_norm(
     blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
 ) -> tuple[torch.Tensor, SpectralNorm]:
-    """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how it was found.
+    """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how the search for it ended.
 
     Keeps every block's graph of one short input, as a training step would. A thousand blocks can shrink a vector below
     the smallest float, so each is divided by what it did to a random one, and the logarithms are added.

@@ -55,7 +55,7 @@ class Bounds(Probe):
         fusenorm_eq_21, by sub-layer: left: Var(F); right: c / L, L the blocks and c the option ``constant``. The paper
             states an order, so that c must not grow from one depth to another: ratio is L Var(F) / c. In layer -1 the
             mean over layers.
-        fusenorm_eq_20, by sub-layer with a norm on its sum Z: left: Var(Z); right: Var(skip) + Var(F), the same where
+        fusenorm_eq_20, by sub-layer with a norm on its sum Z: left: Var(Z); right: Var(skip) + Var(F), equal where
             skip and branch are uncorrelated.
         fusenorm_eq_19 and fusenorm_eq_19_chain: for blocks wired as FuseNorm's, ``jacobian_sides``. The first is the
             paper's approximation (identity activation, mean sigma): its ratio can exceed 1.
@@ -102,8 +102,8 @@ class Bounds(Probe):
         role, layer = f"peri_ln_{last.statement}", last.site.index
         left, right, worst = [], [], (0.0, 0.0, -math.inf)
         for number in range(len(next(iter(inputs.values())))):
-            one = {name: value[number : number + 1] for name, value in inputs.items()}
-            sides = last_layer_sides(context, last, one)
+            sequence = {name: value[number : number + 1] for name, value in inputs.items()}
+            sides = last_layer_sides(context, last, sequence)
             left.append(sides.left)
             right.append(sides.right)
             known = sides.right_by_token > 0  # a token that the loss doesn't depend on has two zeros
@@ -169,7 +169,7 @@ class Bounds(Probe):
         return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        """One line a statement: the sides, or how the ratio lies over the layers."""
+        """One line per statement: the sides, or how the ratio lies over the layers."""
         text, table = [], frame
         values = table.set_index(["role", "metric", "layer", "sublayer"]).value
         for role, part in table[table.metric == "ratio"].groupby("role", sort=False):

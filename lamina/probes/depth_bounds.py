@@ -113,7 +113,7 @@ def fused(block: LayerCall) -> bool:
 
 
 def unnormed(block: LayerCall) -> bool:
-    """Whether no norm stands on a block's sums, so that its residual path is the identity; they must be known."""
+    """Whether no norm stands on a block's sums, so its residual path is the identity; the sums must be known."""
     return bool(block.site.sublayers) and all(
         post_norm(block, index) is None for index in range(len(block.site.sublayers))
     )
@@ -152,8 +152,8 @@ def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
 
 def _matrix(module: nn.Module) -> torch.Tensor:
     """A projection's weight as [out, in] in float64; GPT-2's Conv1D keeps the transpose."""
-    kept: Any = module.weight
-    weight = kept.detach().double()
+    stored: Any = module.weight
+    weight = stored.detach().double()
     return weight if hasattr(module, "in_features") else weight.T
 
 

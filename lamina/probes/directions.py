@@ -1,4 +1,4 @@
-"""The directions of a batch's states, held until the last layer has been seen: what compares two layers needs both."""
+"""The directions of a batch's states, held until the last layer has run: a comparison of two layers needs both."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Directions:
     def __init__(self, context: Context, tokens: str | None, tokens_per_batch: int | None):
         self.tokens = tokens or ("last" if context.reads_tokens else "all")
         if self.tokens == "last" and not context.reads_tokens:
-            raise UserError("tokens: 'last' has no meaning for images, whose patches have no end (allowed: first, all)")
+            raise UserError("tokens: 'last' is invalid for images, whose patches have no order (allowed: first, all)")
         self.states = context.structure.num_layers + 1
         self.limit = tokens_per_batch
         self._notes = context.notes
         self._batches: Sequence[Mapping[str, torch.Tensor]] = context.batches
         self._bytes = max(sum(p.numel() * p.element_size() for p in context.model.parameters()) // 4, _SMALLEST_BUDGET)
-        self._seen = 0
+        self._batch_number = 0
         self._chosen: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
-        self._held = torch.zeros(0)
+        self._vectors = torch.zeros(0)
 
     def see(self, index: int, state: torch.Tensor) -> None:
         """Take in state ``index`` [batch, tokens, channels]; state 0 is the first of a batch."""
@@ -54,24 +54,24 @@ class Directions:
         if index == 0:
             rows = -(-self.states // 8) * 8
             shape = (len(state), rows, *state.shape[1:])
-            if self._held.shape != shape or self._held.device != state.device:
-                self._held = torch.zeros(shape, device=state.device)
+            if self._vectors.shape != shape or self._vectors.device != state.device:
+                self._vectors = torch.zeros(shape, device=state.device)
         norms = torch.linalg.vector_norm(state, dim=-1, keepdim=True, dtype=torch.float32)
-        torch.div(state, norms.clamp_min_(_SHORTEST), out=self._held[:, index])
+        torch.div(state, norms.clamp_min_(_SHORTEST), out=self._vectors[:, index])
         if self._mask is not None:
-            self._held[:, index].masked_fill_(~self._mask[..., None], 0.0)
+            self._vectors[:, index].masked_fill_(~self._mask[..., None], 0.0)
 
     def cosines(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over the tokens of the cosine of every two states, [batch, N + 1, N + 1] float32, and the tokens [batch].
+        """The cosine of every two states summed over tokens, [batch, N + 1, N + 1] float32, and the tokens [batch].
 
         Before ``end``. The sum of cosines is one product of matrices over tokens and channels together.
         """
-        held = self._held.flatten(2)
-        rows = held.shape[1]
-        products = held.new_empty(len(held), rows, rows)
+        vectors = self._vectors.flatten(2)
+        rows = vectors.shape[1]
+        products = vectors.new_empty(len(vectors), rows, rows)
         for i in range(0, rows, _TILE):
             for j in range(0, i + 1, _TILE):
-                tile = held[:, i : i + _TILE] @ held[:, j : j + _TILE].mT
+                tile = vectors[:, i : i + _TILE] @ vectors[:, j : j + _TILE].mT
                 products[:, i : i + _TILE, j : j + _TILE] = tile
                 products[:, j : j + _TILE, i : i + _TILE] = tile.mT
         return products[:, : self.states, : self.states], self._counts()
@@ -80,31 +80,31 @@ class Directions:
         """Sum over the tokens of the angle between every two states over pi, [batch, N + 1, N + 1] float64, and the
         tokens [batch]. Before ``end``. Products in float64: near 1 the arc cosine makes 3e-4 of a rounding of 1e-7.
         """
-        batch, _, tokens, _ = self._held.shape
-        found = torch.zeros(batch, self.states, self.states, dtype=torch.float64, device=self._held.device)
+        batch, _, tokens, _ = self._vectors.shape
+        angle_sums = torch.zeros(batch, self.states, self.states, dtype=torch.float64, device=self._vectors.device)
         step = max(1, 2**21 // self.states**2)
         for sequence in range(batch):
             for start in range(0, tokens, step):
-                unit = self._held[sequence, : self.states, start : start + step].transpose(0, 1).double()
+                unit = self._vectors[sequence, : self.states, start : start + step].transpose(0, 1).double()
                 lengths = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
                 unit = unit / lengths.clamp_min(_SHORTEST)  # to 1e-16, not 1e-7
                 angles = (unit @ unit.mT).clamp_(-1.0, 1.0).acos_()
                 if self._mask is not None:
                     angles[~self._mask[sequence, start : start + step]] = 0.0
-                found[sequence] += angles.sum(0)
-        return found / torch.pi, self._counts()
+                angle_sums[sequence] += angles.sum(0)
+        return angle_sums / torch.pi, self._counts()
 
     def end(self) -> None:
-        """The batch is over."""
-        self._seen += 1
+        """End the batch."""
+        self._batch_number += 1
 
     def _counts(self) -> torch.Tensor:
-        batch, _, tokens, _ = self._held.shape
+        batch, _, tokens, _ = self._vectors.shape
         return torch.full((batch,), float(tokens)) if self._mask is None else self._mask.sum(1).double()
 
     def _choose(self, state: torch.Tensor) -> None:
         batch, tokens, channels = state.shape
-        inputs = self._batches[self._seen]
+        inputs = self._batches[self._batch_number]
         mask = inputs.get("attention_mask")
         if mask is not None:
             mask = mask.to(state.device).bool()
@@ -113,7 +113,7 @@ class Directions:
         if self.tokens == "all":
             limit = self.limit or max(batch, self._bytes // (4 * channels * self.states))
             if (each := max(1, limit // batch)) < tokens:
-                generator = torch.Generator().manual_seed(self._seen)
+                generator = torch.Generator().manual_seed(self._batch_number)
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
                 self._chosen = chosen.to(state.device)
                 self._note(f"Of each batch's {batch} x {tokens} tokens {batch} x {each} are compared")
@@ -133,7 +133,7 @@ class Directions:
 
 
 def note_streams(context: Context) -> None:
-    """Say on the page what the states are where they aren't Pre-LN's plain stream: a norm's output, or a mixture."""
+    """Note for the page what the states are if they are not Pre-LN's plain stream: a norm's output, or a mixture."""
     structure = context.structure
     normed = [site.index for site in structure.layers if site.sublayers and _ends_normed(site.sublayers[-1])]
     inner = [
@@ -142,15 +142,15 @@ def note_streams(context: Context) -> None:
         if site.index not in normed and any(norm.role == "post_norm" for norm in site.norms)
     ]
     if normed:
-        which = "every layer" if len(normed) == structure.num_layers else f"the layers {ranges(normed)}"
+        names = "every layer" if len(normed) == structure.num_layers else f"the layers {ranges(normed)}"
         text = (
-            f"The state behind {which} is a norm's output (Post-LN): its length is fixed, only its direction changes."
+            f"The state behind {names} is a norm's output (Post-LN): its length is fixed, only its direction changes."
         )
         once(context.notes, text)
     if inner:
-        which = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
+        names = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
         text = (
-            f"The stream is normalized inside {which} but not behind them (HybridNorm): the states compared are the "
+            f"The stream is normalized inside {names} but not behind them (HybridNorm): the states compared are the "
             "layers' outputs, before that norm."
         )
         once(context.notes, text)
@@ -161,13 +161,13 @@ def _ends_normed(sublayer: SublayerSite) -> bool:
 
 
 def once(notes: list[str], text: str) -> None:
-    """Append a note that is not there yet."""
+    """Append a note unless it is already there."""
     if text not in notes:
         notes.append(text)
 
 
 def check_tokens(tokens: str | None, tokens_per_batch: int | None) -> None:
-    """Raise UserError for options that a probe of directions doesn't take."""
+    """Raise UserError for an invalid option of a probe of directions."""
     if tokens is not None and tokens not in TOKENS:
         raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
     if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
@@ -203,7 +203,7 @@ class DirectionsProbe(Probe):
         return self.tokens
 
     def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch's sums over tokens [sequences, states, states], and the tokens that each is of [sequences]."""
+        """The batch's sums over tokens [sequences, states, states], and the tokens in each sum [sequences]."""
         raise NotImplementedError
 
     def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:

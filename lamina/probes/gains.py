@@ -24,12 +24,12 @@ class Gains(Probe):
 
     Column ``role``: the norm's place (pre_norm, out_norm, post_norm, inner_norm, embedding_norm, final_norm), or the
     name of a scale's parameter: one value or one per channel that is neither a norm's nor a bias (Lamina's skip_scale
-    and pre_scale, LayerScale's lambda). index counts what has the same role in a sub-layer (q, k and v norms).
+    and pre_scale, LayerScale's lambda). index counts parameters of the same role in a sub-layer (q, k and v norms).
     ``path``: the module. The embedding's and the final norm have layer -1, sublayer "model".
 
     Metrics, over the vector's elements in float64: gain_mean, gain_std (population), gain_rms, gain_min, gain_max.
-    It is the effective gain: Gemma stores its difference from 1. Norms without a gain have no rows. No text is read, so
-    there is no standard error.
+    The gain is the effective one: Gemma stores its difference from 1. Norms without a gain have no rows. No text is
+    read, so there is no standard error.
     """
 
     name = "gains"
@@ -97,7 +97,7 @@ def _gains(context: Context) -> Iterator[tuple[int, str, str, str, torch.Tensor]
 
 
 def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The layer's own parameters of one value or one a channel: not a norm's, and not beside a matrix (a bias)."""
+    """The layer's own parameters of one value or one per channel: not a norm's, and not beside a matrix (a bias)."""
     for path, module in site.module.named_modules(prefix=site.path):
         own = dict(module.named_parameters(recurse=False))
         if id(module) in norms or isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
@@ -110,7 +110,7 @@ def _scales(site: LayerSite, norms: set[int], width: int) -> Iterator[tuple[str,
 
 
 def _sublayer_of(site: LayerSite, path: str) -> str:
-    """The sub-layer whose modules share the most of the path; "block" where they share no more than the layer's."""
+    """The sub-layer whose modules share most of the path; "block" if they share only the layer's own."""
     parts = path.split(".")
 
     def shared(other: str) -> int:

@@ -32,7 +32,7 @@ class Gradients(Probe):
     nothing is clipped.
 
     - ``gradient_norm``: the L2 norm. Of the parameters of a role (``role``: query, ..., pre_norm, ...;
-      where a module's name is not one of the known, its path in the sub-layer), of a sub-layer or a layer (role
+      for an unknown module name, its path in the sub-layer), of a sub-layer or a layer (role
       ``all``, sublayer ``block`` for the layer), and outside the layers (layer -1, sublayer ``model``: embedding,
       readout, final_norm, and role ``all`` for the whole model, which is torch.nn.utils.get_total_norm's).
     - ``gradient_variance``: of its elements, mean of squares minus square of the mean (Peri-LN Fig 7).
@@ -55,9 +55,9 @@ class Gradients(Probe):
     over_steps = ("gradient_norm", "gradient_variance")
 
     def __init__(self, sequences: int = 16):
-        """``sequences``: the loss is the mean over so many (0: all).
+        """``sequences``: how many the loss is averaged over (0: all).
 
-        Raises UserError for another value than a whole number from 0.
+        Raises UserError unless it is a whole number from 0.
         """
         self.sequences = check_sequences(self.name, sequences)
 
@@ -69,7 +69,7 @@ class Gradients(Probe):
 
     def finish(self, context: Context) -> pd.DataFrame:
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]
-        where = places(context.model, context.structure)
+        place_by_name = places(context.model, context.structure)
         parameters = dict(context.model.named_parameters())
         self._note(context)
         groups: dict[tuple[int, str, str], _Moments] = {}
@@ -79,7 +79,7 @@ class Gradients(Probe):
                 moments = _Moments()
                 moments.add(parameter.grad, parameter.numel())
                 moments.scale(correction)
-                layer, sublayer, role = where[name]
+                layer, sublayer, role = place_by_name[name]
                 keys = {
                     (layer, sublayer, role),
                     (layer, "block" if layer >= 0 else "model", "all"),
@@ -102,8 +102,8 @@ class Gradients(Probe):
     def _note(context: Context) -> None:
         if shared := shared_layers(context.structure):
             context.notes.append(
-                f"The layers {ranges(shared)} share their parameters: there is one gradient, their sum, given at the "
-                "first; the gradients of the states are each layer's own."
+                f"The layers {ranges(shared)} share their parameters, so there is one gradient, their sum, shown "
+                "at the first; the gradients of the states are each layer's own."
             )
         head, embedding = context.structure.head, context.structure.embedding
         if getattr(head, "weight", None) is not None and getattr(head, "weight", 0) is getattr(embedding, "weight", 1):
@@ -148,31 +148,31 @@ class Gradients(Probe):
             log_y=True,
         )
         caption = (
-            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind them all."
+            "Norm of the loss' gradient with respect to the stream before each layer; the last is behind all layers."
         )
         return [*drawn, (figure, caption)]
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         norms = frame[frame["metric"] == "gradient_norm"].set_index(["sublayer", "role", "layer"])["value"].sort_index()
         text = []
-        for role, what in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
+        for role, label in (("all", "The layers' gradient norm"), ("state", "The gradient norm of the stream")):
             if ("block", role) in norms.index:
-                text += _along_depth(what, norms["block", role])
+                text += _along_depth(label, norms["block", role])
         layers = norms["block", "all"] if ("block", "all") in norms.index else pd.Series(dtype=float)
         total = norms["model", "all", -1]
         if len(layers):
             shared = layers.index.max() < frame["layer"].max() - 1  # the states count one more than the layers
-            whose = "the layers' shared" if shared else "the last layer's"
-            text.append(f"The total gradient norm is {total:.3g}, that of {whose} parameters {layers.iloc[-1]:.3g}.")
+            owner = "the layers' shared" if shared else "the last layer's"
+            text.append(f"The total gradient norm is {total:.3g}, that of {owner} parameters {layers.iloc[-1]:.3g}.")
         for row in frame[frame["metric"] == "spike_score"].itertuples():
-            what = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
-            text.append(f"Spike score of the run's {what}: {100 * float(row.value):.2f} % of the logged values.")
+            label = {"loss": "training loss", "grad_norm": "gradient norm"}[str(row.role)]
+            text.append(f"Spike score of the run's {label}: {100 * float(row.value):.2f} % of the logged values.")
         return text
 
 
 @dataclass
 class _Moments:
-    """Count, sum and sum of squares of a gradient's elements, in float64, a piece at a time."""
+    """Count, sum and sum of squares of a gradient's elements, in float64, piece by piece."""
 
     count: int = 0
     total: float = 0.0
@@ -180,7 +180,7 @@ class _Moments:
 
     def add(self, gradient: torch.Tensor | None, count: int) -> None:
         self.count += count
-        if gradient is None:  # no part in the loss: zeros
+        if gradient is None:  # does not enter the loss: zeros
             return
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
@@ -234,7 +234,7 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
 
 @contextmanager
 def _fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Every parameter without a gradient and asking for one; afterwards as it was in a training step."""
+    """In this context every parameter requires a gradient and has none; afterwards all is as it was."""
     parameters = list(parameters)
     before = [(p.grad, p.requires_grad) for p in parameters]
     for parameter in parameters:
@@ -243,20 +243,20 @@ def _fresh_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, (gradient, wanted) in zip(parameters, before, strict=True):
+        for parameter, (gradient, required) in zip(parameters, before, strict=True):
             parameter.grad = None
-            parameter.requires_grad_(wanted)
+            parameter.requires_grad_(required)
             parameter.grad = gradient
 
 
-def _along_depth(what: str, norms: Frame) -> list[str]:
+def _along_depth(label: str, norms: Frame) -> list[str]:
     if len(norms) < 2:
         return []
     first, last = float(norms.iloc[0]), float(norms.iloc[-1])
     if not (math.isfinite(first) and math.isfinite(last)):
-        return [f"{what} is not finite."]
+        return [f"{label} is not finite."]
     if min(first, last) <= 0:
-        return [f"{what} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}."]
+        return [f"{label} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}."]
     ratio = last / first
     shape = (
         "about even"
@@ -265,4 +265,4 @@ def _along_depth(what: str, norms: Frame) -> list[str]:
         if ratio > 1
         else f"{1 / ratio:.3g} times smaller"
     )
-    return [f"{what} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}: {shape}."]
+    return [f"{label} is {first:.3g} at layer {norms.index[0]} and {last:.3g} at layer {norms.index[-1]}: {shape}."]

@@ -1,4 +1,4 @@
-"""What a result of dropping layers says: its figures and sentences."""
+"""Figures and sentences for the result of dropping layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its no
 
 
 def figures(frame: Frame) -> list[tuple[Figure, str]]:
-    """A line by layer for each metric, and for each meaning where they are not one."""
+    """One line over the layers per metric, and per meaning where the meanings differ."""
     drawn = []
     for metric, group in _harm(frame).groupby("metric", sort=False):
         several, size = _differ(group), int(group["size"].iloc[0])
@@ -33,7 +33,7 @@ def figures(frame: Frame) -> list[tuple[Figure, str]]:
 
 
 def sentences(frame: Frame) -> list[str]:
-    """Which layers are missed least and most, which could go, and whether the angular distance says the same."""
+    """Which layers matter least and most, which could be dropped, and whether the angular distance agrees."""
     harm = _harm(frame)
     harm = harm[harm["metric"] == harm["metric"].iloc[0]]
     metric = str(harm["metric"].iloc[0])
@@ -45,17 +45,17 @@ def sentences(frame: Frame) -> list[str]:
             continue
         group = group.dropna(subset="value").sort_values("value")
         if not len(group):
-            text.append(f"The {_words(metric)} is not a number for any layer.")
+            text.append(f"The {_words(metric)} is NaN for every layer.")
             continue
         least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
-        how = f" ({_MEANT[str(meaning)]})" if several else ""
+        meant = f" ({_MEANT[str(meaning)]})" if several else ""
         if most["value"] - least["value"] < 1e-5 * abs(whole):
-            what = "any one layer" if size == 1 else f"any {size} layers in a row"
-            text.append(f"Dropping {what} harms alike ({_words(metric)} {least['value']:.3g}{unit}){how}.")
+            dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
+            text.append(f"Dropping {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}.")
         else:
             text.append(
                 f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit}), "
-                f"{_which(most['layer'], size)} most ({most['value']:.3g}{unit}){how}."
+                f"dropping {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
             )
         text += _could_go(group, whole, unit) if size == 1 else []
     return text + _agreement(frame, harm)
@@ -80,16 +80,17 @@ def _which(layer: float, size: int) -> str:
 
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
-    """The layers whose harm is below 1 % of the whole, or lost in the noise."""
+    """The layers whose harm is below 1 % of the whole model's value, or within the noise."""
     border = (2 * group["standard_error"].fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
     if not len(harmless):
         return [
-            "No layer could go unnoticed: each costs more than 1 % of the whole, and more than two standard errors."
+            "No layer could be dropped unnoticed: each costs more than 1 % of the whole and over two standard errors."
         ]
-    which = ranges([int(layer) for layer in harmless["layer"]])
+    layers = ranges([int(layer) for layer in harmless["layer"]])
     return [
-        f"Layers that could go, one at a time: {which} (harm below 1 % of the whole's {whole:.3g}{unit}, or below two "
+        f"Layers that could be dropped, one at a time: {layers} (harm below 1 % of the whole's {whole:.3g}{unit}, or "
+        "below two "
         "standard errors)."
     ]
 
@@ -97,12 +98,12 @@ def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
 def _agreement(frame: Frame, harm: Frame) -> list[str]:
     angles = frame[frame["metric"] == "angular_distance"].set_index("layer")["value"]
     first = harm[harm["meaning"] == harm["meaning"].iloc[0]].set_index("layer")["value"]
-    both: Frame = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
-    if len(both) < 4 or both.nunique().min() < 2:
+    paired: Frame = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
+    if len(paired) < 4 or paired.nunique().min() < 2:
         return []
     size = int(harm["size"].iloc[0])
-    agreement = float(both["angle"].rank().corr(both["harm"].rank()))
-    turned, missed = both["angle"].idxmin(), both["harm"].idxmin()
+    agreement = float(paired["angle"].rank().corr(paired["harm"].rank()))
+    turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
     same = "the same" if turned == missed else _which(missed, size)
     return [
         f"The angular distance would drop {_which(turned, size)} first, the measured harm {same}; over all starts the "

@@ -1,4 +1,4 @@
-"""The residual stream by layer: variance, magnitudes, massive activations, and how far FP16's limit is."""
+"""The residual stream by layer: variance, magnitudes, massive activations, and the distance to FP16's limit."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class HiddenStates(Probe):
     - abs_max: the largest |x|, with ``channel``, ``position`` (of the token in its sequence) and ``token`` (its text).
       top_magnitude: the index-th largest |x| of a sequence (1 is the largest) and median: the exact median |x| of a
       sequence (the lower of the middle two), both averaged over sequences as Sun et al. do. max_to_median: their
-      ratio in each sequence, averaged: a normalized stream bounds |x|, so only the ratio tells there.
+      ratio in each sequence, averaged: a normalized stream bounds |x|, so only the ratio is informative there.
     - massive_count: elements of a sequence with |x| > 100 and |x| >= 1000 x its median (Sun et al. 2024), averaged.
-      massive_activation: one row per channel and position where there are any (the 20 largest of a state): the value,
+      massive_activation: one row per channel and position that has one (the 20 largest of a state): the value,
       signed, that is largest; massive_sequences: in how many sequences it is massive.
     - headroom_factor = 65504 / abs_max and headroom_bits, its log2 (negative: FP16 overflows). top100_min and
       top100_max: the band of the 100 largest |x| of the whole sample (Peri-LN Fig 11).
@@ -63,7 +63,7 @@ class HiddenStates(Probe):
     def __init__(self, top: int = 3):
         """``top``: how many of each sequence's largest magnitudes are averaged.
 
-        Raises UserError for another ``top`` than a whole number from 1 to 100.
+        Raises UserError unless ``top`` is a whole number from 1 to 100.
         """
         if not isinstance(top, int) or isinstance(top, bool) or not 1 <= top <= BAND:
             raise UserError(f"hidden_states: option 'top' is {top!r} (allowed: a whole number from 1 to {BAND})")
@@ -98,22 +98,22 @@ class HiddenStates(Probe):
 
     def see(self, key: tuple, value: torch.Tensor) -> None:
         totals, inputs = self._totals[key], self._context.batches[self._batch]
-        found = self._seen.get(value)
-        if found is not None and totals.magnitudes and found.abs_max is None:
-            found = None
-        if found is None or isinstance(totals, StateTotals):
+        result = self._seen.get(value)
+        if result is not None and totals.magnitudes and result.abs_max is None:
+            result = None
+        if result is None or isinstance(totals, StateTotals):
             tokens = as_tokens(value, inputs)
             magnitude = self._absolute(tokens.x) if totals.magnitudes else None
-            if found is None:
-                found = moments(tokens, magnitude)
-                self._seen.put(value, found)
+            if result is None:
+                result = moments(tokens, magnitude)
+                self._seen.put(value, result)
             if isinstance(totals, StateTotals):
                 assert magnitude is not None
-                totals.add_values(tokens, found, magnitude, inputs.get("input_ids"))
-        totals.add(found)
+                totals.add_values(tokens, result, magnitude, inputs.get("input_ids"))
+        totals.add(result)
 
     def _absolute(self, x: torch.Tensor) -> torch.Tensor:
-        """|x| in memory that is used again: fresh pages cost more than the arithmetic."""
+        """|x| in reused memory: fresh pages cost more than the arithmetic."""
         if self._buffer.shape != x.shape or self._buffer.dtype != x.dtype or self._buffer.device != x.device:
             self._buffer = torch.empty_like(x)
         return torch.abs(x, out=self._buffer)
@@ -150,11 +150,11 @@ class HiddenStates(Probe):
         for name in ("variance", "token_variance", "mean", "abs_mean", "rms"):
             yield _row(name, *_average(totals, name))
         largest = float(totals.abs_max)
-        where: dict[str, object] = {}
+        place: dict[str, object] = {}
         if totals.place is not None:
             channel, position, identifier = totals.place
-            where = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
-        yield _row("abs_max", largest) | where
+            place = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
+        yield _row("abs_max", largest) | place
         for rank, (value, error) in enumerate(
             zip(totals.largest.mean.tolist(), totals.largest.standard_error.tolist(), strict=True), start=1
         ):
@@ -164,9 +164,9 @@ class HiddenStates(Probe):
         yield _row("massive_count", float(totals.massive.mean), float(totals.massive.standard_error))
         places = sorted(totals.massive_places.items(), key=lambda item: -abs(item[1][0]))
         for (channel, position), (value, sequences, identifier) in places[:_MASSIVE_ROWS]:
-            where = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
-            yield _row("massive_activation", value) | where
-            yield _row("massive_sequences", sequences) | where
+            place = {"channel": channel, "position": position, "token": token_text(tokenizer, identifier)}
+            yield _row("massive_activation", value) | place
+            yield _row("massive_sequences", sequences) | place
         factor = FP16_MAX / largest if largest > 0 else math.inf
         yield _row("headroom_factor", factor)
         yield _row("headroom_bits", math.log2(factor) if factor > 0 else -math.inf)
@@ -254,7 +254,7 @@ class HiddenStates(Probe):
 
 
 def r_squared(values: Sequence[float]) -> float:
-    """Of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or where all are equal."""
+    """R^2 of the least-squares line through values at 0, 1, 2, ...; NaN for fewer than three, or all equal."""
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 3 or not np.isfinite(y).all() or np.ptp(y) == 0:
         return math.nan
@@ -262,7 +262,7 @@ def r_squared(values: Sequence[float]) -> float:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase | None, identifier: int | None) -> str | None:
-    """What a token id stands for, None where there is no tokenizer or no token."""
+    """The text of a token id; None without a tokenizer or token."""
     if tokenizer is None or identifier is None:
         return None
     return str(tokenizer.decode([identifier]))

@@ -38,22 +38,22 @@ class JacobianProbe(Probe):
     """Spectral norms of the blocks' Jacobians dx^(l+1)/dx^l, at real states.
 
     Over all tokens of a short sequence jointly: the Jacobian of [tokens * channels] by as many, attention included, so
-    the norm is that of the worst direction and grows a little with the tokens. Found by Lanczos bidiagonalisation with
+    the norm is that of the worst direction and grows a little with the tokens. Found by Lanczos bidiagonalization with
     products from automatic differentiation; norms are means over the sequences, with their standard error.
 
     Rows of a layer, sublayer "block":
         role jacobian: norm, ||J_l||_2; log10_product, log10 of the product of the norms of layers 0 ... l, an upper
             bound of the gain from x^0 to x^(l+1); typical, ||J_l||_F / sqrt(tokens * channels), the root mean square of
-            the stretch of random directions (from four); iterations and residual, how the norm was found.
+            the stretch of random directions (from four); iterations and residual: how the search for the norm ended.
         role identity: norm, ||J_l - I||_2 (FuseNorm Eq 9), typical, iterations and residual, of the same. A single
             token of small norm, often the first, can make the norm large while the typical stretch is near 0.
         role residual_path: the same with attention's and feed-forward's contributions detached, so that only the skips
             and the norms on them carry gradient: norm, the geometric mean over tokens (this path mixes none) of each
             token's spectral norm; log10_product.
         role keel: formula, what Keel Eq 14-19 gives for the residual path from gains and scales alone (alpha /
-            sqrt(alpha^2 + 1) a sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
+            sqrt(alpha^2 + 1) per sub-layer at gain 1, 2^(-1/2) in Post-LN), its log10_product. The equations are for
             norms on the sum; where there are none the path is the skips' scale.
-        role fusenorm: formula, gain / sigma a norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
+        role fusenorm: formula, gain / sigma per norm on the path (FuseNorm Eq 10, 11, 16; the paper has gain 1), with
             each token's sigma at the norm's input, the geometric mean over tokens; its log10_product.
     Rows of a sub-layer, role post_norm: sigma, the mean over tokens of what the norm on the sum divides by.
     Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
@@ -125,14 +125,14 @@ class JacobianProbe(Probe):
             for role in [role for role in _PATHS if role in logs]:
                 self._add(-1, "model", role, "log10_product", logs[role])
             if self.total:
-                total, found = log10_total_norm(blocks, **self.options)
+                total, search = log10_total_norm(blocks, **self.options)
                 self._add(-1, "model", "jacobian", "log10_total", total)
-                self._search(-1, "model", "jacobian", found)
+                self._search(-1, "model", "jacobian", search)
         shape = tuple(blocks[0].stream.shape[:-1])
         context.notes.append(f"Jacobians: over {shape[0]} sequences of {shape[1]} tokens each, all tokens jointly.")
         if self._unfinished:
             context.notes.append(
-                f"Jacobians: {self._unfinished} norms had not settled to {self.options['tolerance']:g} after "
+                f"Jacobians: {self._unfinished} norms had not converged to {self.options['tolerance']:g} after "
                 f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
             )
         return pd.DataFrame(self._rows, columns=COLUMNS)
@@ -232,11 +232,12 @@ class JacobianProbe(Probe):
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
-        near = table[(table.role == "identity") & (table.metric == "typical")].value
+        typical = table[(table.role == "identity") & (table.metric == "typical")].value
         text.append(
             f"The distance to the identity is {first.median():.3g} in the first quarter of the layers and "
-            f"{last.median():.3g} in the last (medians) in the worst direction, {near.iloc[:quarter].median():.3g} and "
-            f"{near.iloc[-quarter:].median():.3g} in a typical one: a layer near 0 passes its input on unchanged."
+            f"{last.median():.3g} in the last (medians) in the worst direction, {typical.iloc[:quarter].median():.3g} "
+            f"and {typical.iloc[-quarter:].median():.3g} in a typical one. "
+            "A layer near 0 passes its input on unchanged."
         )
         if ("residual_path", "log10_product") not in model:
             return text

@@ -55,7 +55,7 @@ class LastLayerSides:
 
 
 def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
-    """Measure both sides on one batch; one forward pass, and a backward pass down to the last feed-forward alone.
+    """Measure both sides on one batch: one forward pass, and a backward pass down to the last feed-forward.
 
     With h_t what goes into the down-projection W, a_t what comes out, and o the layer's output, for the tokens t:
 
@@ -99,5 +99,5 @@ def _by_token(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(factor: float | torch.Tensor | None) -> float:
-    """How much a scale on the branch can stretch it."""
+    """The largest factor by which a scale on the branch can stretch it."""
     return 1.0 if factor is None else float(torch.as_tensor(factor).detach().abs().max())

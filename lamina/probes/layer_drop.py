@@ -30,21 +30,21 @@ _MIN_SEQUENCES = 16
 
 @probe
 class LayerDrop(Probe):
-    """The harm of dropping each layer, or each run of ``block`` layers; positive numbers are harm.
+    """The harm of dropping each layer, or each stretch of ``block`` consecutive layers; positive numbers are harm.
 
-    Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (runs of layers). The other
-    layers keep what they are: kinds, scales (LayerNorm Scaling's l, Keel's alpha) and first-layer exceptions stay with
+    Mix-LN Fig 2, 3, 6b (performance drop), KEEL (dPPL of each layer), Gromov et al. 2024 (consecutive layers). The
+    other layers do not change: kinds, scales (LayerNorm Scaling's l, Keel's alpha) and first-layer exceptions stay with
     the layer; dropping the first layer of such a placement drops its exception, too.
 
-    A row a measurement: ``layer`` the first layer dropped, ``size`` how many, and
+    One row per measurement: ``layer`` the first layer dropped, ``size`` how many, and
 
-    - ``meaning``: "remove": the layer hands on the stream as it was given. "branch": what its sub-layers add is zero,
-      its skips, their scales and post-norms stay. Where no norm sits on the stream (Pre-LN, Peri-LN) the two are one.
+    - ``meaning``: "remove": the layer returns its input. "branch": its sub-layers add zero, but its skips, their
+      scales and post-norms stay. Where no norm sits on the stream (Pre-LN, Peri-LN) the two are the same.
     - ``loss_increase``: nats per predicted token; ``perplexity_increase``: exp(loss) without the layer minus exp(loss)
       of the whole model. Standard errors are over sequences, of the paired difference.
     - ``accuracy_drop`` (of an lm-eval task): whole minus dropped; ``score_drop`` (of your own score): so that harm is
-      positive. The standard error of the former takes the two for independent, which they are not: it is an upper
-      bound as a rule.
+      positive. The standard error of the former treats the two as independent, which they are not: as a rule it
+      is an upper bound.
     - ``angular_distance`` (meaning ""): d(l, l + size) of the same text, see the probe of that name.
     - layer -1, size 0: the whole model's ``loss``, ``perplexity``, ``accuracy`` or ``score``.
 
@@ -56,16 +56,16 @@ class LayerDrop(Probe):
         include_path: a folder of the task's own YAML.
         task_metric: which of the task's metrics (default acc).
         limit: the task's first so many documents.
-        score: your own measure in place of the loss (Python only): a callable that takes the model and gives a number.
-        higher_is_better: what a good score is.
+        score: your own measure in place of the loss (Python only): a callable from the model to a number.
+        higher_is_better: whether a higher score is better.
         standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
             of 0.1 nats where that is more (0: all text).
-        sequences: of how many the loss is taken at most (0: of all); it costs half a pass for each layer and text.
+        sequences: at most how many the loss is measured on (0: all); each costs half a pass per layer.
     """
 
     name = "layer_drop"
     title = "Dropping layers"
-    summary = "how much worse the model is without each layer (or run of layers), in loss, perplexity or a task's score"
+    summary = "how much worse the model is without each layer (or block), in loss, perplexity or a task's score"
     source = "Mix-LN Fig 2, 3, 6b; KEEL (dPPL); Gromov et al. 2024"
 
     def __init__(
@@ -91,7 +91,7 @@ class LayerDrop(Probe):
         if score is not None and not callable(score):
             raise UserError(f"score: {score!r} (allowed, in Python: a callable that takes the model)")
         if score is not None and task is not None:
-            raise UserError("score: given beside task (allowed: one of them)")
+            raise UserError("score: cannot be combined with task (allowed: one of them)")
         if not isinstance(standard_error, int | float) or not 0 <= standard_error < 1:
             raise UserError(f"standard_error: {standard_error!r} (allowed: a share from 0 to below 1)")
         self.block, self.metrics = block, METRICS if metric == "all" else (metric,)
@@ -143,13 +143,13 @@ class LayerDrop(Probe):
                     whole += passes.full().tolist()
                 angles.end_batch(inputs, None)
                 for start in starts:
-                    done = number * len(starts) + start
-                    context.progress(done, len(batches) * len(starts), f"without layer {start}")
+                    finished = number * len(starts) + start
+                    context.progress(finished, len(batches) * len(starts), f"without layer {start}")
                     plain = passes.without(start, self.block)
                     bare = passes.without_branches(start, self.block) if BRANCH in self.meanings else None
                     for meaning in self.meanings:
-                        found = bare if meaning == BRANCH and bare is not None else plain
-                        dropped[start, meaning] += found.tolist()
+                        result = bare if meaning == BRANCH and bare is not None else plain
+                        dropped[start, meaning] += result.tolist()
             if len(whole) >= _MIN_SEQUENCES and self.tolerance and self._precise(whole, dropped):
                 if number + 1 < len(batches):
                     context.notes.append(f"layer_drop: {len(whole)} sequences were enough.")
@@ -164,8 +164,8 @@ class LayerDrop(Probe):
                 rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
         frame: Frame = angles.finish(context)
         frame = frame[(frame["metric"] == "angular_distance") & (frame["size"] == self.block)]
-        wanted = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
-        return rows + list(wanted.itertuples(index=False, name=None))
+        distances = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
+        return rows + list(distances.itertuples(index=False, name=None))
 
     @staticmethod
     def _sequences(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -210,13 +210,13 @@ class LayerDrop(Probe):
 
 
 def prepare_loss(context: Context) -> None:
-    """Find out what kind of loss the model has, which takes forward passes of its own, before any is watched."""
+    """Decide the model's kind of loss before hooks watch it: this takes forward passes of its own."""
     inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
     context.token_losses(inputs)
 
 
 def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
-    """The starts at which the two meanings are one: the layers hand on what they get once nothing is added to it."""
+    """The starts at which the two meanings agree: the layers return their input once they add nothing to it."""
     inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
     same = set()
     with Suffixes(context, lambda: stream_of(forward(context.base, inputs))) as passes:

@@ -31,7 +31,7 @@ _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 @probe
 class LogitLens(Probe):
-    """Each state x^l in place of the last one: everything behind the last layer, as the model itself runs it.
+    """The predictions from each state x^l: it replaces the last one in all that the model runs after its layers.
 
     That is W_U FinalNorm(x^l) in a model with a final norm and W_U x^l in one without; a head that transforms first
     (BERT's), a scale or a soft-cap of the logits is part of it. State l is the stream before layer l; state N gives the
@@ -55,9 +55,9 @@ class LogitLens(Probe):
     needs = frozenset({"tokens"})
 
     def __init__(self, tokens: int = 1024):
-        """``tokens``: about how many predicted tokens to look at, as whole sequences; 0: all that there are.
+        """``tokens``: about how many predicted tokens to measure, in whole sequences; 0: all.
 
-        Raises UserError for another value than a whole number from 0.
+        Raises UserError unless it is a whole number from 0.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
             raise UserError(f"logit_lens: option 'tokens' is {tokens!r} (allowed: a whole number, 0 for all)")
@@ -91,20 +91,20 @@ class LogitLens(Probe):
 
     def finish(self, context: Context) -> pd.DataFrame:
         count = context.structure.num_layers + 1
-        running, done = Running(), 0
+        running, tokens_read = Running(), 0
         batches = context.batches[: context.forwards or len(context.batches)]
         total = sum(b["input_ids"].numel() for b in batches)
         for inputs in batches:
             for row in range(len(inputs["input_ids"])):
-                context.progress(done, min(self.tokens or total, total), "logit lens")
+                context.progress(tokens_read, min(self.tokens or total, total), "logit lens")
                 sequence = {name: tensor[row : row + 1].to(context.device) for name, tensor in inputs.items()}
                 sums, predicted = self._sequence(context, sequence)
                 if predicted:
                     running.add((sums / predicted).unsqueeze(0))
-                done += predicted
-                if self.tokens and done >= self.tokens:
+                tokens_read += predicted
+                if self.tokens and tokens_read >= self.tokens:
                     break
-            if self.tokens and done >= self.tokens:
+            if self.tokens and tokens_read >= self.tokens:
                 break
         if not running.count:
             raise UserError("logit_lens: no token to predict (allowed: sequences of at least 2 tokens)")
@@ -118,7 +118,7 @@ class LogitLens(Probe):
         return pd.DataFrame(rows, columns=columns)
 
     def _sequence(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Sums [states, metrics] over one sequence's predicted tokens, and how many those are."""
+        """Sums [states, metrics] over one sequence's predicted tokens, and their number."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask", torch.ones_like(ids))[0].bool()
         if self._causal:
@@ -156,7 +156,7 @@ class LogitLens(Probe):
         drawn = []
         for metrics, title, unit, caption in (
             (("cross_entropy", "kl_to_final"), "Loss by state", "nats per token", "Cross-entropy of the true token"),
-            (("top1_agreement",), "Agreement with the final prediction", "share", "How often the same token is first"),
+            (("top1_agreement",), "Agreement with the final prediction", "share", "How often the two agree"),
         ):
             figure = lines(
                 frame[frame["metric"].isin(metrics)],
@@ -208,14 +208,14 @@ def compare(logits: torch.Tensor, final: torch.Tensor, targets: torch.Tensor) ->
 
 
 class Tail:
-    """Everything that a model does behind its last layer, on states of one's own.
+    """All that a model does after its last layer, on any states.
 
-    The model itself runs, with each layer replaced by one that hands on the given states: so no architecture's head,
-    soft-cap or scale has to be known. Logits of at most ``chunk`` tokens should be asked for at a time.
+    The model itself runs, with each layer replaced by one that returns the given states, so no architecture's head,
+    soft-cap or scale has to be known. Request the logits of at most ``chunk`` tokens at a time.
     """
 
     def __init__(self, context: Context, ids: torch.Tensor):
-        """Tries it on a few tokens, ``ids`` [1, tokens].
+        """Checks itself on a few tokens, ``ids`` [1, tokens].
 
         Raises UserError where the model's own last state does not give the model's own logits.
         """
@@ -230,16 +230,16 @@ class Tail:
         watching = watch({0: point}, lambda key, value: last.append(value), root=self.model)
         with torch.no_grad(), temporary_hooks() as hooks, watching:
             hooks += [module.register_forward_hook(note) for module in self._modules]
-            wanted = logits_of(context.forward({"input_ids": ids}))[0].float()
-        self.vocabulary = wanted.shape[-1]
+            expected = logits_of(context.forward({"input_ids": ids}))[0].float()
+        self.vocabulary = expected.shape[-1]
         self.chunk = max(1, _LOGITS // self.vocabulary)
         with torch.no_grad(), self.instead_of_the_layers(ids):
             logits = self(last[-1][0])
-        scale = max(float(wanted.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
-        if not torch.allclose(logits, wanted, rtol=0.0, atol=0.02 * scale, equal_nan=True):
+        scale = max(float(expected.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
+        if not torch.allclose(logits, expected, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(
                 f"logit_lens: {type(self.model).__name__}'s logits do not follow from its last state alone, they "
-                f"differ by {float((logits - wanted).abs().max()):.3g} (allowed: a head that reads that state only)"
+                f"differ by {float((logits - expected).abs().max()):.3g} (allowed: a head that reads that state only)"
             )
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ class Tail:
 
     @contextmanager
     def instead_of_the_layers(self, ids: torch.Tensor) -> Iterator[None]:
-        """``ids`` [1, tokens]: any that the model takes, as many as states will be given at a time."""
+        """``ids`` [1, tokens]: any that the model takes, as many as there will be states at a time."""
         self._ids = ids
         before = {module: module.__dict__.get("forward") for module in self._modules}
         for module in self._modules:

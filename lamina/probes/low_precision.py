@@ -35,11 +35,11 @@ FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 
 
 def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tensor:
-    """The tensor [..., tokens, channels] in a format and back, float32; what overflows comes back as inf.
+    """The tensor [..., tokens, channels] in a format and back, float32; overflows come back as inf.
 
     fp16, bf16: cast, round to nearest even. fp8_e4m3 (OCP e4m3fn, largest 448, no inf), fp8_e5m2 (largest 57344): with
-    ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast as it is, and what
-    lies above the largest overflows. int8_tensor, int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over
+    ``scaled`` multiplied first so that the tensor's largest |x| is the format's largest, else cast as it is, and values
+    above the largest overflow. int8_tensor, int8_token: symmetric, q = round(x / s) with s = max|x| / 127 over
     the tensor or over a token's channels. The tensor is the last two dimensions.
     """
     x = x.float()
@@ -56,7 +56,7 @@ def round_trip(x: torch.Tensor, kind: str, *, scaled: bool = True) -> torch.Tens
         scale = torch.where(peak > 0, limit / peak, torch.ones_like(peak))
         return (x * scale).clamp_(-limit, limit).to(dtype).float().div_(scale)
     edge, rounds_up = _FP8_EDGE[kind]
-    over = x.abs() >= edge if rounds_up else x.abs() > edge  # the cast itself saturates, or not, as the device likes
+    over = x.abs() >= edge if rounds_up else x.abs() > edge  # whether the cast itself saturates depends on the device
     return torch.where(over, x.sign() * math.inf, x.clamp(-limit, limit).to(dtype).float())
 
 
@@ -82,8 +82,8 @@ class LowPrecision(Probe):
     - layer -1, role "state": loss, of the model as it is (format "none") and with all its states x^0 ... x^N rounded,
       in nats per token over the first batch; loss_increase: the difference. Only of language models.
 
-    Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) takes the steps away
-    from all other elements, while BF16 keeps its relative precision. relative_error hides it, since that activation is
+    Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves no steps
+    for all other elements, while BF16 keeps its relative precision. relative_error hides it, since that activation is
     most of ||x||: token_error and share_lost show it.
     """
 
@@ -95,9 +95,9 @@ class LowPrecision(Probe):
 
     def __init__(self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int = 4):
         """``fp8_scaling``: scale each tensor to FP8's largest value, or cast as it is. ``loss``: measure the loss, too.
-        ``sequences``: of how many the tensors are rounded, as whole batches (0: of all).
+        ``sequences``: how many have their tensors rounded, in whole batches (0: all).
 
-        Raises UserError for another value.
+        Raises UserError for any other value.
         """
         if fp8_scaling not in ("tensor", "none"):
             raise UserError(f"low_precision: option 'fp8_scaling' is {fp8_scaling!r} (allowed: tensor, none)")
@@ -110,7 +110,7 @@ class LowPrecision(Probe):
         return 12.0 * context.tokens(self.sequences)
 
     def begin(self, context: Context) -> None:
-        self._context, self._batch, self._seen = context, 0, 0
+        self._context, self._batch, self._sequences = context, 0, 0
         self._places: dict[tuple, Point] = {}
         for state, point in context.structure.states().items():
             self._places[state, "block", "state", 0] = point
@@ -150,11 +150,11 @@ class LowPrecision(Probe):
             self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        self._seen += len(next(iter(inputs.values())))
+        self._sequences += len(next(iter(inputs.values())))
         self._batch += 1
 
     def _enough(self) -> bool:
-        return bool(self.sequences) and self._seen >= self.sequences
+        return bool(self.sequences) and self._sequences >= self.sequences
 
     def standard_error(self) -> float | None:
         if self._enough():

@@ -1,4 +1,4 @@
-"""Statistics of a tensor of hidden states, in as few passes over it as give exact answers."""
+"""Statistics of a tensor of hidden states, exact, in as few passes over it as possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tokens:
 
 
 def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Tokens:
-    """The watched tensor of a batch by sequence and token, without padding's say.
+    """The watched tensor of a batch by sequence and token, with padding zeroed.
 
     Takes [batch, tokens, channels], with heads before or behind the tokens (a norm of queries: each head's part counts
     as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
@@ -32,11 +32,11 @@ def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Tokens
     """
     x = value.detach()
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    given = next(iter(inputs.values()))
-    batch = len(given)
+    main_input = next(iter(inputs.values()))
+    batch = len(main_input)
     mask = inputs.get("attention_mask")
     valid = None if mask is None or bool(mask.all()) else mask.bool().to(x.device)
-    tokens = given.shape[1] if given.ndim == 2 else -1
+    tokens = main_input.shape[1] if main_input.ndim == 2 else -1
     if x.ndim == 2 and len(x) == batch * tokens:
         x = x.unflatten(0, (batch, tokens))
     if x.ndim < 3 or len(x) != batch:
@@ -69,8 +69,8 @@ class Moments:
 def moments(tokens: Tokens, magnitude: torch.Tensor | None = None) -> Moments:
     """Of all its tokens, padding's too; the last two where ``magnitude`` (|x|) is given.
 
-    Sums are float32's vectorised ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
-    square overflows, that token is done again in float64.
+    Sums are float32's vectorized ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
+    square overflows, that token is computed again in float64.
     """
     x = tokens.x
     channels = x.shape[-1]
@@ -110,14 +110,14 @@ def _lower_median(values: np.ndarray) -> float:
         return math.nan
     middle = (len(values) - 1) // 2
     values.partition(middle)
-    highest = values[middle:].max()  # NaN sorts behind everything, so it would not show
+    highest = values[middle:].max()  # NaN sorts last, so it would go unnoticed
     return float(values[middle]) if highest == highest else math.nan
 
 
 def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
     """The ``count`` largest |x| of each sequence, descending, [sequences, count].
 
-    They lie in the ``count`` tokens whose largest |x| is largest, so only those are looked through.
+    They lie in the ``count`` tokens whose largest |x| is largest, so only those are searched.
     """
     tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
     rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
@@ -125,34 +125,34 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Seen:
-    """What was computed of the tensors of one forward pass: one tensor is often watched at several points.
+    """The results for the tensors of one forward pass: one tensor is often watched at several points.
 
     A layer's output is the next one's input and that of its first norm. Recognized by identity and version, without
     keeping the tensor alive.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.Tensor], int, Moments]] = {}
+        self._results: dict[int, tuple[weakref.ref[torch.Tensor], int, Moments]] = {}
 
     def get(self, value: torch.Tensor) -> Moments | None:
-        """What ``put`` was given for this tensor, None where that was another or it was changed since."""
-        reference, version, result = self._found.get(id(value), (None, 0, None))
+        """The result that ``put`` stored for this tensor; None if the tensor is another, or has changed since."""
+        reference, version, result = self._results.get(id(value), (None, 0, None))
         if reference is None or reference() is not value or version != _version(value):
             return None
         return result
 
     def put(self, value: torch.Tensor, result: Moments) -> None:
-        """Note the result for as long as the tensor lives and stays as it is.
+        """Store the result for as long as the tensor lives unchanged.
 
-        No longer: what is kept between the activations that come and go would hold their memory apart.
+        No longer: anything held between short-lived activations would fragment their memory.
         """
-        number, found = id(value), self._found
-        reference = weakref.ref(value, lambda _: found.pop(number, None))
-        found[number] = (reference, _version(value), result)
+        number, results = id(value), self._results
+        reference = weakref.ref(value, lambda _: results.pop(number, None))
+        results[number] = (reference, _version(value), result)
 
     def clear(self) -> None:
         """Forget all, at the end of a forward pass."""
-        self._found.clear()
+        self._results.clear()
 
 
 def _version(value: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What the loss and the perplexity gain or lose between two models on the same sequences, with standard errors."""
+"""The change of loss and perplexity between two models on the same sequences, with standard errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mean(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Mean of other - whole over the same sequences: what the lucky and the hard texts have in common drops out."""
+    """Mean of other - whole over the same sequences: what makes a text easy or hard for both drops out."""
     return mean(np.asarray(other) - np.asarray(whole))
 
 

@@ -10,10 +10,10 @@ FLOOR = 1e-12  # eigenvalues below it are rounding
 
 
 class Covariance:
-    """The centered covariance of samples [n, channels] that come batch by batch: one matrix of channels x channels.
+    """The centered covariance of samples [n, channels] added batch by batch: one matrix of channels x channels.
 
-    Each batch's products are formed in float32 at least, about the first batch's mean, so that a channel with a massive
-    mean costs the others no digits; they are summed in float64.
+    Each batch's products are formed in float32 at least, about the first batch's mean, so a channel with a massive mean
+    costs the others no digits; they are summed in float64.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Covariance:
         self._products = torch.zeros(())
 
     def add(self, samples: torch.Tensor) -> None:
-        """Take in [..., channels]."""
+        """Add samples [..., channels]."""
         samples = samples.detach().flatten(0, -2)
         samples = samples.to(torch.promote_types(samples.dtype, torch.float32))
         if not len(samples):
@@ -41,7 +41,7 @@ class Covariance:
     def matrix(self) -> torch.Tensor:
         """The sample covariance, divisor n - 1, [channels, channels] in float64. Needs two samples."""
         if self.count < 2:
-            raise ValueError(f"a covariance of {self.count} samples (at least 2)")
+            raise ValueError(f"a covariance of {self.count} samples (needed: at least 2)")
         mean = self._sum / self.count
         return (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
 

@@ -1,6 +1,6 @@
-"""What the papers' formulas say of the residual path: through skips and the norms on them, branches cut off.
+"""The papers' formulas for the residual path: through the skips and the norms on them, without branches.
 
-Plain data and arithmetic: which norms a skip goes through and how it is scaled decides, no placement is asked for.
+Plain data and arithmetic: only the norms and scales on a skip count, not the placement's name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Wiring:
     """One sub-layer y = C(skip_scale * s + B(F(pre_scale * A(x)))), as far as the residual path goes.
 
     Gains of A, B and C are root mean squares over the channels, None where there is no such norm; ``path_scale`` is
-    gain of C * skip_scale, [channels] or one number: what the path's Jacobian has for a numerator.
+    gain of C * skip_scale, [channels] or one number: the numerator of the path's Jacobian.
     """
 
     skip: str = "stream"  # stream | block_input | both
@@ -37,11 +37,11 @@ def block_factor(wirings: Sequence[Wiring], sigmas: Sequence[torch.Tensor | floa
     """The residual path's Jacobian norm through one block, from the standard deviations at its post-norms' inputs.
 
     A norm on the path multiplies by gain / sigma (FuseNorm Eq 16: 1 / sigma), the skip by its scale; two norms on a
-    Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Channels are followed on
-    their own and the largest is the block's; the direction that a norm takes away is left out, as in the papers.
+    Post-LN block's path give sigma^-2, one on FuseNorm's sigma^-1 (FuseNorm Eq 10 and 11). Each channel is followed
+    by itself, and the largest is the block's; the direction that a norm takes away is left out, as in the papers.
 
-    ``sigmas``: one a sub-layer, numbers or tensors [...], not read where the sub-layer has no norm on its sum. Returns
-    a float64 tensor of their shape.
+    ``sigmas``: one per sub-layer, numbers or tensors [...], not read if the sub-layer has no norm on its sum.
+    Returns a float64 tensor of their shape.
     """
     through = torch.ones(1, dtype=torch.float64)
     for wiring, sigma in zip(wirings, sigmas, strict=True):
@@ -61,15 +61,15 @@ def expected_sigmas(layers: Sequence[Sequence[Wiring]], start: float) -> list[li
     """
     sigmas, stream = [], start
     for layer in layers:
-        block_input, found = stream, []
+        block_input, layer_sigmas = stream, []
         for wiring in layer:
             read = (stream if wiring.pre_gain is None else wiring.pre_gain) * wiring.pre_scale
             branch = read if wiring.out_gain is None else wiring.out_gain
             skip = math.sqrt(skip_source(wiring.skip, stream**2, block_input**2))  # uncorrelated: variances add
             sigma = ((wiring.skip_scale * skip) ** 2 + branch**2) ** 0.5
-            found.append(sigma)
+            layer_sigmas.append(sigma)
             stream = sigma if wiring.post_gain is None else wiring.post_gain
-        sigmas.append(found)
+        sigmas.append(layer_sigmas)
     return sigmas
 
 
@@ -115,9 +115,9 @@ def largest_gain(norm: NormSite) -> float:
 
 
 def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a norm divides each token by, [...], of its input [..., channels], without its epsilon; float32 at least.
+    """A norm's divisor for each token, [...], from its input [..., channels], without epsilon; float32 at least.
 
-    The root mean square, or the standard deviation where the norm takes the mean off; of a norm over groups of channels
+    The root mean square, or the standard deviation if the norm subtracts the mean; of a norm over groups of channels
     the smallest group's, which has the largest Jacobian.
     """
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
@@ -129,7 +129,7 @@ def norm_scale(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def subtracts_mean(module: nn.Module, channels: int) -> bool:
-    """Whether a norm takes off the mean over the channels, as LayerNorm does and RMSNorm doesn't: found by trying."""
+    """Whether a norm subtracts the mean over the channels, as LayerNorm does and RMSNorm does not; found by trying."""
     parameter = next(module.parameters(), None)
     like = {} if parameter is None else {"device": parameter.device, "dtype": parameter.dtype}
     x = torch.linspace(-1, 1, channels, **like)[None, None]

@@ -27,8 +27,8 @@ class Similarity(DirectionsProbe):
       not among them, so N layers have N - 1 distances), ``start`` = -1.
     - ``block_influence``: BI_l = 1 - E cos(x^l, x^(l+1)) over all tokens (ShortGPT), ``start`` = l, ``size`` = 1.
 
-    x^l is the stream before layer l, x^N the one behind the last layer, before the final norm. The mean is of the
-    tokens' cosines, each state's length divided out by token, so a few huge channels or tokens do not decide it; a
+    x^l is the stream before layer l, x^N the one behind the last layer, before the final norm. The mean is over the
+    tokens' cosines, which do not depend on the states' lengths, so a few huge channels or tokens do not decide it; a
     padded text's padding is left out. Standard errors are over sequences.
 
     Traps: transformers' own last hidden state is behind the final norm; the cosine isn't centered (not a correlation),
@@ -37,7 +37,7 @@ class Similarity(DirectionsProbe):
     Args:
         tokens: "all" (default), "last" or "first" token of each sequence.
         tokens_per_batch: how many tokens of a batch are kept until its last layer is seen (by default as many as fit
-            a quarter of the model's own memory; the page says so where these aren't all). Pairs of states need both.
+            a quarter of the model's own memory; the page says so if these are not all). Pairs of states need both.
     """
 
     name = "similarity"
@@ -95,7 +95,7 @@ class Similarity(DirectionsProbe):
                     x_title="distance between the layers",
                     y_title="mean cosine",
                 ),
-                "Mean cosine of the outputs of all pairs of layers that are so many apart (FuseNorm's Figure 12; the "
+                "Mean cosine of the outputs of all pairs of layers at that distance (FuseNorm's Figure 12; the "
                 "embedding is not among them): a flat line is a stream that each layer changes little.",
             ),
             (

@@ -35,7 +35,7 @@ _CAPTIONS = {
     "edr": "200 h s / (h + s) of hard and soft rank.",
     "eee": "Early enrichment of the cumulated spectrum: 0 is flat, 1 a single direction.",
 }
-_ENOUGH = 4  # tokens a channel, before which other probes' precision may not end the passes
+_ENOUGH = 4  # tokens per channel, before which other probes' precision may not end the passes
 Key = tuple[int, str]  # layer, pre or post
 
 
@@ -46,13 +46,13 @@ class Spectra(Probe):
     Rows of the model (layer -1):
         role embedding: eigenvalue and eigenvalue_over_median (FuseNorm Fig 8) of the covariance of the embedding's
             rows, centered over the whole vocabulary (the paper doesn't say of what), index = rank from 0, descending.
-        roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and tokens, how many they are over.
+        roles pre and post: the mean over the layers of each rank (FuseNorm Fig 11), and the number of tokens.
     Rows of a layer, sublayer feed_forward:
         role = a projection's path within the layer (``mlp.up_proj``): condition_number, s_max / s_min (FuseNorm Fig
             10); of gate and up stacked in one matrix each half on its own, ``[0]`` and ``[1]``, in the matrix' order.
         roles pre (what goes into the nonlinearity) and post (what goes into the down-projection): hard_rank, soft_rank
             (participation ratio and exp(entropy) of the covariance's eigenvalues, over D_ff, in [1 / D_ff, 1]), edr
-            (200 h s / (h + s)) and eee (top-heaviness): the last two are our definitions.
+            (200 h s / (h + s)) and eee (the share of the top eigenvalues): the last two are our definitions.
 
     Traps: the covariance is centered (massive activations would make its first direction the whole of it), its rank is
     at most tokens - 1 and the normalized ranks are biased low while tokens / D_ff is small, so with no more tokens than
@@ -79,7 +79,7 @@ class Spectra(Probe):
         self.tokens_per_channel = tokens_per_channel
         self.few_tokens, self.memory = few_tokens, float(memory)
         self._groups: list[dict[Key, Point]] = []
-        self._found: dict[Key, Covariance] = {}
+        self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
         self._widths: dict[int, int] = {}
         self._tokens = 0
@@ -88,8 +88,8 @@ class Spectra(Probe):
         return 2.0 * min(context.tokens(), 8192)
 
     def begin(self, context: Context) -> None:
-        """Decide what is gathered in which pass. Raises UserError where there is too little text for the ranks."""
-        self._groups, self._found, self._ranks, self._widths, self._tokens = [], {}, {}, {}, 0
+        """Decide which covariances each pass gathers. Raises UserError if there is too little text for the ranks."""
+        self._groups, self._covariances, self._ranks, self._widths, self._tokens = [], {}, {}, {}, 0
         points: dict[Key, Point] = {}
         for site in context.structure.layers:
             for sublayer in site.sublayers:
@@ -151,27 +151,27 @@ class Spectra(Probe):
             used += size
 
     def points(self) -> Mapping[Key, Point]:
-        """What of the feed-forwards fits the memory at once; the rest is watched in passes of its own."""
+        """The points of the covariances that fit the memory at once; other passes take the rest."""
         return self._groups[0] if self._groups else {}
 
     def see(self, key: Key, value: torch.Tensor) -> None:
         """Add a layer's activations [batch, tokens, D_ff] to its covariance."""
-        covariance = self._found.setdefault(key, Covariance())
+        covariance = self._covariances.setdefault(key, Covariance())
         if self._full(key):
-            return  # each token costs the square of the width
+            return  # each token costs the width squared
         covariance.add(value)
         self._tokens = max(self._tokens, covariance.count)
 
     def _full(self, key: Key) -> bool:
-        """Whether a covariance has as many tokens as it takes."""
-        return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._found[key].count
+        """Whether a covariance has enough tokens."""
+        return 0 < self.tokens_per_channel * self._widths[key[0]] <= self._covariances[key].count
 
     def standard_error(self) -> float | None:
-        """Infinite while the ranks are biased for want of text; they have no error of their own."""
+        """Infinite while too little text biases the ranks; they have no standard error."""
         return math.inf if self._groups and self._tokens < _ENOUGH * max(self._widths.values()) else None
 
     def finish(self, context: Context) -> pd.DataFrame:
-        """Diagonalise what was gathered, go through the text again for the rest, and take the weights' spectra."""
+        """Diagonalize the covariances gathered, read the text again for the rest, and compute the weights' spectra."""
         import pandas as pd
 
         rows: list[Row] = []
@@ -181,7 +181,7 @@ class Spectra(Probe):
             context.progress(site.index + 1, context.structure.num_layers, "condition numbers")
         if self._groups and self._tokens_suffice(context, self._tokens):
             rows += self._rank_rows(context)
-        self._found = {}
+        self._covariances = {}
         return pd.DataFrame(rows, columns=COLUMNS)
 
     def _rank_rows(self, context: Context) -> list[Row]:
@@ -210,14 +210,14 @@ class Spectra(Probe):
 
     def _reduce(self) -> None:
         """Each gathered covariance becomes four numbers, so that the next pass has its memory."""
-        for key in list(self._found):
-            values = self._found.pop(key).eigenvalues()
+        for key in list(self._covariances):
+            values = self._covariances.pop(key).eigenvalues()
             if not bool(values.isfinite().all()):
                 raise UserError(f"spectra: activations of layer {key[0]} are not finite ({key[1]})")
             self._ranks[key] = spectral_utilisation(values)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        """The embedding's spectrum, the condition numbers and the ranks by layer, as far as they were measured."""
+        """The embedding's spectrum, the condition numbers and the ranks by layer, if measured."""
         drawn, table = [], frame
         spectrum = table[table.metric == "eigenvalue_over_median"]
         if len(spectrum):
@@ -256,10 +256,10 @@ class Spectra(Probe):
                 f"{worst.value:.3g} in layer {worst.layer}."
             )
         means = table[(table.layer == -1) & table.role.isin(["pre", "post"])].set_index(["role", "metric"]).value
-        for role, where in (("pre", "before"), ("post", "after")):
+        for role, side in (("pre", "before"), ("post", "after")):
             if (role, "hard_rank") in means.index:
                 text.append(
-                    f"The feed-forward's activations {where} the nonlinearity have a hard rank of "
+                    f"The feed-forward's activations {side} the nonlinearity have a hard rank of "
                     f"{means[role, 'hard_rank']:.3f} and a soft rank of {means[role, 'soft_rank']:.3f} of their width, "
                     f"EDR {means[role, 'edr']:.1f} by our definition (means over the layers, "
                     f"{means[role, 'tokens']:.0f} tokens)."

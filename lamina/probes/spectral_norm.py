@@ -14,13 +14,13 @@ from lamina.errors import UserError
 
 @dataclass(frozen=True)
 class SpectralNorm:
-    """A spectral norm as it was found.
+    """A spectral norm and how the search for it ended.
 
     Attributes:
-        value: the norm, float64 on the CPU, [...] as many as were asked for at once; never above the true one.
+        value: the norm, float64 on the CPU, [...] one per problem; never above the true one.
         residual: ||J^T u - s v|| / s for the singular triplet (s, u, v): a singular value lies within this of s.
         iterations: the products with J and with J^T.
-        converged: whether every residual fell below the tolerance.
+        converged: whether every residual is below the tolerance.
     """
 
     value: torch.Tensor
@@ -66,12 +66,12 @@ class Jacobian:
 
 @contextmanager
 def _second_derivatives() -> Iterator[None]:
-    """One line in the place of PyTorch's, where an operation of the model has no second derivative."""
+    """A UserError of one line in place of PyTorch's errors if an operation of the model has no second derivative."""
     try:
         yield
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        # J^T u always depends on u: where its graph ends before, an operation's backward pass has none of its own.
+        # J^T u always depends on u: if its graph ends earlier, an operation's backward pass has none of its own.
         signs = ("derivative", "double backward", "differentiate twice", "not have been used in the graph")
         # Where an operation has no derivative at all, PyTorch raises NotImplementedError, a RuntimeError.
         if isinstance(error, NotImplementedError) or any(sign in text for sign in signs):
@@ -94,7 +94,7 @@ def spectral_norm(
     Args:
         function: from a tensor to a tensor (of the same shape where ``identity`` is not 0), twice differentiable.
         x: where the Jacobian is taken.
-        identity: how many times the identity is taken off it; 1 for the distance to the identity.
+        identity: how many times the identity is subtracted; 1 for the distance to the identity.
         batch_dims: the first dimensions of ``x`` are independent problems, solved at once: 1 for a batch of sequences.
             Only where no output depends on the input of another.
         tolerance: stops when the residual, relative to the norm, is below it.
@@ -122,7 +122,7 @@ def norm_of(
     iterations: int = 100,
     seed: int = 0,
 ) -> SpectralNorm:
-    """The same of a Jacobian whose graph is there already."""
+    """``spectral_norm`` of a Jacobian whose graph exists already."""
     return largest_singular_value(
         lambda v: jacobian.forward(v) - identity * v if identity else jacobian.forward(v),
         lambda u: jacobian.transpose(u) - identity * u if identity else jacobian.transpose(u),
@@ -136,8 +136,8 @@ def norm_of(
 def typical_stretch(
     jacobian: Jacobian, *, identity: float = 0.0, batch_dims: int = 0, samples: int = 4, seed: int = 0
 ) -> torch.Tensor:
-    """||J - identity * I||_F / sqrt(n), [...] in float64: the root mean square of what random directions are stretched
-    by, estimated with ``samples`` of them (Hutchinson), where the spectral norm is the worst direction's.
+    """||J - identity * I||_F / sqrt(n), [...] in float64: the root mean square of the stretch of random
+    directions, estimated with ``samples`` of them (Hutchinson), where the spectral norm is the worst direction's.
     """
     squares = []
     for sample in range(samples):
@@ -163,9 +163,9 @@ def largest_singular_value(
     tolerance: float = 1e-2,
     iterations: int = 100,
 ) -> SpectralNorm:
-    """The largest singular value of a linear map, by Lanczos bidiagonalisation (Golub and Kahan 1965) from ``start``.
+    """The largest singular value of a linear map, by Lanczos bidiagonalization (Golub and Kahan 1965) from ``start``.
 
-    The power iteration's products, but the norm is taken over all vectors that it went through, not the last alone:
+    The power iteration's products, but the norm is taken over all vectors so far, not the last alone:
     it needs far fewer where the singular values lie close together, as they do near the identity. All vectors are kept
     and made orthogonal again: 2 * iterations of them. Accumulates in float64 at the size of the small matrix only.
     """
@@ -181,14 +181,14 @@ def largest_singular_value(
 
     dtype = torch.promote_types(start.dtype, torch.float32)
     right, alpha, beta = [_unit(flat(start.to(dtype)))[0]], [], []
-    left: list[torch.Tensor] = []
+    left_vectors: list[torch.Tensor] = []
     values = residual = torch.zeros(problems, dtype=torch.float64)
     converged = False
     for step in range(iterations):
         u = forward(right[-1].reshape(start.shape)).to(dtype)
         shape = u.shape
-        u, length = _unit(_orthogonal(flat(u), left))
-        left.append(u)
+        u, length = _unit(_orthogonal(flat(u), left_vectors))
+        left_vectors.append(u)
         alpha.append(length)
         w, length = _unit(_orthogonal(flat(transpose(u.reshape(shape)).to(dtype)), right))
         beta.append(length)
@@ -210,7 +210,7 @@ def _unit(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _orthogonal(vectors: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """What of ``vectors`` [problems, n] is orthogonal to all of ``others``; twice, since once loses half the bits."""
+    """The part of ``vectors`` [problems, n] orthogonal to all ``others``; twice, since once loses half the bits."""
     if not others:
         return vectors
     basis = torch.stack(others, dim=1)

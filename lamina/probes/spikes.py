@@ -19,13 +19,13 @@ def spikes(
 ) -> np.ndarray:
     """Which values of a run's series are spikes, a boolean array [values].
 
-    A value is one where it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
-    ``window`` values before it. The value itself is not among them, or none of a short window could ever be one. The
-    first ``fewest`` values have too little before them to be judged. NaN and infinity are spikes, and no part of any
-    window; where all values before are equal any larger one is.
+    A value is a spike if it is at least ``sigmas`` standard deviations (divisor: their number) above the mean of the
+    ``window`` values before it. The window excludes the value itself, which could otherwise never be a
+    spike of a short window. The first ``fewest`` values have too few before them to be judged. NaN and infinity are
+    spikes and enter no window; after equal values, any larger one is a spike.
 
     Raises:
-        UserError: for a window, a threshold or a fewest that leaves nothing to compare with.
+        UserError: for an invalid window, threshold or ``fewest``.
     """
     if window < 2 or not 2 <= fewest <= window or not sigmas > 0:
         raise UserError(
@@ -33,19 +33,19 @@ def spikes(
             "fewest from 2 to the window, sigmas above 0)"
         )
     values = np.asarray(list(series), dtype=np.float64)
-    found = ~np.isfinite(values)
-    finite = np.flatnonzero(~found)
-    kept = values[finite]
-    for start in range(0, len(kept), 4096):  # a few megabytes of windows at a time
-        rows = np.arange(max(start, fewest), min(start + 4096, len(kept)))
+    spike = ~np.isfinite(values)
+    finite = np.flatnonzero(~spike)
+    finite_values = values[finite]
+    for start in range(0, len(finite_values), 4096):  # a few megabytes of windows at a time
+        rows = np.arange(max(start, fewest), min(start + 4096, len(finite_values)))
         if not len(rows):
             continue
         columns = rows[:, None] + np.arange(-min(window, int(rows[-1])), 0)
-        before = np.where(columns >= 0, kept[np.maximum(columns, 0)], np.nan)
+        before = np.where(columns >= 0, finite_values[np.maximum(columns, 0)], np.nan)
         mean, deviation = np.nanmean(before, axis=1), np.nanstd(before, axis=1)
-        above = kept[rows] - mean
-        found[finite[rows]] = (above >= sigmas * deviation) & (above > 1e-12 * np.abs(mean))
-    return found
+        above = finite_values[rows] - mean
+        spike[finite[rows]] = (above >= sigmas * deviation) & (above > 1e-12 * np.abs(mean))
+    return spike
 
 
 def spike_score(
@@ -64,8 +64,8 @@ def spike_score(
 def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
     """(spike score, number of values) of "loss" and "grad_norm" over the logged steps of a run's metrics.jsonl.
 
-    What was not logged isn't there, a last line that was cut off is left out, and of a step that was logged twice (a
-    resumed run) the later counts. Empty where there is no such file.
+    A last line that was cut off is left out, and of a step logged twice (a resumed run) the later line counts. A series
+    that was not logged is absent; without the file the result is empty.
     """
     path = run / "metrics.jsonl"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What the hidden states' numbers say, in sentences."""
+"""The sentences on the hidden states' numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FITS = 0.7  # R^2 from which a curve's shape is named
 
 
 def growth(variance: Frame, linear: float, exponential: float) -> str:
-    """How the variance goes over depth; ``variance`` is a series by state, the others R^2."""
+    """How the variance changes with depth; ``variance`` is a series by state, the others R^2."""
     last = variance.index[-1]
     if not np.isfinite(variance).all():
         return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."

@@ -1,4 +1,4 @@
-"""What is kept of each place of the stream while text passes by: sums, never the states."""
+"""The running sums for each place in the stream while text passes: never the states themselves."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Totals:
         self.samples = Running()
         self.abs_max = torch.tensor(0.0, dtype=torch.float64)
 
-    def add(self, found: Moments) -> None:
-        """Take in one batch's tokens."""
-        valid = found.valid
-        abs_mean = torch.zeros_like(found.mean) if found.abs_mean is None else found.abs_mean
-        mean, square = found.mean, found.mean_square
-        each = [found.variance, mean, abs_mean, square, found.variance.sqrt(), square.sqrt(), mean.square()]
+    def add(self, moments: Moments) -> None:
+        """Add one batch's tokens."""
+        valid = moments.valid
+        abs_mean = torch.zeros_like(moments.mean) if moments.abs_mean is None else moments.abs_mean
+        mean, square = moments.mean, moments.mean_square
+        each = [moments.variance, mean, abs_mean, square, moments.variance.sqrt(), square.sqrt(), mean.square()]
         table = torch.stack(each)  # [names, sequences, tokens]
         if valid is None:
             self.tokens += table[0].numel()
@@ -45,8 +45,8 @@ class Totals:
             samples = (table.sum(2) / lengths).T[lengths > 0]
         variance = samples[:, 0] + samples[:, 6] - samples[:, 1].square()
         self.samples.add(torch.cat([samples, variance.unsqueeze(1)], dim=1))
-        if found.abs_max is not None:
-            self.abs_max = torch.maximum(self.abs_max, found.abs_max.max().cpu())
+        if moments.abs_max is not None:
+            self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
 
     def average(self, name: str) -> tuple[float, float]:
         """The mean over all tokens of a column of the table, and its standard error."""
@@ -78,11 +78,11 @@ class StateTotals(Totals):
         self.massive_places: dict[tuple[int, int], tuple[float, int, int | None]] = {}
 
     def add_values(
-        self, tokens: Tokens, found: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
+        self, tokens: Tokens, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
     ) -> None:
         """Before ``add`` of the same batch. Leaves ``magnitude`` out of order."""
-        assert found.abs_max is not None
-        peaks = found.abs_max if tokens.valid is None else found.abs_max.masked_fill(~tokens.valid, 0.0)
+        assert moments.abs_max is not None
+        peaks = moments.abs_max if tokens.valid is None else moments.abs_max.masked_fill(~tokens.valid, 0.0)
         self.largest.add(largest(tokens.x, peaks, self.top))
         self._extend_band(tokens.x, peaks)
         if float(peaks.max()) > float(self.abs_max):
@@ -134,12 +134,12 @@ class StateTotals(Totals):
         sequence, token = sequence[row], token[row]
         place = token if tokens.valid is None else (tokens.valid.cumsum(1) - 1)[sequence, token]
         width = tokens.x.shape[-1]
-        code, inverse, seen = np.unique((place * width + channel).cpu(), return_inverse=True, return_counts=True)
+        code, inverse, counts = np.unique((place * width + channel).cpu(), return_inverse=True, return_counts=True)
         best = np.zeros(len(code), dtype=np.int64)
         order = np.argsort(np.abs(values), kind="stable")
         best[inverse[order]] = order  # the largest is written last
-        for one, at, count in zip(code.tolist(), best.tolist(), seen.tolist(), strict=True):
-            key = (one % width, one // width)
+        for place_code, at, count in zip(code.tolist(), best.tolist(), counts.tolist(), strict=True):
+            key = (place_code % width, place_code // width)
             before, times, identifier = self.massive_places.get(key, (0.0, 0, None))
             value = float(values[at])
             if abs(value) > abs(before):

@@ -21,15 +21,15 @@ Forward: TypeAlias = Callable[..., Output]
 
 
 class _Unchanged(Exception):
-    """The layers without their branches hand on what they were given: the pass need not go on."""
+    """The layers without their branches return their input, so the pass can stop."""
 
 
 class Suffixes:
-    """Forward passes of one batch without runs of layers, by their starts in ascending order; used as a context.
+    """Forward passes of one batch without blocks of layers, by their starts in ascending order; used as a context.
 
-    Only one state is held. A pass for the start l computes the layers behind what is left out; those before it hand
-    the kept x^l through. That costs half of running the whole model each time. Where a model does something to the
-    stream between two layers, so that one's output isn't the next one's input, whole passes are run.
+    Only one state is held. A pass for the start l computes the layers after the omitted ones; those before them
+    pass the stored x^l through. That costs half of running the whole model each time. If a model changes the
+    stream between two layers, so that a layer's output is not the next one's input, whole passes run.
     """
 
     def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
@@ -66,7 +66,7 @@ class Suffixes:
         return self.run()
 
     def without_branches(self, start: int, size: int) -> torch.Tensor | None:
-        """The same with what the layers add set to zero, after ``without``; None where it equals that."""
+        """The result with the layers' contributions set to zero, after ``without``; None if it equals that."""
         if not self.chained:
             return self._hooked(start, size, BRANCH)
         assert start == self._start
@@ -82,7 +82,7 @@ class Suffixes:
             return self.run()
 
     def __enter__(self) -> Suffixes:
-        """Let the layers' calls come by here."""
+        """Intercept the layers' calls."""
         self._opened = ExitStack()
         self._opened.enter_context(as_written(self.context.model))
         self._before: list[tuple[nn.Module, Forward | None]] = []
@@ -95,7 +95,7 @@ class Suffixes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the layers as they were."""
+        """Restore the layers."""
         for module, forward in self._before:
             if forward is None:
                 del module.forward
@@ -126,7 +126,7 @@ class Suffixes:
             return self._refill[site.index](stream)
         if site.index == 0:
             self._state = stream.clone()
-        # Computed for the next start; and what else it hands on is the model's own.
+        # Computed for the next start; its other outputs are the model's own.
         args, kwargs = with_argument(args, kwargs, site.argument, self._state.clone())
         output = original(*args, **kwargs)
         self._next = stream_of(output)

@@ -1,4 +1,4 @@
-"""A task of the lm-evaluation-harness as a model's score."""
+"""A task of lm-evaluation-harness as a model's score."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lamina.probes.engine.context import Context
 
 
 class Task:
-    """One task, read once. Raises UserError where lm-eval isn't installed or has no such task or metric."""
+    """One task, read once. Raises UserError if lm-eval is not installed or has no such task or metric."""
 
     def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
         try:
@@ -28,11 +28,11 @@ class Task:
         self._evaluate = lm_eval.simple_evaluate
         self._manager: Any = TaskManager(include_path=include_path)
         if name not in self._manager.all_tasks:
-            where = f" or in {include_path!r}" if include_path is not None else " (include_path: a folder of your own)"
-            raise UserError(f"task: {name!r} is not among lm-eval's tasks{where}")
+            hint = f" or in {include_path!r}" if include_path is not None else " (include_path: a folder of your own)"
+            raise UserError(f"task: {name!r} is not among lm-eval's tasks{hint}")
 
     def measure(self, context: Context) -> tuple[float, float]:
-        """The metric's value and standard error (NaN where the task gives none) of the model as it is now."""
+        """The metric's value and standard error (NaN if the task has none) for the model in its present state."""
         from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model that it did not load itself
@@ -41,7 +41,7 @@ class Task:
         model = HFLM(
             pretrained=context.model, tokenizer=context.tokenizer, batch_size=len(context.batches[0]["input_ids"])
         )
-        found = self._evaluate(
+        output = self._evaluate(
             model=model,
             tasks=[self.name],
             task_manager=self._manager,
@@ -49,11 +49,11 @@ class Task:
             bootstrap_iters=100,  # of metrics without an error in closed form
             log_samples=False,
         )
-        results = found["results"][self.name]
+        results = output["results"][self.name]
         key = next((k for k in results if k.split(",")[0] == self.metric), None)
         if key is None:
             known = sorted({k.split(",")[0] for k, v in results.items() if isinstance(v, float) and "stderr" not in k})
             raise UserError(f"task_metric: {self.name!r} has no {self.metric!r} (allowed: {', '.join(known)})")
-        self.higher_is_better = bool(found.get("higher_is_better", {}).get(self.name, {}).get(self.metric, True))
+        self.higher_is_better = bool(output.get("higher_is_better", {}).get(self.name, {}).get(self.metric, True))
         error = results.get(f"{self.metric}_stderr,{key.partition(',')[2]}")
         return float(results[key]), float(error) if isinstance(error, int | float) else math.nan

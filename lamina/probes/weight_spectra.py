@@ -1,4 +1,4 @@
-"""What the spectra probe says of weights alone: the embedding's eigenvalues and the projections' condition numbers."""
+"""The spectra probe's numbers from weights alone: the embedding's eigenvalues, the projections' condition numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes of all charts: lines, alone or in panels, with their bands; and heat maps on one color scale."""
+"""The forms of all charts: lines, alone or in panels, with their bands; and heat maps on one color scale."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Line:
         x, y: its points.
         color: as hexadecimal.
         name: in the legend, escaped.
-        group: lines of one group are hidden together; only one of them stands in the legend.
-        legend: whether it stands in the legend; None leaves it to plotly.
+        group: lines of one group are hidden together; only one of them is in the legend.
+        legend: whether it is in the legend; None leaves it to plotly.
         width: in pixels; None: plotly's own.
         dash: plotly's name of a dash pattern.
         markers: whether each point has a marker; of ``marker`` pixels.
@@ -88,7 +88,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """How panels stand: in rows of at most three.
+    """The arrangement of panels: rows of at most three.
 
     Attributes:
         count: how many panels there are.
@@ -111,7 +111,7 @@ class Grid:
         return number // self.across + 1, number % self.across + 1
 
     def lowest(self, number: int) -> bool:
-        """Whether no panel stands below."""
+        """Whether there is no panel below."""
         return number + self.across >= self.count
 
 
@@ -232,7 +232,7 @@ def _color_axis(values: np.ndarray, quantity: str, *, log: bool) -> dict[str, ob
 
 
 def _cells(table: Frame, log: bool) -> Frame:
-    """A table thinned to the cells that a map can show, without what is not finite."""
+    """A table thinned to the cells that a map can show, without values that are not finite."""
     if table.empty:
         return table
     rows = sorted({round(i) for i in np.linspace(0, len(table) - 1, min(len(table), _MAX_ROWS))})
@@ -244,6 +244,6 @@ def _cells(table: Frame, log: bool) -> Frame:
 
 
 def _at_least_a_decade(low: float, high: float) -> tuple[float, float]:
-    """Widen a range of exponents, so that noise does not fill the scale as if it were a difference."""
+    """Widen a range of exponents, so that noise does not fill the scale like a difference."""
     missing = max(0.0, 1 - (high - low))
     return low - missing / 2, high + missing / 2

@@ -41,20 +41,20 @@ def over_seeds(item: Shown, table: Table, *, log: bool = True) -> Frame:
     return np.exp(sum(logs[1:], start=logs[0]) / len(logs))
 
 
-def ends(shown: Sequence[Shown], table: Table, quantity: str) -> go.Figure | None:
+def ends(items: Sequence[Shown], table: Table, quantity: str) -> go.Figure | None:
     """``quantity`` against the layer at the first and at the last logged step, side by side on one logarithmic scale.
 
     With several seeds: their geometric mean, and the range from the lowest seed to the highest as a band.
     """
-    drawn = [(item, [t for trial in item.trials if not (t := table(trial)).empty]) for item in shown]
+    drawn = [(item, [t for trial in item.trials if not (t := table(trial)).empty]) for item in items]
     drawn = [(item, tables) for item, tables in drawn if tables]
     if not drawn:
         return None
     captions = []
-    for end, which, column in (("start", "first", 0), ("end", "last", -1)):
+    for end, ordinal, column in (("start", "first", 0), ("end", "last", -1)):
         steps = {tables[0].columns[column] for _, tables in drawn}
         captions.append(
-            f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {which} logged step"
+            f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
         )
     figure = charts.side_by_side(captions)
     for item, tables in drawn:
@@ -94,8 +94,8 @@ def _mean_with_range(item: Shown, seeds: Sequence[Frame], *, legend: bool) -> Li
 
 
 def heat_maps(
-    shown: Sequence[Shown], table: Table, quantity: str, *, log: bool = True, upwards: str = "layer"
+    items: Sequence[Shown], table: Table, quantity: str, *, log: bool = True, upwards: str = "layer"
 ) -> go.Figure | None:
     """``quantity`` by layer (upwards) and step (to the right): one map per placement, one color scale for all."""
-    maps = [(item.label, over_seeds(item, table, log=log)) for item in shown]
+    maps = [(item.label, over_seeds(item, table, log=log)) for item in items]
     return charts.heat_maps(maps, quantity, log=log, upwards=upwards)

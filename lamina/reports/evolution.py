@@ -1,4 +1,4 @@
-"""What scheduled probes saw while a model trained: one section per probe, for one run or all placements of a study."""
+"""The results of scheduled probes in training: one section per probe, for one run or all placements of a study."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lamina.reports.page import Section, callouts, figure, sentence
 from lamina.reports.records import Frame, Trial
 from lamina.reports.style import Shown, polish, to_html
 
-_BY_DEPTH = ("layer", "size", "distance")  # what a value may be drawn against, the first that a frame has
+_BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
 _TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
-_WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # what is said of a whole layer
-_LINES, _QUANTITIES = 7, 4  # steps drawn in one panel, quantities of a probe
+_WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # values for a whole layer
+_LINES, _QUANTITIES = 7, 4  # steps per panel, quantities per probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Quantity:
 
     @property
     def label(self) -> str:
-        """What the axes call it."""
-        said = {k: str(v).replace("_", " ") for k, v in self.fixed}
+        """Its name on the axes."""
+        values = {k: str(v).replace("_", " ") for k, v in self.fixed}
         silent = ("all", "model", "block", "", "None", "nan")
-        rest = [v for k, v in said.items() if k not in ("metric", "index") and v not in silent]
-        name = said.get("metric", self.probe.replace("_", " "))
+        rest = [v for k, v in values.items() if k not in ("metric", "index") and v not in silent]
+        name = values.get("metric", self.probe.replace("_", " "))
         return name + (f" ({', '.join(rest)})" if rest else "")
 
     def table(self, trial: Trial) -> Frame:
@@ -59,19 +59,19 @@ class Quantity:
         return rows.pivot_table(index=self.by, columns="step", values="value", aggfunc="mean").astype(float)
 
 
-def sections(shown: Sequence[Shown]) -> list[Section]:
-    """A section for each probe that any of the trials shown was probed with; none where none was."""
-    names = sorted({name for item in shown for trial in item.trials for name in trial.probes})
-    return [section for name in names if (section := _section(name, shown)).html]
+def sections(items: Sequence[Shown]) -> list[Section]:
+    """One section per probe that ran on any of these trials."""
+    names = sorted({name for item in items for trial in item.trials for name in trial.probes})
+    return [section for name in names if (section := _section(name, items)).html]
 
 
-def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quantity]:
-    """What of a probe's frame to draw by depth: its metrics (or those wanted), the whole layer before its parts."""
+def quantities(name: str, frame: Frame, chosen: Sequence[str] = ()) -> list[Quantity]:
+    """The quantities of a frame to draw by depth: all metrics, or those ``chosen``; whole layers before parts."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
     keys = [k for k in _TEXTS if k in frame and frame[k].notna().any()]
-    found = []
+    ranked = []
     for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False, dropna=False) if keys else [((), frame)]:
         along = "start" if by == "size" and rows[by].nunique() < 2 and "start" in rows else by
         if rows[along].nunique() < 2:
@@ -84,16 +84,16 @@ def quantities(name: str, frame: Frame, wanted: Sequence[str] = ()) -> list[Quan
         values = values[np.isfinite(values)]
         log = bool(len(values)) and values.min() > 0 and values.max() > 8 * values.min()
         metric = fixed.get("metric")
-        if wanted and metric not in wanted:
+        if chosen and metric not in chosen:
             continue
         whole = fixed.get("sublayer") in _WHOLE and fixed.get("role") in _WHOLE
-        rank = (not whole, wanted.index(metric) if wanted else 0)
-        found.append((rank, Quantity(probe=name, by=along, fixed=tuple(fixed.items()), log=log)))
-    return [quantity for _, quantity in sorted(found, key=lambda one: one[0])][:_QUANTITIES]
+        rank = (not whole, chosen.index(metric) if chosen else 0)
+        ranked.append((rank, Quantity(probe=name, by=along, fixed=tuple(fixed.items()), log=log)))
+    return [quantity for _, quantity in sorted(ranked, key=lambda pair: pair[0])][:_QUANTITIES]
 
 
 class Drawable(Protocol):
-    """What can be drawn against depth: its name on the axes, what depth is, whether logarithmic, and its table."""
+    """A quantity to draw against depth: its name on the axes, what depth counts, whether logarithmic, and its table."""
 
     @property
     def label(self) -> str: ...
@@ -104,9 +104,9 @@ class Drawable(Protocol):
     def table(self, trial: Trial) -> Frame: ...
 
 
-def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
-    """``quantity`` against depth, a line for each of a few steps (Peri-LN Fig 1, 6): one panel per placement."""
-    drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in shown]
+def by_steps(items: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
+    """``quantity`` against depth, one line for each of a few steps (Peri-LN Fig 1, 6): one panel per placement."""
+    drawn = [(item, depth.over_seeds(item, quantity.table, log=quantity.log)) for item in items]
     drawn = [(item, table) for item, table in drawn if not table.empty]
     if not drawn:
         return None
@@ -121,7 +121,7 @@ def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
         shared_xaxes=True,
         horizontal_spacing=0.03,
         vertical_spacing=0.16 / grid.down,
-        subplot_titles=[item.label for item, _ in drawn] if len(shown) > 1 else None,
+        subplot_titles=[item.label for item, _ in drawn] if len(items) > 1 else None,
     )
     for number, (_, table) in enumerate(drawn):
         row, col = grid.place(number)
@@ -136,7 +136,7 @@ def by_steps(shown: Sequence[Shown], quantity: Drawable) -> go.Figure | None:
     polish(picture, 400 if grid.down == 1 else 220 * grid.down + 90)
     picture = charts.log_axis(picture) if quantity.log else picture
     legend_y = 1.06 if grid.down == 1 else 1 + 0.13 / grid.down
-    picture.update_layout(margin_t=72 if len(shown) > 1 else 52, legend_y=legend_y)
+    picture.update_layout(margin_t=72 if len(items) > 1 else 52, legend_y=legend_y)
     return charts.titles_above(picture)
 
 
@@ -155,10 +155,10 @@ def _at_step(table: Frame, step: float, shade: str, by: str, *, legend: bool) ->
     )
 
 
-def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
-    """What a probe says of the whole model (layer -1, or no layer at all), over the steps: one panel per metric."""
+def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> go.Figure | None:
+    """A probe's numbers for the whole model (layer -1, or no layer at all), over the steps: one panel per metric."""
     numbers: dict[str, list[tuple[Shown, Frame]]] = {}
-    for item in shown:
+    for item in items:
         rows = frames.get(item.placement, pd.DataFrame())
         if rows.empty or any(column in rows for column in _BY_DEPTH[1:]):
             continue
@@ -166,9 +166,9 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
         keys = [k for k in ("metric", "sublayer", "role", "index") if k in rows and rows[k].nunique() > 0]
         for key, group in rows.groupby(keys, sort=False) if keys else [((), rows)]:
             if group["step"].nunique() > 1:
-                said = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
-                said.pop("index", None)
-                label = Quantity(probe=name, by="step", fixed=tuple(said.items()), log=False).label
+                columns = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
+                columns.pop("index", None)
+                label = Quantity(probe=name, by="step", fixed=tuple(columns.items()), log=False).label
                 numbers.setdefault(label, []).append((item, group.groupby("step", as_index=False)["value"].mean()))
     if not numbers:
         return None
@@ -183,7 +183,7 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
                 color=item.color,
                 name=item.label,
                 group=item.label,
-                legend=len(shown) > 1 and item.placement not in named,
+                legend=len(items) > 1 and item.placement not in named,
                 markers=True,
                 hover="step %{x}: %{y:.4g}",
             ).draw(picture, 1, number)
@@ -194,59 +194,59 @@ def over_steps(shown: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
     return polish(picture, 320)
 
 
-def _section(name: str, shown: Sequence[Shown]) -> Section:
-    told = next((about for item in shown for t in item.trials if (about := _about(t.folder, name))), {})
+def _section(name: str, items: Sequence[Shown]) -> Section:
+    facts = next((facts for item in items for t in item.trials if (facts := _about(t.folder, name))), {})
     frames = {
-        item.placement: pd.concat(found)
-        for item in shown
-        if (found := [f for trial in item.trials if len(f := trial.probes.get(name, pd.DataFrame()))])
+        item.placement: pd.concat(tables)
+        for item in items
+        if (tables := [f for trial in item.trials if len(f := trial.probes.get(name, pd.DataFrame()))])
     }
-    html = callouts(_notes(name, shown))
+    html = callouts(_notes(name, items))
     if frames:
         everything: Frame = pd.concat(frames.values(), ignore_index=True)
-        drawn = quantities(name, everything, tuple(told.get("over_steps") or ()))
+        drawn = quantities(name, everything, tuple(facts.get("over_steps") or ()))
         for quantity in drawn:
-            lines, maps = by_steps(shown, quantity), None
+            lines, maps = by_steps(items, quantity), None
             if everything["step"].nunique() > 2:
-                maps = depth.heat_maps(shown, quantity.table, quantity.label, log=quantity.log, upwards=quantity.by)
+                maps = depth.heat_maps(items, quantity.table, quantity.label, log=quantity.log, upwards=quantity.by)
             if lines is not None:
                 html += figure(to_html(lines), _LINES_CAPTION, quantity.label.capitalize())
             if maps is not None:
                 html += figure(to_html(maps), _MAPS_CAPTION.format(by=quantity.by))
-        numbers = over_steps(shown, frames, name)
+        numbers = over_steps(items, frames, name)
         if numbers is not None:
-            html += figure(to_html(numbers), "Numbers of the model as a whole, against the step.", "The whole model")
+            html += figure(to_html(numbers), "Numbers for the whole model, against the step.", "The whole model")
         if not (drawn or numbers):
             html += callouts(["Nothing here is measured by layer or over the steps; the numbers are in the folder."])
-    lead = f'<p class="lead">{escape(sentence(str(told["summary"])))}</p>' if told.get("summary") else ""
-    source = f'<p class="source">Source: {escape(str(told["source"]))}</p>' if told.get("source") else ""
+    lead = f'<p class="lead">{escape(sentence(str(facts["summary"])))}</p>' if facts.get("summary") else ""
+    source = f'<p class="source">Source: {escape(str(facts["source"]))}</p>' if facts.get("source") else ""
     html = lead + html + source if html else ""
-    title = str(told.get("title") or name)
+    title = str(facts.get("title") or name)
     return Section(name=title, title=f"{title} during training", html=html)
 
 
 def _about(folder: Path, name: str) -> Json:
     try:
-        told = json.loads((folder / "probes" / name / "about.json").read_text(encoding="utf-8"))
+        about = json.loads((folder / "probes" / name / "about.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
-def _notes(name: str, shown: Sequence[Shown]) -> list[str]:
-    """What the scheduled probe could not do, each remark once with the first step it is about."""
-    said: dict[str, str] = {}
-    for item in shown:
+def _notes(name: str, items: Sequence[Shown]) -> list[str]:
+    """What the scheduled probe could not measure: each remark once, with its first step."""
+    remarks: dict[str, str] = {}
+    for item in items:
         for trial in item.trials:
             path = trial.folder / "probes" / name / "notes.jsonl"
             try:
                 lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             except (OSError, ValueError):
                 continue
-            who = f"{item.placement}: " if len(shown) > 1 else ""
+            owner = f"{item.placement}: " if len(items) > 1 else ""
             for line in lines:
-                said.setdefault(f"{who}{line.get('note')}", f"{who}step {line.get('step')}: {line.get('note')}")
-    return list(said.values())
+                remarks.setdefault(f"{owner}{line.get('note')}", f"{owner}step {line.get('step')}: {line.get('note')}")
+    return list(remarks.values())
 
 
 _LINES_CAPTION = "From the first step (light) to the last (dark), against the depth."

@@ -1,4 +1,4 @@
-"""Figures of the training itself: losses against tokens, U-curves over the learning rate, the course of a run."""
+"""Figures of training: losses against tokens, U-curves over the learning rate, the course of a run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MARKERS = {
 }
 
 
-def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go.Figure | None:
+def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go.Figure | None:
     """Training loss (thin) and eval loss (points) against tokens; the unigram entropy as a dashed line."""
     figure, evaluated, trained = go.Figure(), [], []
-    for item in shown:
+    for item in items:
         for number, trial in enumerate(item.trials):
             train = thin(trial.metrics.dropna(subset=["loss", "tokens"]), _TRAIN_POINTS)
             if len(train):
@@ -75,9 +75,9 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
             )
             top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
         ends = [losses[-1] for losses in evaluated if len(losses)]
-        if ends and min(ends) > unigram_entropy:  # none is down there yet: show how far they have come
+        if ends and min(ends) > unigram_entropy:  # none has come close yet: show how far they are
             ends += [losses[len(losses) // 2] for losses in evaluated if len(losses)]
-        top = max([top, *ends])  # where each one ended is in the picture
+        top = max([top, *ends])  # the end of each curve is in the picture
         pad = 0.06 * max(top - low, 0.1)
         figure.update_yaxes(range=[low - pad, top + pad])
     figure.update_xaxes(title="tokens", rangemode="tozero")
@@ -87,13 +87,13 @@ def loss_curves(shown: Sequence[Shown], unigram_entropy: float = math.nan) -> go
 
 
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
-    """Mean eval loss of the finished seeds against the learning rate; what did not finish stands at the top edge."""
+    """Mean eval loss of the finished seeds against the learning rate; unfinished trials stand at the top edge."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
     if rates.empty or rates["learning_rate"].nunique() < 2:
         return None
     measured = (rates["finished"] > 0) | (rates["status"].eq("short") & np.isfinite(rates["eval_loss"]))
-    rates, done = rates.assign(measured=measured), rates[measured]
-    losses = done["eval_loss"] if len(done) else pd.Series([1.0, 2.0])
+    rates, measured_rates = rates.assign(measured=measured), rates[measured]
+    losses = measured_rates["eval_loss"] if len(measured_rates) else pd.Series([1.0, 2.0])
     reach = max(float(losses.max() - losses.min()), 0.05)
     top = float(losses.max()) + 0.16 * reach
     figure = go.Figure()
@@ -134,13 +134,13 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
     ticks = sorted(rates["learning_rate"].unique())
     figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
     figure.update_yaxes(title="eval loss", range=[float(losses.min()) - 0.1 * reach, top + 0.04 * reach])
-    figure.update_yaxes(showticklabels=len(done) > 0)
+    figure.update_yaxes(showticklabels=len(measured_rates) > 0)
     return polish(figure, 420)
 
 
-def course(shown: Shown) -> go.Figure | None:
+def course(items: Shown) -> go.Figure | None:
     """One run's learning rate and whole gradient norm (before clipping) against the steps."""
-    metrics = shown.trials[0].metrics
+    metrics = items.trials[0].metrics
     names = [("learning_rate", "learning rate"), ("grad_norm", "gradient norm")]
     names = [(column, title) for column, title in names if metrics[column].notna().any()]
     if not names:
@@ -151,7 +151,7 @@ def course(shown: Shown) -> go.Figure | None:
         Line(
             x=rows["step"],
             y=rows[column],
-            color=shown.color,
+            color=items.color,
             width=1.8,
             legend=False,
             hover="step %{x}: %{y:.3g}",

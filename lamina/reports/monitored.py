@@ -1,4 +1,4 @@
-"""What the layer monitor records beside whole blocks' gradients and variances: magnitudes, parts, gains, experts."""
+"""The layer monitor's records besides blocks' gradients and variances: magnitudes, parts, gains, experts."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class Monitored:
         rows = trial.layers
         rows = rows[rows["metric"].eq(self.metric) & rows["layer"].ge(0)]
         for column in ("sublayer", "role"):
-            if (wanted := getattr(self, column)) is not None:
-                rows = rows[rows[column] == wanted]
+            if (value := getattr(self, column)) is not None:
+                rows = rows[rows[column] == value]
         return by_depth(rows)
 
 
-def sections(shown: Sequence[Shown]) -> list[Section]:
-    """The sections that these trials have records for."""
-    made = [_magnitudes(shown), _parts(shown), _gains(shown), _experts(shown), _every_step(shown)]
-    return [section for section in made if section.html]
+def sections(items: Sequence[Shown]) -> list[Section]:
+    """The sections for which these trials have records."""
+    all_sections = [_magnitudes(items), _parts(items), _gains(items), _experts(items), _every_step(items)]
+    return [section for section in all_sections if section.html]
 
 
-def largest(shown: Sequence[Shown]) -> go.Figure | None:
+def largest(items: Sequence[Shown]) -> go.Figure | None:
     """The band from the 100th largest |x| of the stream to the largest, against the step (Peri-LN Fig 11).
 
     Over seeds the band goes from the lowest 100th to the highest largest.
     """
     picture = go.Figure()
-    for item in shown:
+    for item in items:
         bands = [band for trial in item.trials if len(band := _band(trial))]
         if not bands:
             continue
@@ -91,21 +91,21 @@ def _band(trial: Trial) -> Frame:
     return rows.groupby("step", as_index=False).agg(low=("value", "min"), high=("value", "max"))
 
 
-def _magnitudes(shown: Sequence[Shown]) -> Section:
-    top = largest(shown)
+def _magnitudes(items: Sequence[Shown]) -> Section:
+    top = largest(items)
     metric = METRICS["hidden_top_abs"]
     html = figure(to_html(top), metric.caption, metric.title) if top else ""
     for metric in (METRICS["hidden_abs_max"], METRICS["hidden_abs_mean"]):
-        html += by_layer(shown, metric, _streams(metric.name), metric.title)
+        html += by_layer(items, metric, _streams(metric.name), metric.title)
     metric = METRICS["hidden_mean"]
     means = [Monitored(label=f"mean ({_words(s)})", metric="hidden_mean", sublayer=s, log=False) for s in SUBLAYERS]
-    html += _folded(metric.title, means, shown, metric.caption)
+    html += _folded(metric.title, means, items, metric.caption)
     return Section(name="Magnitudes", title="Magnitudes of the stream", html=html)
 
 
-def by_layer(shown: Sequence[Shown], metric: Metric, table: depth.Table, heading: str = "") -> str:
+def by_layer(items: Sequence[Shown], metric: Metric, table: depth.Table, heading: str = "") -> str:
     """A metric of whole blocks: by layer at both ends of training, then by layer and step."""
-    ends, maps = depth.ends(shown, table, metric.quantity), depth.heat_maps(shown, table, metric.quantity)
+    ends, maps = depth.ends(items, table, metric.quantity), depth.heat_maps(items, table, metric.quantity)
     html = figure(to_html(ends), metric.caption, heading) if ends else ""
     return html + (figure(to_html(maps), metric.over_steps, "" if heading else "Over the steps") if maps else "")
 
@@ -114,22 +114,22 @@ def _streams(metric: str) -> Callable[[Trial], Frame]:
     return lambda trial: trial.streams(metric)
 
 
-def _parts(shown: Sequence[Shown]) -> Section:
+def _parts(items: Sequence[Shown]) -> Section:
     """Gradients and variances by sub-layer, and the gradients of what is outside the blocks."""
     drawn = [*(("gradient_norm", sub) for sub in SUBLAYERS), ("hidden_variance", "attention")]  # the other: the block's
     parts = [
         Monitored(label=f"{_words(metric)} ({_words(sub)})", metric=metric, sublayer=sub, role="all")
         for metric, sub in drawn
     ]
-    html = _folded("Attention and feed-forward", parts, shown, _SUBLAYERS)
-    ends = _outside(shown, "gradient_norm", ("embedding", "readout"), "gradient norm", log=True)
+    html = _folded("Attention and feed-forward", parts, items, _SUBLAYERS)
+    ends = _outside(items, "gradient_norm", ("embedding", "readout"), "gradient norm", log=True)
     if ends:
         html += details("Embedding and readout", figure(to_html(ends), _EMBEDDING))
     return Section(name="Sub-layers", title="Gradients and variances by sub-layer", html=html)
 
 
-def _gains(shown: Sequence[Shown]) -> Section:
-    rows = _all_rows(shown, "gain_mean")
+def _gains(items: Sequence[Shown]) -> Section:
+    rows = _all_rows(items, "gain_mean")
     inside = rows[rows["layer"].ge(0)]
     places = sorted({(role, sub) for role, sub in zip(inside["role"], inside["sublayer"], strict=True)})
     html = ""
@@ -145,36 +145,36 @@ def _gains(shown: Sequence[Shown]) -> Section:
             for role, sub in places
         ]
         if metric.name == "gain_mean":
-            html += _by_steps(drawn, shown, metric.caption)
+            html += _by_steps(drawn, items, metric.caption)
         else:
-            html += _folded(metric.title, drawn, shown, metric.caption)
-    ends = _outside(shown, "gain_mean", ("embedding_norm", "final_norm"), "mean gain", log=False)
+            html += _folded(metric.title, drawn, items, metric.caption)
+    ends = _outside(items, "gain_mean", ("embedding_norm", "final_norm"), "mean gain", log=False)
     if ends:
         html += details("Embedding's and final norm", figure(to_html(ends), _FINAL))
     return Section(name="Norm gains", title="Norms' gains by layer", html=html)
 
 
-def _experts(shown: Sequence[Shown]) -> Section:
-    if _all_rows(shown, "expert_load").empty:
+def _experts(items: Sequence[Shown]) -> Section:
+    if _all_rows(items, "expert_load").empty:
         return Section(name="Experts", title="Load of the experts", html="")
     metric = METRICS["expert_load"]
-    maps = depth.heat_maps(shown, _imbalance, metric.quantity, log=False)
-    lines = evolution.by_steps(shown, _Imbalance(label=metric.quantity, metric=metric.name))
+    maps = depth.heat_maps(items, _imbalance, metric.quantity, log=False)
+    lines = evolution.by_steps(items, _Imbalance(label=metric.quantity, metric=metric.name))
     html = figure(to_html(lines), metric.caption) if lines else ""
     html += figure(to_html(maps), metric.over_steps) if maps else ""
     html += "".join(
         details(f"Every expert of {item.placement} at the last step", figure(to_html(drawn), _EXPERTS))
-        for item in shown
+        for item in items
         if (drawn := _every_expert(item)) is not None
     )
     return Section(name="Experts", title="Load of the experts", html=html)
 
 
-def _every_step(shown: Sequence[Shown]) -> Section:
+def _every_step(items: Sequence[Shown]) -> Section:
     html = ""
     for metric in (METRICS["step_loss"], METRICS["step_gradient_norm"]):
         picture = go.Figure()
-        for item in shown:
+        for item in items:
             rows = item.trials[0].layers
             series = _peaks(rows[rows["metric"] == metric.name])
             if len(series):
@@ -184,7 +184,7 @@ def _every_step(shown: Sequence[Shown]) -> Section:
                     color=item.color,
                     width=1.2,
                     name=item.label,
-                    legend=len(shown) > 1,
+                    legend=len(items) > 1,
                     hover=f"{item.label}, step %{{x}}: %{{y:.4g}}",
                 ).draw(picture)
         if picture.data:
@@ -195,7 +195,7 @@ def _every_step(shown: Sequence[Shown]) -> Section:
 
 
 def _peaks(rows: Frame) -> Frame:
-    """The values by step; of more than can be drawn the largest of each few, so that every spike is seen."""
+    """The values by step; if there are too many to draw, the largest of each few, so that every spike is visible."""
     values = rows.groupby("step")["value"].last()
     every = max(1, len(values) // (2 * _STEPS))
     return values if every == 1 else values.groupby(values.index // every * every).max()
@@ -240,13 +240,13 @@ def _every_expert(item: Shown) -> go.Figure | None:
     return polish(picture, max(260, min(560, 140 + 16 * len(table))))
 
 
-def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: str, *, log: bool) -> go.Figure | None:
-    """A metric of what stands outside the blocks against the step: one line for each of these roles."""
+def _outside(items: Sequence[Shown], metric: str, roles: Iterable[str], title: str, *, log: bool) -> go.Figure | None:
+    """A metric of the parts outside the blocks against the step: one line per role."""
     picture = go.Figure()
-    for item in shown:
+    for item in items:
         for role, dash in zip(roles, ("solid", "dot"), strict=True):
-            found = [t.layers[t.layers["metric"].eq(metric) & t.layers["layer"].lt(0)] for t in item.trials]
-            rows = pd.concat([table[table["role"] == role] for table in found]) if found else pd.DataFrame()
+            tables = [t.layers[t.layers["metric"].eq(metric) & t.layers["layer"].lt(0)] for t in item.trials]
+            rows = pd.concat([table[table["role"] == role] for table in tables]) if tables else pd.DataFrame()
             if rows.empty:
                 continue
             values = thin(rows.groupby("step", as_index=False)["value"].mean(), _STEPS)
@@ -256,7 +256,7 @@ def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: s
                 color=item.color,
                 width=1.8,
                 dash=dash,
-                name=(f"{item.label}, " if len(shown) > 1 else "") + _words(role),
+                name=(f"{item.label}, " if len(items) > 1 else "") + _words(role),
                 hover=f"{item.label}, {_words(role)}: %{{y:.4g}}",
             ).draw(picture)
     if not picture.data:
@@ -267,22 +267,22 @@ def _outside(shown: Sequence[Shown], metric: str, roles: Iterable[str], title: s
     return charts.log_axis(picture) if log else picture
 
 
-def _all_rows(shown: Sequence[Shown], metric: str) -> Frame:
-    tables = [trial.layers[trial.layers["metric"] == metric] for item in shown for trial in item.trials]
+def _all_rows(items: Sequence[Shown], metric: str) -> Frame:
+    tables = [trial.layers[trial.layers["metric"] == metric] for item in items for trial in item.trials]
     return pd.concat(tables) if tables else pd.DataFrame(columns=["layer", "role", "sublayer"])
 
 
-def _by_steps(quantities: Iterable[Monitored], shown: Sequence[Shown], caption: str) -> str:
-    """A figure for each quantity that some trial recorded; how to read them stands below the last."""
-    drawn = [(q, picture) for q in quantities if (picture := evolution.by_steps(shown, q)) is not None]
+def _by_steps(quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
+    """One figure per quantity that any trial recorded; the caption stands below the last."""
+    drawn = [(q, picture) for q in quantities if (picture := evolution.by_steps(items, q)) is not None]
     return "".join(
         figure(to_html(picture), caption if q is drawn[-1][0] else "", q.label[:1].upper() + q.label[1:])
         for q, picture in drawn
     )
 
 
-def _folded(summary: str, quantities: Iterable[Monitored], shown: Sequence[Shown], caption: str) -> str:
-    html = _by_steps(quantities, shown, caption)
+def _folded(summary: str, quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
+    html = _by_steps(quantities, items, caption)
     return details(summary, html) if html else ""
 
 

@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a ranking: what was not the same for all, and what was tried only once."""
+"""What a reader must know before trusting a ranking: what differed between trials, and what was tried only once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def notices(summary: Frame, results: Frame, recommended: Mapping[str, str] | Non
     Plain text: whoever puts it into a page escapes it.
     """
     rows = rows_of(summary)
-    said = []
+    texts = []
     if len(rows) > 1:
-        said += [*_inits(rows, recommended or {}), *_rates(rows), *_seeds(rows)]
-    said += [*_edges(rows, results), *_budget(rows)]
+        texts += [*_inits(rows, recommended or {}), *_rates(rows), *_seeds(rows)]
+    texts += [*_edges(rows, results), *_budget(rows)]
     cut = int((results["status"] == "interrupted").sum())
     if cut:
-        said.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume continues the study.")
-    return said
+        texts.append(f"{cut} trial{'s were' if cut > 1 else ' was'} interrupted: --resume continues the study.")
+    return texts
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -34,7 +34,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
-    """That the initializers differ; or, where they are one, whose recommended one it is not."""
+    """A warning that the initializers differ, or that the common one is not the recommended one for all."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -42,17 +42,17 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
     if len(users) > 1:
         groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
         return [
-            f"The initializers differ ({groups}), so this is no paired comparison: what looks like the placement may "
-            "be its initializer. --init same:scaled gives one to all."
+            f"The initializers differ ({groups}), so this comparison is not paired: what looks like an effect of "
+            "the placement may be one of its initializer. --init same:scaled gives all the same one."
         ]
     others = [(name, recommended[name]) for init in users for name in users[init] if name in recommended]
     others = [(name, own) for name, own in others if own not in users]
     if not others:
         return []
-    theirs = listed([f"{name} ({own})" for name, own in others])
+    recommended_names = listed([f"{name} ({own})" for name, own in others])
     return [
-        f"One initializer for all, {next(iter(users))}; another is recommended for {theirs}. --init recommended gives "
-        "each its own, and then compares the two together."
+        f"All placements have one initializer, {next(iter(users))}; another is recommended for {recommended_names}. "
+        "--init recommended gives each its own, and then compares placement and initializer together."
     ]
 
 
@@ -93,12 +93,12 @@ def _edges(rows: list[Json], results: Frame) -> list[str]:
 
 
 def _budget(rows: list[Json]) -> list[str]:
-    """That so few tokens show the start of training only."""
-    done = [row for row in rows if row["finished"] and row["tokens"] > 0 and row["parameters"] > 0]
-    if len(rows) < 2 or not done:
+    """A warning that so few tokens show only the start of training."""
+    finished = [row for row in rows if row["finished"] and row["tokens"] > 0 and row["parameters"] > 0]
+    if len(rows) < 2 or not finished:
         return []
-    steps = max(row["steps"] for row in done)
-    ratio = max(row["tokens"] / row["parameters"] for row in done)
+    steps = max(row["steps"] for row in finished)
+    ratio = max(row["tokens"] / row["parameters"] for row in finished)
     if not math.isfinite(ratio) or ratio >= USUAL_TOKENS:
         return []
     return [

@@ -33,18 +33,18 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """What the page's navigation jumps to."""
+        """The anchor in the page's navigation."""
         return re.sub(r"[^a-z]+", "-", self.name.lower())
 
 
 def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, sections: Iterable[Section]) -> Path:
-    """Write the page under a temporary name, then put it into place: a reader never sees half of it."""
+    """Write the page under a temporary name, then rename it: a reader never sees half of it."""
     parts = [section for section in sections if section.html]
     links = "".join(f'<a href="#{part.anchor}">{escape(part.name)}</a>' for part in parts)
     damage = digests.differences(path.parent)
     for line in damage:
         logger.warning("%s: %s", path.parent, line)
-    body = callouts(f"{line}: what the page shows of it is not what was written." for line in damage)
+    body = callouts(f"{line}: the page shows content that was changed after it was written." for line in damage)
     body += "".join(f'<section id="{part.anchor}"><h2>{escape(part.title)}</h2>{part.html}</section>' for part in parts)
     facts_line = '<span class="dot">·</span>'.join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
     page = Template(_PAGE).substitute(
@@ -71,12 +71,12 @@ def prose(texts: Iterable[str], colors: Mapping[str, str]) -> str:
 def callouts(texts: Iterable[str]) -> str:
     """Warnings; a command-line flag is set as code, with its value."""
     flag = r"(--[a-z-]+(?: (?:[\d.,e-]+\d|same:\w+|recommended\b))?)"
-    shown = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
-    return "".join(f'<p class="notice">{text}</p>' for text in shown)
+    marked = (re.sub(flag, r"<code>\1</code>", escape(text)) for text in texts)
+    return "".join(f'<p class="notice">{text}</p>' for text in marked)
 
 
 def figure(html: str, caption: str, heading: str = "") -> str:
-    """A figure with how to read it below."""
+    """A figure with its caption below."""
     top = f"<h3>{escape(heading)}</h3>" if heading else ""
     return f"<figure>{top}{html}<figcaption>{escape(caption)}</figcaption></figure>"
 

@@ -1,4 +1,4 @@
-"""Each figure of a probing as a PNG, by a browser that is on the machine already."""
+"""Each figure of a probing as a PNG, drawn by an installed browser."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ WIDTH = 900
 
 
 def draw(folder: Path) -> list[Path]:
-    """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError where no browser does it."""
+    """Write FOLDER/figures/NAME.png beside each figure's .json. Raises UserError without a working browser."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    made = []
-    for told in result["probes"].values():
-        for drawn in told.get("figures") or ():
+    paths = []
+    for entry in result["probes"].values():
+        for drawn in entry.get("figures") or ():
             source = folder / "figures" / Path(drawn["file"]).name
             figure = polish_own(compact(plotly.io.from_json(source.read_text(encoding="utf-8")))[0])
-            made.append(_picture(to_html(figure), drawn["title"], source.with_suffix(".png"), figure.layout.height))
-    return made
+            paths.append(_picture(to_html(figure), drawn["title"], source.with_suffix(".png"), figure.layout.height))
+    return paths
 
 
 def _picture(html: str, title: str, target: Path, height: int) -> Path:

@@ -16,7 +16,7 @@ from lamina.reports.records import Frame, complete
 def summarize(results: Frame) -> Frame:
     """One row per placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
 
-    The best rate is the one with the lowest mean among those at which every seed finished (where there is none:
+    The best rate is the one with the lowest mean among those at which every seed finished (if there is none:
     at which the most did), so that a rate cannot win by losing its bad seeds. Placements without a finished seed come
     last: short, stuck, interrupted, diverged, failed, and by eval loss within each. ``eval_loss_std`` is over finished
     seeds (ddof 1), NaN for fewer than two.

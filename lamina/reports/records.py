@@ -1,4 +1,4 @@
-"""Reads the files of a run or a study. What is missing or cut off is left out; it is never an error of the page."""
+"""Reads the files of a run or a study. Missing or cut-off data are left out; they are never an error of the page."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Trial:
 
     @cached_property
     def probes(self) -> dict[str, Frame]:
-        """What scheduled probes saw (probes/NAME/part-*.parquet): their columns and ``step``, by the probe's name."""
-        found: dict[str, Frame] = {}
+        """Scheduled probes' results (probes/NAME/part-*.parquet): their columns and ``step``, by probe."""
+        frames: dict[str, Frame] = {}
         for folder in sorted(self.folder.glob("probes/*/")):
             parts = []
             for path in digests.intact(self.folder, f"probes/{folder.name}/part-*.parquet"):
@@ -95,10 +95,10 @@ class Trial:
                         parts.append(part)
                 except (OSError, ValueError) as error:
                     logger.warning("%s: left out of the report (%s)", path.name, error)
-            found[folder.name] = (
+            frames[folder.name] = (
                 pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["step", "value"])
             )
-        return found
+        return frames
 
     @cached_property
     def gradients(self) -> Frame:
@@ -174,7 +174,7 @@ def read_config(folder: Path) -> Json:
 
 
 def study_header(folder: Path) -> Json:
-    """study.yaml, or its copy where that file is not whole; empty where neither is."""
+    """study.yaml, or its copy if that file is damaged; empty if both are."""
     try:
         return study_record.read_study(folder)
     except UserError as error:

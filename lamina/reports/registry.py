@@ -19,7 +19,7 @@ _pages: dict[Kind, Page] = {}
 
 
 def report_of(kind: Kind) -> Callable[[P], P]:
-    """Register a function as what writes the page of a ``kind`` of folder."""
+    """Register a function that writes the page of a ``kind`` of folder."""
 
     def register(page: P) -> P:
         _pages[kind] = page
@@ -38,7 +38,7 @@ def kinds() -> list[Kind]:
 def report(folder: Path) -> Path:
     """Write ``folder/report.html``, whatever kind of job wrote the folder; returns the page's path.
 
-    Raises UserError where no job has, or where its records are not whole.
+    Raises UserError if no job wrote it, or its records are damaged.
     """
     folder = Path(folder)
     known, kind = kinds(), kind_of(folder)

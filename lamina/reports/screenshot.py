@@ -1,4 +1,4 @@
-"""A picture of a page, by a browser that is on the machine already."""
+"""A picture of a page, drawn by an installed browser."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, *, timeout: float = 120) -> Path:
-    """Render the top ``height`` pixels of a page into a PNG. Raises UserError where no browser does it."""
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    """Render the top ``height`` pixels of a page into a PNG. Raises UserError without a working browser."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise UserError(f"screenshot: no browser on PATH (looked for: {', '.join(BROWSERS)})")
     if not page.is_file():
@@ -33,11 +33,11 @@ def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, 
             page.resolve().as_uri(),
         ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             raise UserError(f"screenshot: {Path(browser).name} took longer than {timeout:.0f} s") from None
         if not picture.is_file():
-            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
             raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]})")
         partial = target.with_name(f"{target.name}.partial")
         shutil.copyfile(picture, partial)

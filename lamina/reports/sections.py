@@ -23,16 +23,16 @@ from lamina.reports.style import Shown, colors, to_html
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
-    """The ranking, what the figures show of it (each placement's trials at its best rate) and each one's color."""
+    """The ranking, the placements in the figures (each with its trials at its best rate), and the colors."""
     summary = summarize(study.results)
     color = colors(study.results["placement"])
     rates = study.results["learning_rate"]
-    shown = []
+    items = []
     for row in rows_of(summary):
         rate = row["learning_rate"]
         same = rates.eq(rate) if math.isfinite(rate) else rates.isna()
         chosen = study.results.index[study.results["placement"].eq(row["placement"]) & same]
-        shown.append(
+        items.append(
             Shown(
                 placement=row["placement"],
                 color=color[row["placement"]],
@@ -40,32 +40,32 @@ def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:
                 status_text=row["status_text"],
             )
         )
-    return summary, shown, color
+    return summary, items, color
 
 
-def what_happened(study: Study, summary: Frame, shown: list[Shown], color: dict[str, str]) -> Section:
-    said = sentences(
+def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[str, str]) -> Section:
+    texts = sentences(
         summary,
-        gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in shown},
-        variances={item.placement: depth.over_seeds(item, depth.variances) for item in shown},
+        gradients={item.placement: depth.over_seeds(item, depth.gradients) for item in items},
+        variances={item.placement: depth.over_seeds(item, depth.variances) for item in items},
     )
-    own = {item.placement: t.plan.initialization for item in shown for t in item.trials if t.plan is not None}
-    html = prose(said, color) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
+    own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
+    html = prose(texts, color) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
     return Section(name="What happened", title="What happened", html=html)
 
 
-def loss(study: Study, shown: list[Shown], several: bool) -> Section:
+def loss(study: Study, items: list[Shown], several: bool) -> Section:
     entropy = study.results["unigram_entropy"].dropna()
-    drawn = figures.loss_curves(shown, float(entropy.iloc[0]) if len(entropy) else math.nan)
+    drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan)
     caption = _LOSS + (" Each placement is shown at its best learning rate." if several else "")
     return Section(name="Loss", title="Loss against tokens", html=figure(to_html(drawn), caption) if drawn else "")
 
 
-def by_depth(shown: list[Shown]) -> list[Section]:
+def by_depth(items: list[Shown]) -> list[Section]:
     """The gradients and the variances by layer."""
-    missing = '<p class="notice">No records by layer in this folder.</p>'
+    missing = '<p class="notice">This folder has no records by layer.</p>'
     return [
-        Section(name=name, title=metric.title, html=monitored.by_layer(shown, metric, table) or missing)
+        Section(name=name, title=metric.title, html=monitored.by_layer(items, metric, table) or missing)
         for name, metric, table in (
             ("Gradients", METRICS["gradient_norm"], depth.gradients),
             ("Variances", METRICS["hidden_variance"], depth.variances),
@@ -73,9 +73,9 @@ def by_depth(shown: list[Shown]) -> list[Section]:
     ]
 
 
-def diagrams(study: Study, shown: list[Shown]) -> Section:
+def diagrams(study: Study, items: list[Shown]) -> Section:
     cards = []
-    for item in shown:
+    for item in items:
         plan = next((trial.plan for trial in item.trials if trial.plan), None) or _resolved(item.placement, study)
         if plan is None:
             continue
@@ -116,7 +116,7 @@ def _scheme(spec: str) -> placements.Placement | None:
 
 
 def _resolved(spec: str, study: Study) -> Plan | None:
-    """A plan for a registered placement none of whose trials left one."""
+    """A plan for a registered placement whose trials left none."""
     layers = _setting(study, "num_layers")
     try:
         if _scheme(spec) is None or not isinstance(layers, int):
@@ -148,9 +148,9 @@ def facts(study: Study) -> list[str]:
 
 
 _LOSS = (
-    "Points: eval loss. Thin lines: training loss. A curve that stays on the dashed line has learned how often each "
-    "token occurs and nothing else. A double-click shows what lies above the picture (the first steps, mostly). A "
-    "click on a name hides it."
+    "Points: eval loss. Thin lines: training loss. A run whose curve stays on the dashed line has learned how "
+    "often each token occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
+    "steps). Click a name to hide it."
 )
 _DIAGRAMS = (
     "Drawn from the plans that were trained, bottom to top: the vertical line is the stream, the branch to its right "

@@ -17,38 +17,38 @@ _MARGIN = 0.1  # nats that still count as at the unigram entropy
 
 
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
-    """Sentences on which placement leads and by how much, which failed, and what the layers show of the reason.
+    """Sentences on which placement leads and by how much, which failed, and what the layers say about the reason.
 
     ``summary`` is that of ``summarize``; ``gradients`` and ``variances`` are by placement, one row per block (from 1;
     0 is the embedding) and one column per logged step. Plain text: whoever puts it into a page escapes it.
     """
-    said = [_lead(summary), _trouble(summary), _why(summary, gradients or {}, variances or {})]
-    return [sentence for sentence in said if sentence]
+    texts = [_lead(summary), _trouble(summary), _why(summary, gradients or {}, variances or {})]
+    return [sentence for sentence in texts if sentence]
 
 
 def _lead(summary: Frame) -> str:
-    done = [row for row in rows_of(summary) if row["finished"]]
-    if not done:
+    finished = [row for row in rows_of(summary) if row["finished"]]
+    if not finished:
         return _nobody(rows_of(summary))
-    first = done[0]
-    said = f"{first['placement']} "
+    first = finished[0]
+    lead = f"{first['placement']} "
     if len(summary) == 1:
         perplexity = f", a perplexity of {first['perplexity']:.3g}" if math.isfinite(first["perplexity"]) else ""
-        return said + f"ended at an eval loss of {_loss(first)}{perplexity}."
-    said += f"has the lowest eval loss, {_loss(first)}"
-    if len(done) == 1:
-        return f"{said}; it is the only one of {len(summary)} placements that finished."
-    others = [done[1]]
-    baseline = [row for row in done[2:] if row["placement"] == "pre_ln"]
-    others += baseline or done[2:][-1:]
-    return f"{said}, {listed([_gap(first, other) for other in others])}{_noise(first, others[0])}."
+        return lead + f"ended at an eval loss of {_loss(first)}{perplexity}."
+    lead += f"has the lowest eval loss, {_loss(first)}"
+    if len(finished) == 1:
+        return f"{lead}; it is the only one of {len(summary)} placements that finished."
+    others = [finished[1]]
+    baseline = [row for row in finished[2:] if row["placement"] == "pre_ln"]
+    others += baseline or finished[2:][-1:]
+    return f"{lead}, {listed([_gap(first, other) for other in others])}{_noise(first, others[0])}."
 
 
 def _nobody(rows: list[Json]) -> str:
     """The lead of a study in which no placement finished."""
     statuses = {row["status"] for row in rows}
     if len(rows) == 1:
-        return ""  # what became of it is all there is to say
+        return ""  # its status is all there is to say
     if statuses == {"failed"}:
         return f"All {len(rows)} placements failed, so there is nothing to compare."
     if statuses == {"short"}:
@@ -63,8 +63,8 @@ def _nobody(rows: list[Json]) -> str:
 
 def _gap(first: Json, other: Json) -> str:
     gap = other["eval_loss"] - first["eval_loss"]
-    there = f"{other['placement']} ({_loss(other)})"
-    return f"{gap:.3f} below {there}" if gap >= 0.0005 else f"level with {there}"
+    place = f"{other['placement']} ({_loss(other)})"
+    return f"{gap:.3f} below {place}" if gap >= 0.0005 else f"level with {place}"
 
 
 def _noise(first: Json, second: Json) -> str:
@@ -82,14 +82,14 @@ def _trouble(summary: Frame) -> str:
     groups: dict[str, list[Json]] = {}
     for row in rows_of(summary[summary["finished"] == 0]):
         groups.setdefault(_end(row), []).append(row)
-    said = [_together(end, rows) for end, rows in groups.items()]
+    texts = [_together(end, rows) for end, rows in groups.items()]
     partly = summary[(summary["finished"] > 0) & (summary["finished"] < summary["seeds"])]
-    said += [f"{row['placement']}: {row['status_text']}" for row in rows_of(partly)]
-    return "; ".join(said) + "." if said else ""
+    texts += [f"{row['placement']}: {row['status_text']}" for row in rows_of(partly)]
+    return "; ".join(texts) + "." if texts else ""
 
 
 def _end(row: Json) -> str:
-    """What became of a placement that did not finish; those of which the same is said stand together."""
+    """The fate of a placement that did not finish; those with the same fate share a sentence."""
     entropy, loss = row["unigram_entropy"], row["eval_loss"]
     known = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
     if row["status"] == "short":
@@ -108,12 +108,16 @@ def _end(row: Json) -> str:
 
 
 def _together(end: str, rows: list[Json]) -> str:
-    """``end`` said of one placement or of several."""
+    """The sentence ``end`` for one placement or several."""
     names, losses = listed([row["placement"] for row in rows]), listed([f"{row['eval_loss']:.2f}" for row in rows])
-    one = len(rows) == 1
-    words = {"is": "is" if one else "are", "was": "was" if one else "were", "it": "it has" if one else "they have"}
-    words |= {"fall": "falls" if one else "fall"}
-    words["at"] = f"at {losses} its eval loss is" if one else f"at {losses} their eval losses are"
+    single = len(rows) == 1
+    words = {
+        "is": "is" if single else "are",
+        "was": "was" if single else "were",
+        "it": "it has" if single else "they have",
+    }
+    words |= {"fall": "falls" if single else "fall"}
+    words["at"] = f"at {losses} its eval loss is" if single else f"at {losses} their eval losses are"
     return f"{names} {end.format(**words)}"
 
 
@@ -122,21 +126,26 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
     known = [
         row for row in rows if _ratio(gradients.get(row["placement"]), 0) or _ratio(gradients.get(row["placement"]), -1)
     ]
-    said = []
+    texts = []
     if len(known) == 1 or (known and not known[0]["finished"]):
         name = _worst(known)
-        said.append(_evenness(name, gradients[name], -1))
+        texts.append(_evenness(name, gradients[name], -1))
     elif known:
         best, worst = known[0]["placement"], _worst(known)
         column = max((0, -1), key=lambda c: abs(math.log(_ratio(gradients[worst], c) or 1)))
-        here, there = _ratio(gradients[worst], column), _ratio(gradients[best], column)
-        if here and there and abs(math.log(here)) > abs(math.log(there)) and _size(here) > _LEVEL:
-            said.append(
+        worst_ratio, best_ratio = _ratio(gradients[worst], column), _ratio(gradients[best], column)
+        if (
+            worst_ratio
+            and best_ratio
+            and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
+            and _size(worst_ratio) > _LEVEL
+        ):
+            texts.append(
                 f"Why, by layer: {_evenness(worst, gradients[worst], column)}, while in {best} the two "
-                + (f"differ {_times(_size(there))}" if _size(there) > _LEVEL else "are of one size")
+                + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are of one size")
             )
         else:
-            said.append(
+            texts.append(
                 f"Gradients by layer do not set the first and the last of the ranking apart: {worst} has them no less "
                 f"even than {best}"
             )
@@ -149,10 +158,10 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
             even = (
                 f" and {'stays level' if _size(growth[least]) < _LEVEL else f'changes {_times(_size(growth[least]))}'}"
             )
-            said.append(part + (f"{even} in {least}" if least != most else ""))
+            texts.append(part + (f"{even} in {least}" if least != most else ""))
         else:
-            said.append("the hidden variance stays of one size from the first block to the last")
-    return _capital("; ".join(said)) + "." if said else ""
+            texts.append("the hidden variance stays of one size from the first block to the last")
+    return _capital("; ".join(texts)) + "." if texts else ""
 
 
 def _worst(known: list[Json]) -> str:
@@ -176,7 +185,7 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
 
 
 def _ratio(table: Frame | None, column: int) -> float | None:
-    """Last block's value over the first's at a logged step, by position; None where it has no meaning."""
+    """Last block's value over the first's at a logged step, by position; None if it is undefined."""
     if table is None or table.empty or len(table.loc[1:]) < 2:
         return None
     values = table.loc[1:].iloc[:, column]

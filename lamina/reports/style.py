@@ -19,7 +19,7 @@ INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
 # Told apart with every common color blindness (after Okabe and Ito, and Tol).
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
-# The demo's placements keep theirs in every report; others take what is left in order of appearance.
+# The demo's placements keep theirs in every report; others take the remaining colors in order of appearance.
 _FIXED: dict[str, str] = dict(
     zip(("pre_ln", "post_ln", "fusenorm", "mix_ln", "keel", "peri_ln"), PALETTE, strict=False)
 )
@@ -49,16 +49,16 @@ def colors(placements: Iterable[str]) -> dict[str, str]:
     free = [c for c in _OTHERS if c not in _FIXED.values()] + [
         c for n, c in _FIXED.items() if not any(name.startswith(n) for name in names)
     ]
-    given: dict[str, str] = {}
-    taken = 0
+    color_by_name: dict[str, str] = {}
+    used = 0
     for name in names:
         own = _FIXED.get(name.partition("(")[0].strip())
-        if own and own not in given.values():
-            given[name] = own
+        if own and own not in color_by_name.values():
+            color_by_name[name] = own
         else:
-            given[name] = free[taken % len(free)]
-            taken += 1
-    return given
+            color_by_name[name] = free[used % len(free)]
+            used += 1
+    return color_by_name
 
 
 def rgba(color: str, alpha: float) -> str:
@@ -97,7 +97,7 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
 
 
 def polish_own(figure: go.Figure) -> go.Figure:
-    """The page's look for a figure that comes with sizes and a title of its own; the page sets the title above it."""
+    """The page's look for a figure with its own sizes and title; the page sets the title above it."""
     layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
     legends = sum(trace.showlegend is not False and bool(trace.name) for trace in traces)
     bottom, top = layout.margin.b, layout.margin.t
@@ -113,7 +113,7 @@ def polish_own(figure: go.Figure) -> go.Figure:
 
 
 def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
-    """Ticks that can be read, and a range in which what is level looks level."""
+    """Readable ticks, and a range in which level data look level."""
     if not len(values) or cast("Any", figure.layout).yaxis.range is not None:
         return
     if cast("Any", figure.layout).yaxis.type != "log":
@@ -141,11 +141,11 @@ def to_html(figure: go.Figure) -> str:
 
 
 def thin(frame: Frame, count: int) -> Frame:
-    """At most about ``count`` rows, evenly taken, the last one always among them."""
+    """At most about ``count`` rows, evenly spaced, always including the last."""
     if len(frame) <= count:
         return frame
-    kept = sorted({round(i * (len(frame) - 1) / (count - 1)) for i in range(count)})
-    return frame.iloc[kept]
+    rows = sorted({round(i * (len(frame) - 1) / (count - 1)) for i in range(count)})
+    return frame.iloc[rows]
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
@@ -155,8 +155,8 @@ def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
     exponents = [
         k + math.log10(m) for k in range(math.floor(low), math.ceil(high) + 1) if k % every == 0 for m in steps
     ]
-    kept = [e for e in exponents if low <= e <= high]
-    return kept, [_power(e) for e in kept]
+    chosen = [e for e in exponents if low <= e <= high]
+    return chosen, [_power(e) for e in chosen]
 
 
 def _power(exponent: float) -> str:

@@ -1,4 +1,4 @@
-"""The one HTML table of all pages, and what its cells are made of. Every text in it is escaped here."""
+"""The one HTML table of all pages, and its cells. Every text in it is escaped here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from lamina.jobs.status import Status
 
 Row = Mapping[str, Any]
-NONE = '<span class="none">–</span>'  # where there is no number
+NONE = '<span class="none">–</span>'  # for a missing number
 
 
 @dataclass(frozen=True, kw_only=True)

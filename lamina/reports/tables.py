@@ -47,7 +47,7 @@ def trials_table(results: Frame, colors: Mapping[str, str]) -> str:
 
 
 def _present(columns: Iterable[Column], table: Frame) -> list[Column]:
-    """The columns without the optional ones that ``table`` has no value of (runs too short, or older than them)."""
+    """The columns without the optional ones for which ``table`` has no value (short or older runs)."""
     return [c for c in columns if not c.optional or (c.name in table and table[c.name].notna().any())]
 
 

@@ -81,7 +81,7 @@ def test_every_role_starts_with_its_standard_deviation(init):
     assert seen == ROLES
 
 
-def test_every_initialiser_is_tested_here():
+def test_every_initializer_is_tested_here():
     assert set(initialization.names()) == set(STD)
     assert all(initialization.help_of(name) for name in STD)
 
@@ -93,7 +93,7 @@ def test_the_base_standard_deviation_can_be_given():
 
 
 @pytest.mark.parametrize("init", TAKE_STD)
-def test_the_base_standard_deviation_is_read_by_every_initialiser_that_takes_it(init):
+def test_the_base_standard_deviation_is_read_by_every_initializer_that_takes_it(init):
     assert max(p.std().item() for p in model_of(f"{init}(std=0.5)").parameters() if p.ndim > 1) == pytest.approx(
         0.5, rel=0.02
     )
@@ -107,18 +107,18 @@ def test_a_base_standard_deviation_that_nothing_would_read_is_refused():
 @pytest.mark.parametrize(
     "init", ["norml", "normal(std=0)", "normal(std=big)", "normal(sd=0.1)", "normal(std=-1)", "normal("]
 )
-def test_an_initialiser_that_does_not_exist_is_refused(init):
+def test_an_initializer_that_does_not_exist_is_refused(init):
     with pytest.raises(UserError, match="init"):
         lamina.build(llama(1), "pre_ln", init=init)
 
 
-def test_a_misspelt_initialiser_suggests_the_nearest():
+def test_a_misspelt_initializer_suggests_the_nearest():
     with pytest.raises(UserError, match=r"'scald'; did you mean 'scaled'.*recommended"):
         lamina.build(llama(1), "pre_ln", init="scald")
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_recommended_initialiser_is_the_schemes(name):
+def test_the_recommended_initializer_is_the_schemes(name):
     torch.manual_seed(0)
     recommended = lamina.build(llama(2), name)
     torch.manual_seed(0)

@@ -80,7 +80,7 @@ def test_the_plain_placements_start_every_matrix_from_the_same_standard_deviatio
 
 
 @pytest.mark.parametrize("name", ["pre_ln", "post_ln", "mix_ln", "fusenorm", "keel"])
-def test_the_initialisers_by_name_do_the_same_for_every_placement(name):
+def test_the_initializers_by_name_do_the_same_for_every_placement(name):
     assert_starts_from(initial(name, 12, init="normal"), 0.02)
     assert_starts_from(initial(name, 12, init="scaled"), 0.02, output_std=0.02 / math.sqrt(24))
     assert_starts_from(initial(name, 12, init="small"), math.sqrt(2 / (5 * WIDTH)))

@@ -1,4 +1,4 @@
-"""The plan as data: it goes to JSON and comes back, and refuses what has no meaning."""
+"""The plan as data: it goes to JSON and comes back, and refuses invalid values."""
 
 import dataclasses
 import json

@@ -49,7 +49,7 @@ def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
         assert not sets[name] & fitted
 
 
-def test_the_grid_is_every_placement_depth_initialiser_and_rate(scripts):
+def test_the_grid_is_every_placement_depth_initializer_and_rate(scripts):
     calibrating, *_ = scripts
     grid = list(calibrating.cases("grid"))
     assert len(grid) == len({calibrating.key_of(c) for c in grid}) == 17 * 3 * 2 * 2 == calibrating.SETS["grid"]

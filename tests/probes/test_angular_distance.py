@@ -125,7 +125,7 @@ def test_images_compare_all_patches_and_have_no_last_one():
     everything = measured(probe(model, f"{spec}(tokens=all)", inputs["pixel_values"])[spec])
     class_token = measured(probe(model, f"{spec}(tokens=first)", inputs["pixel_values"])[spec])
     assert default == everything != class_token
-    with pytest.raises(UserError, match="tokens: 'last' has no meaning for images"):
+    with pytest.raises(UserError, match="tokens: 'last' is invalid for images"):
         probe(model, f"{spec}(tokens=last)", inputs["pixel_values"])
 
 
@@ -180,8 +180,8 @@ def _curve(turns):
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
-        ([0.3, 0.3, 0.2, 0.2, 0.1, 0.05, 0.05, 0.2], "deep layers are the similar ones"),
-        ([0.2, 0.05, 0.05, 0.1, 0.2, 0.2, 0.3, 0.3], "early layers are the similar ones"),
+        ([0.3, 0.3, 0.2, 0.2, 0.1, 0.05, 0.05, 0.2], "deep layers are the more similar ones"),
+        ([0.2, 0.05, 0.05, 0.1, 0.2, 0.2, 0.3, 0.3], "early layers are the more similar ones"),
         ([0.1] * 4 + [0.115] * 4, "Neither the early nor the deep layers"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_probe_that_needs_text_on_images():
     class Reads(Watcher):
         needs = frozenset({"tokens"})
 
-    with pytest.raises(UserError, match="needs a model of text"):
+    with pytest.raises(UserError, match="needs a text model"):
         run_probe(small_model("vit"), [Reads()], torch.rand(2, 3, 16, 16))
 
 

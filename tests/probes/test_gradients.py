@@ -172,7 +172,7 @@ def test_every_parameter_of_an_architecture_has_a_place(name):
 
 
 @pytest.mark.parametrize("placement", ["pre_ln", "peri_ln", "keel", "fusenorm", "hybridnorm"])
-def test_roles_of_ours_are_those_of_the_initialiser(placement):
+def test_roles_of_ours_are_those_of_the_initializer(placement):
     config = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_attention_heads=2)
     model = lamina.build(config, placement, num_layers=3)
     context = context_of(model, [{"input_ids": torch.arange(6)[None]}])
@@ -216,5 +216,5 @@ def test_sentences_and_figures(llama):
 
 def test_images_are_refused():
     model = small_model("vit")
-    with pytest.raises(UserError, match="gradients: needs a model of text"):
+    with pytest.raises(UserError, match="gradients: needs a text model"):
         probe(model, "gradients", small_inputs(model)["pixel_values"])

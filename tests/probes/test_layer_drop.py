@@ -414,14 +414,17 @@ def _frame(values, meanings=("remove",)):
 
 def test_sentences_name_the_layers_that_could_go():
     said = LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3]))
-    assert said[0] == "Dropping layer 3 harms least (loss increase 0.01 nats), layer 0 most (2 nats)."
-    assert "Layers that could go, one at a time: 2-3" in said[1]
+    assert said[0] == "Dropping layer 3 harms least (loss increase 0.01 nats), dropping layer 0 most (2 nats)."
+    assert "Layers that could be dropped, one at a time: 2-3" in said[1]
     assert "drop layer 3 first, the measured harm the same" in said[2]
     assert "correlation of 1.00" in said[2]
-    assert LayerDrop().sentences(_frame([0.3] * 4))[0] == "Dropping any one layer harms alike (loss increase 0.3 nats)."
+    assert (
+        LayerDrop().sentences(_frame([0.3] * 4))[0]
+        == "Dropping any one layer does equal harm (loss increase 0.3 nats)."
+    )
     both = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01, 0.3], ("remove", "branch"))))
     assert "its branches set to zero, its norms kept" in both
-    assert "No layer could go unnoticed" in both
+    assert "No layer could be dropped unnoticed" in both
     assert "layers 3 to 4" in LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01]).assign(size=2))[0]
 
 

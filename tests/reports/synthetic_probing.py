@@ -33,7 +33,7 @@ def frames(num_layers: int) -> dict[str, pd.DataFrame]:
 
 
 def write_probing(folder: Path, num_layers: int = 12, **changed) -> Path:
-    """A finished probing of two probes, and a third that had no meaning for the model."""
+    """A finished probing of two probes, and a third that does not apply to the model."""
     (folder / "figures").mkdir(parents=True)
     probes = {}
     for name, frame in frames(num_layers).items():

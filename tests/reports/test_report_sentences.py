@@ -144,22 +144,22 @@ def test_ties_are_level_and_equal_seeds_do_not_divide_by_zero():
     assert "0.100 below b" in sentences(summarize(frame))[0]
 
 
-def test_initialisers_that_differ_are_no_paired_comparison():
+def test_initializers_that_differ_are_not_a_paired_comparison():
     frame = THREE.assign(init=["scaled", "normal", "scaled", "scaled", ""])
     assert notices(summarize(frame), frame)[0].startswith(
-        "The initialisers differ (scaled: fusenorm, pre_ln and post_ln; normal: keel), so this is no paired comparison"
+        "The initializers differ (scaled: fusenorm, pre_ln and post_ln; normal: keel), so this comparison is not paired"
     )
     same = THREE.assign(init="scaled")
     said = notices(summarize(same), same, {"keel": "normal", "pre_ln": "scaled"})
-    assert said[0].startswith("One initialiser for all, scaled; another is recommended for keel (normal).")
-    assert not any("nitialiser" in notice for notice in notices(summarize(same), same))
+    assert said[0].startswith("All placements have one initializer, scaled; another is recommended for keel (normal).")
+    assert not any("nitializer" in notice for notice in notices(summarize(same), same))
 
 
 def test_so_few_tokens_show_the_start_only():
     frame = THREE.assign(tokens=102_400, parameters=900_000, steps=100)
-    assert "100 steps are 0.11 tokens a parameter" in notices(summarize(frame), frame)[-1]
+    assert "100 steps are 0.11 tokens per parameter" in notices(summarize(frame), frame)[-1]
     frame = frame.assign(tokens=30 * 900_000)
-    assert not any("tokens a parameter" in notice for notice in notices(summarize(frame), frame))
+    assert not any("tokens per parameter" in notice for notice in notices(summarize(frame), frame))
 
 
 def test_unequal_numbers_of_rates_are_noticed_and_a_rate_of_ones_own_each_is_one_rate():

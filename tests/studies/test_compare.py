@@ -90,7 +90,7 @@ def test_the_same_study_gives_the_same_losses(study):
     assert list(first.trial) == list(second.trial)
 
 
-def test_one_initialiser_for_all(study):
+def test_one_initializer_for_all(study):
     table = compare(study(init="same:normal"), bar=False)
     assert list(table.init) == ["normal", "normal"]
 

@@ -88,7 +88,7 @@ def test_lists_are_taken_as_well_as_text():
     assert CompareSettings(seeds=3, learning_rates=1e-3).seeds == "3"
 
 
-def test_one_initialiser_for_all_is_the_default():
+def test_one_initializer_for_all_is_the_default():
     assert {t.init for t in CompareSettings().trials().values()} == {"scaled"}
     assert {t.init for t in CompareSettings(init="recommended").trials().values()} == {"recommended"}
 

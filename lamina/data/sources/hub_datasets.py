@@ -156,9 +156,9 @@ def _one_split(source: HubSource, loaded: Loaded) -> OneSplit:
             raise unknown(f"split of the corpus {source.spec!r}:", source.split, [str(loaded.split)])
         return loaded
     splits = cast("dict[str, OneSplit]", loaded)
-    wanted = source.split or ("train" if "train" in splits else next(iter(splits)))
-    if wanted not in splits:
-        raise unknown(f"split of the corpus {source.spec!r}:", wanted, splits)
-    if source.split is None and wanted != "train" and len(splits) > 1:
+    name = source.split or ("train" if "train" in splits else next(iter(splits)))
+    if name not in splits:
+        raise unknown(f"split of the corpus {source.spec!r}:", name, splits)
+    if source.split is None and name != "train" and len(splits) > 1:
         raise UserError(f"corpus: {source.spec!r}: append @SPLIT, one of {', '.join(sorted(splits))}")
-    return splits[wanted]
+    return splits[name]

@@ -85,13 +85,13 @@ class TokenStream:
         for after, ids in self._batches(place):
             ids = np.concatenate([carry, ids])
             whole = len(ids) // length
-            rows, taken = ids[: whole * length].reshape(whole, length), skip
-            while taken < whole:
-                count = min(size - filled, whole - taken)
-                chunk[filled : filled + count] = rows[taken : taken + count]
-                filled, taken = filled + count, taken + count
+            rows, position = ids[: whole * length].reshape(whole, length), skip
+            while position < whole:
+                count = min(size - filled, whole - position)
+                chunk[filled : filled + count] = rows[position : position + count]
+                filled, position = filled + count, position + count
                 if filled == size:
-                    yield chunk, dataclasses.replace(before, carry=tuple(carry.tolist()), skip=taken)
+                    yield chunk, dataclasses.replace(before, carry=tuple(carry.tolist()), skip=position)
                     chunk, filled = np.empty_like(chunk), 0
             carry, skip, before = ids[whole * length :], 0, after
 

@@ -38,15 +38,15 @@ def read_config(
         UserError: if there is no configuration, its model type is unknown, or a field is invalid.
     """
     name, place = str(path), Path(path)
-    says = f"{field} {name!r}: config.json"
+    source = f"{field} {name!r}: config.json"
     if not name.strip():
         raise UserError(f"{field}: '' is no path (allowed: a folder with config.json)")
     if place.is_file():
         raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
     if not more:
-        data = _read_fields(path, field, says)
-        _check_type(data, says, trust_remote_code)
-        _check_sizes(data, says)
+        data = _read_fields(path, field, source)
+        _check_type(data, source, trust_remote_code)
+        _check_sizes(data, source)
     with quiet():
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
@@ -54,79 +54,81 @@ def read_config(
             allowed = " (allowed: pip install gguf)" if "gguf" in str(error) else ""
             raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
         except Exception as error:
-            raise UserError(f"{says}: {one_line(error)}") from error
-    _check_heads(config.get_text_config(), says)
-    _check_quantization(getattr(config, "quantization_config", None), says)
+            raise UserError(f"{source}: {one_line(error)}") from error
+    _check_heads(config.get_text_config(), source)
+    _check_quantization(getattr(config, "quantization_config", None), source)
     if isinstance(config, LaminaConfig) and weights:
-        _check_plan(config, says)
+        _check_plan(config, source)
     return config
 
 
-def _read_fields(path: str | Path, field: str, says: str) -> dict[str, object]:
+def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]:
     name, place = str(path), Path(path)
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise UserError(f"{field}: {name!r} holds no saved model (config.json is missing)")
-        return read_json(place / "config.json", says)
+        return read_json(place / "config.json", source)
     try:
         return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
         raise UserError(f"{field}: {name!r} is no folder and no readable model on the hub") from error
 
 
-def _check_heads(config: PreTrainedConfig, says: str) -> None:
+def _check_heads(config: PreTrainedConfig, source: str) -> None:
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        raise UserError(f"{says}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
+        raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
 
 
-def _check_plan(config: LaminaConfig, says: str) -> None:
+def _check_plan(config: LaminaConfig, source: str) -> None:
     if config.plan is None:
-        raise UserError(f"{says} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")
+        raise UserError(f"{source} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")
     try:
         Plan.from_dict(config.plan)
     except UserError as error:
-        raise UserError(f"{says}: {one_line(str(error))}") from None
+        raise UserError(f"{source}: {one_line(str(error))}") from None
 
 
-def _check_quantization(asked: object, says: str) -> None:
+def _check_quantization(requested: object, source: str) -> None:
     """Raise UserError for an unknown method: transformers would ignore it and read the weights as plain ones."""
-    if asked is None:
+    if requested is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
-    method = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", None)
+    method = (
+        requested.get("quant_method") if isinstance(requested, Mapping) else getattr(requested, "quant_method", None)
+    )
     name = getattr(method, "value", method)
-    loads_in_bits = isinstance(asked, Mapping) and (asked.get("load_in_4bit") or asked.get("load_in_8bit"))
+    loads_in_bits = isinstance(requested, Mapping) and (requested.get("load_in_4bit") or requested.get("load_in_8bit"))
     if name not in KNOWN and not loads_in_bits and name != "bitsandbytes":
-        raise UserError(f"{says}: quantization_config: {unknown('quant_method', str(name), KNOWN)}")
+        raise UserError(f"{source}: quantization_config: {unknown('quant_method', str(name), KNOWN)}")
 
 
-def _check_type(data: Mapping[str, object], says: str, trust_remote_code: bool) -> None:
+def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool) -> None:
     model_type, code = data.get("model_type"), data.get("auto_map")
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and code:
         if trust_remote_code:
             return
-        asked = code.get("AutoConfig") if isinstance(code, Mapping) else code
+        requested = code.get("AutoConfig") if isinstance(code, Mapping) else code
         raise UserError(
-            f"{says} asks for code of its own ({one_line(asked)}), which is never run unasked (`lamina generate` takes "
-            "--trust-remote-code; from Python load the model yourself)"
+            f"{source} asks for code of its own ({one_line(requested)}), which is never run unasked "
+            "(`lamina generate` takes --trust-remote-code; from Python load the model yourself)"
         )
     if not isinstance(model_type, str):
-        raise UserError(f"{says}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
+        raise UserError(f"{source}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
     if not known:
-        raise UserError(f"{says}: {unknown('model_type', model_type, transformers.CONFIG_MAPPING)}")
+        raise UserError(f"{source}: {unknown('model_type', model_type, transformers.CONFIG_MAPPING)}")
     if model_type == LaminaConfig.model_type:
         inner = data.get("backbone_config")
         if not isinstance(inner, Mapping):
-            raise UserError(f"{says}: backbone_config is {kind_of(inner)} (allowed: the backbone's configuration)")
-        _check_type({"model_type": inner.get("model_type")}, f"{says}: backbone_config", trust_remote_code)
+            raise UserError(f"{source}: backbone_config is {kind_of(inner)} (allowed: the backbone's configuration)")
+        _check_type({"model_type": inner.get("model_type")}, f"{source}: backbone_config", trust_remote_code)
 
 
-def _check_sizes(data: Mapping[str, object], says: str) -> None:
+def _check_sizes(data: Mapping[str, object], source: str) -> None:
     for name, value in data.items():
         if name in ("backbone_config", "text_config") and isinstance(value, Mapping):
-            _check_sizes(value, f"{says}: {name}")
+            _check_sizes(value, f"{source}: {name}")
         elif name in _SIZES and isinstance(value, bool | int | float | str | dict):
-            whole_number(name, value, says=f"{says}: ")
+            whole_number(name, value, says=f"{source}: ")

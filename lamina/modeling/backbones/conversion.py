@@ -178,9 +178,9 @@ def computed(plan: Plan) -> tuple[object, ...]:
 
 
 def _check_class(model: PreTrainedModel) -> None:
-    wanted = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)])
-    if not isinstance(model, wanted):
-        raise UserError(f"source: the model is a {type(model).__name__} (allowed: {wanted.__name__})")
+    expected = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)])
+    if not isinstance(model, expected):
+        raise UserError(f"source: the model is a {type(model).__name__} (allowed: {expected.__name__})")
     if getattr(model, "hf_quantizer", None) is not None:
         raise UserError("quantization_config: quantized weights cannot be converted (allowed: the original checkpoint)")
     if model.config.tie_word_embeddings:

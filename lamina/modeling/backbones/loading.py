@@ -60,78 +60,80 @@ def load_weights(
             does not have or not finite; the file that cannot be read; or the error of transformers.
     """
     name, place = str(path), Path(path)
-    says = f"{field} {name!r}"
+    source = f"{field} {name!r}"
     shapes = stored_shapes(place, field, pickles=pickles) if place.is_dir() and not more else None
     if shapes is not None:
-        _check_room(config, cls, shapes, f"{says}: config.json")
+        _check_room(config, cls, shapes, f"{source}: config.json")
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True, **more}
     options |= {"ignore_mismatched_sizes": True}  # they are refused below, by name
     if "gguf_file" not in more:
         options["config"] = config
     if shapes is not None:
         options["use_safetensors"] = True
-    model, info = _from_pretrained(name, cls, options, says)
-    for key, stored, asked in sorted(info["mismatched_keys"]):
+    model, info = _from_pretrained(name, cls, options, source)
+    for key, stored, expected in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"{says}: tensor {one_line(repr(key))}: its shape is {list(stored)}, the configuration asks for "
-            f"{list(asked)}"
+            f"{source}: tensor {one_line(repr(key))}: its shape is {list(stored)}, the configuration asks for "
+            f"{list(expected)}"
         )
     if errors := [*info.get("error_msgs", ()), *info.get("conversion_errors", ())]:
-        raise UserError(f"{says}: {one_line(errors[0])}")
+        raise UserError(f"{source}: {one_line(errors[0])}")
     missing = sorted(info["missing_keys"])
-    refuse_tensors(f"{says}: missing", [k for k in missing if not (optional and optional(model, k))], NOT_STORED)
-    _refuse_more_layers(model, info["unexpected_keys"], says)
+    refuse_tensors(f"{source}: missing", [k for k in missing if not (optional and optional(model, k))], NOT_STORED)
+    _refuse_more_layers(model, info["unexpected_keys"], source)
     if not extra:
-        refuse_tensors(f"{says}: extra", info["unexpected_keys"], f"is not one of the model type {config.model_type!r}")
+        refuse_tensors(
+            f"{source}: extra", info["unexpected_keys"], f"is not one of the model type {config.model_type!r}"
+        )
     check_finite(model, field)
     return model.eval(), missing
 
 
 def _from_pretrained(
-    name: str, cls: ModelClass, options: dict[str, Any], says: str
+    name: str, cls: ModelClass, options: dict[str, Any], source: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     with quiet():
         try:
             return cast(tuple[PreTrainedModel, dict[str, Any]], cls.from_pretrained(name, **options))
         except Exception as error:
             if type(error).__name__ == "UnpicklingError":
-                raise UserError(f"{says}: its .bin file holds more than tensors (allowed: safetensors)") from None
-            raise UserError(f"{says}: {one_line(error)}") from error
+                raise UserError(f"{source}: its .bin file holds more than tensors (allowed: safetensors)") from None
+            raise UserError(f"{source}: {one_line(error)}") from error
 
 
-def refuse_tensors(says: str, keys: Iterable[str], why: str) -> None:
+def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
     """Raise UserError, beginning with ``says``, if there are such tensors; it names the first ones."""
     names = sorted(keys)
     if names:
         more = f" (and {len(names) - 1} more: {', '.join(names[1:3])}{', …' if len(names) > 3 else ''})"
-        raise UserError(f"{says} tensor {names[0]!r}: it {why}{more if len(names) > 1 else ''}")
+        raise UserError(f"{source} tensor {names[0]!r}: it {why}{more if len(names) > 1 else ''}")
 
 
-def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], says: str) -> None:
+def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Raise UserError, before anything is allocated, if the configuration's model is far larger than the files."""
     stored = sum(math.prod(shape) for shape in shapes.values())
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > max(1024, len(shapes)):
-        raise UserError(f"{says}: num_hidden_layers is {layers}, but the weights are {len(shapes)} tensors")
+        raise UserError(f"{source}: num_hidden_layers is {layers}, but the weights are {len(shapes)} tensors")
     width, vocabulary = getattr(text, "hidden_size", 1), getattr(text, "vocab_size", 1)
     if isinstance(width, int) and isinstance(vocabulary, int) and width * vocabulary > max(2 * stored, 2**27):
         raise UserError(
-            f"{says}: an embedding of {vocabulary} tokens and width {width} alone is more than the {stored} values of "
-            "the weights"
+            f"{source}: an embedding of {vocabulary} tokens and width {width} alone is more than the {stored} values "
+            "of the weights"
         )
-    wanted = 0
+    needed = 0
     try:
         with torch.device("meta"), quiet():
             make = cast("Callable[[PreTrainedConfig], nn.Module]", getattr(cls, "from_config", cls))
-            wanted = sum(parameter.numel() for parameter in make(config).parameters())
+            needed = sum(parameter.numel() for parameter in make(config).parameters())
     except Exception as error:
-        raise UserError(f"{says}: {one_line(error)}") from error
-    if wanted > max(2 * stored, 2**27):
-        raise UserError(f"{says} is of a model with {wanted} parameters, the weights have {stored} values")
+        raise UserError(f"{source}: {one_line(error)}") from error
+    if needed > max(2 * stored, 2**27):
+        raise UserError(f"{source} is of a model with {needed} parameters, the weights have {stored} values")
 
 
-def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], says: str) -> None:
+def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], source: str) -> None:
     """Raise UserError for tensors of layers beyond the last: the configuration would cut the model short."""
 
     def kind(key: str) -> str:
@@ -140,7 +142,7 @@ def _refuse_more_layers(model: nn.Module, unexpected: Iterable[str], says: str) 
     known = {kind(key) for key, _ in model.named_parameters()}
     more = sorted(key for key in unexpected if any(p.isdigit() for p in key.split(".")) and kind(key) in known)
     if more:
-        raise UserError(f"{says}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")
+        raise UserError(f"{source}: the weights have {one_line(repr(more[0]))}, a layer that config.json does not have")
 
 
 def check_finite(model: nn.Module, field: str) -> None:

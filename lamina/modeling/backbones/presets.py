@@ -146,7 +146,7 @@ def resolve_backbone(
 
     ``backbone``: a preset's name, a transformers configuration, or a folder that holds one. With another
     ``hidden_size`` the feed-forward keeps its ratio (rounded up to a multiple of 8) and the head keeps its width as
-    far as it divides. Raises UserError naming the field that has no meaning.
+    far as it divides. Raises UserError naming the invalid field.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)

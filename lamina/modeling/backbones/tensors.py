@@ -48,14 +48,14 @@ def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
 
 def fill(target: PreTrainedModel, source: PreTrainedModel, renamed: Mapping[str, tuple[str, float]]) -> None:
     """Copy every tensor of ``source`` into ``target``; ``renamed``: source's name -> target's name, offset."""
-    stored, wanted = source.state_dict(), target.state_dict()
+    stored, expected = source.state_dict(), target.state_dict()
     refuse_tensors("extra", stored.keys() - renamed.keys(), f"has no place in {type(target).__name__}")
     refuse_tensors("missing", renamed.keys() - stored.keys(), f"is not in the {type(source).__name__}")
     places = {new: (key, offset) for key, (new, offset) in renamed.items()}
-    refuse_tensors("missing", wanted.keys() - places.keys(), f"is not in the {type(source).__name__}")
-    refuse_tensors("extra", places.keys() - wanted.keys(), f"has no place in {type(target).__name__}")
+    refuse_tensors("missing", expected.keys() - places.keys(), f"is not in the {type(source).__name__}")
+    refuse_tensors("extra", places.keys() - expected.keys(), f"has no place in {type(target).__name__}")
     with torch.no_grad():
-        for new, tensor in wanted.items():
+        for new, tensor in expected.items():
             key, offset = places[new]
             value = stored[key]
             if value.shape != tensor.shape:

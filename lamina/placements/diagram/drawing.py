@@ -164,11 +164,11 @@ def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> 
         label = f"×{pre_scale}".removesuffix(" per channel")
         parts.append(shapes.text(b, module + 25.5, label, size=10.5, weight=600, anchor="middle", halo=_PANEL))
     if skip_scale := scale_label([s.skip_scale for s in subs], sub.skip_scale_learned):
-        where, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6, "end")
+        label_x, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6, "end")
         label = f"×{skip_scale}".removesuffix(" per channel").replace(" … ", " …\n").replace(" learned", "\nlearned")
         for line, part in enumerate(label.split("\n")):
             style = {"size": 9.5} if part == "learned" else {"size": 11, "weight": 600}
-            parts.append(shapes.text(where, module + 5 + 13 * line, part, anchor=anchor, halo=_PANEL, **style))
+            parts.append(shapes.text(label_x, module + 5 + 13 * line, part, anchor=anchor, halo=_PANEL, **style))
     parts.append(f'<circle cx="{x}" cy="{add}" r="8" fill="#fff" stroke="{shapes.LINE}" stroke-width="1.4"/>')
     parts.append(shapes.path(f"M{x - 4} {add}H{x + 4}M{x} {add - 4}V{add + 4}"))
     parts.append(shapes.line(x, add - 8, x, start - _SUBLAYER))

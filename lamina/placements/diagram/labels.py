@@ -89,8 +89,8 @@ def weight_notes(layers: list[Layer]) -> list[str]:
 
 
 def head_norms(plan: Plan) -> list[str]:
-    where = {"off": "", "head": "per head", "full": "over the full width"}
-    asked = [("queries and keys", plan.qk_norm), ("values", plan.v_norm)]
+    widths = {"off": "", "head": "per head", "full": "over the full width"}
+    norms = [("queries and keys", plan.qk_norm), ("values", plan.v_norm)]
     kind = plan.qkv_norm.kind
     norm = "norm" if kind in ("rms", "backbone") else KIND_NAMES[kind].format(f" {plan.qkv_norm.groups}")
-    return [f"{norm} on {name} {where[scope]}" for name, scope in asked if scope != "off"]
+    return [f"{norm} on {name} {widths[scope]}" for name, scope in norms if scope != "off"]

@@ -12,7 +12,7 @@ from lamina.placements.registry import placement
 @placement(
     "admin",
     title="Admin",
-    equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: a learned vector a sub-layer"),
+    equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: one learned vector per sub-layer"),
     source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
     initialization="admin",
     advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %; omega from the profiling pass of init admin",

@@ -1,1 +1,1 @@
-"""What runs probes: their registry, the passes over the text, and what a probe is given."""
+"""The engine of the probes: their registry, the passes over the text, and the context that a probe gets."""

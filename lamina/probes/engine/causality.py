@@ -21,10 +21,10 @@ _causal: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 
 def is_causal(model: nn.Module, ids: torch.Tensor) -> bool:
-    """Whether no token's output depends on a later one; ``ids`` [sequences, tokens]. Remembered by model.
+    """Whether no token's output depends on a later one; ``ids`` [sequences, tokens]. Cached per model.
 
-    Found from the gradient of the outputs with respect to the last token's embedding; where a model has no such
-    gradient, by changing the last token. Either is compared with what the last token does to its own output, so that
+    Decided by the gradient of the outputs with respect to the last token's embedding; if a model has no such
+    gradient, by changing the last token. Both are compared with the effect of the last token on its own output, so that
     rounding does not count.
     """
     if model not in _causal:

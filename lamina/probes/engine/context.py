@@ -1,4 +1,4 @@
-"""What a probe is given to work with."""
+"""The context that a probe works in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lamina.probes.structure.sites import Structure
 
 
 class RunState(TypedDict, total=False):
-    """Of a model at a state of a run: the step, and the run's folder."""
+    """For a model at a step of a run: the step and the run's folder."""
 
     step: int
     run: Path
@@ -35,16 +35,16 @@ class Context:
         base: the same model without its head.
         structure: its layers.
         batches: the inputs, one mapping a forward pass: {"input_ids": [batch, tokens]} (and attention_mask where texts
-            differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be gone through again.
+            differ in length), or {"pixel_values": [batch, channels, height, width]}. They can be read repeatedly.
         tokenizer: the checkpoint's, where it has one.
-        notes: what the reader of the page must know; probes append to it.
+        notes: notes for the reader of the page; probes append to them.
         forwards: how many batches the forward passes took before they stopped (set before ``finish``).
-        progress: called with (done, all, what) by probes whose work takes long.
-        strict: whether a probe that can't do all of what it does raises (it was asked for by its name) or goes on
-            without, with a note (it is one of "all").
-        state: filled when the model is at a state of a run: {"step": ...}; else empty.
-        warnings: what puts results in doubt, said before any of them.
-        new_weights: the head's weights that the checkpoint doesn't have: what it predicts means nothing.
+        progress: called with (done, total, label) by probes that take long.
+        strict: whether a probe that cannot measure all that it should raises an error (it was requested by
+            name) or measures the rest and adds a note (it is one of "all").
+        state: {"step": ...} if the model is at a step of a run; else empty.
+        warnings: reasons to doubt the results; the page shows them first.
+        new_weights: the head's weights that the checkpoint does not have; with any, the model's predictions are random.
     """
 
     model: nn.Module
@@ -54,7 +54,7 @@ class Context:
     tokenizer: PreTrainedTokenizerBase | None = None
     notes: list[str] = field(default_factory=list)
     forwards: int = 0
-    progress: Callable[[int, int, str], None] = lambda done, all, what: None
+    progress: Callable[[int, int, str], None] = lambda done, total, label: None
     strict: bool = True
     state: RunState = field(default_factory=RunState)
     warnings: list[str] = field(default_factory=list)
@@ -103,16 +103,16 @@ class Context:
         return self.token_losses(inputs).mean()
 
     def token_losses(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The same of each predicted token, [batch, predicted]."""
+        """The cross-entropy of each predicted token, [batch, predicted]."""
         self.check_head()
         return token_losses(self.model, inputs, self.tokenizer)
 
     def check_head(self) -> None:
-        """Raise UserError where the model's head is not in the checkpoint: what it predicts is random."""
+        """Raise UserError where the model's head is not in the checkpoint: its predictions are random."""
         if self.new_weights:
             raise UserError(
                 f"head: {self.new_weights[0]!r} is not in the checkpoint but newly initialized, so the model's "
-                "predictions mean nothing (allowed: a checkpoint with its head)"
+                "predictions are random (allowed: a checkpoint with its head)"
             )
 
     @contextmanager

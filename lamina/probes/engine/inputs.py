@@ -1,4 +1,4 @@
-"""What a model is run on: blocks of text cut from a corpus or given by the user, or images."""
+"""The inputs of a model: blocks of text cut from a corpus or given by the user, or images."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batches_of(
     an array, lists or a data set of input_ids, or images [images, channels, height, width].
 
     Raises:
-        UserError: for what can't be read, is shorter than a block, or does not fit the model.
+        UserError: if the input cannot be read, is shorter than a block, or does not fit the model.
     """
     reads = getattr(model, "main_input_name", "input_ids")
     if reads not in ("input_ids", "pixel_values"):
@@ -70,21 +70,21 @@ def batches_of(
     return [{"input_ids": part} for part in blocks[chosen].split(batch_size)]
 
 
-def _length(wanted: int | None, model: nn.Module) -> int:
+def _length(length: int | None, model: nn.Module) -> int:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         if getattr(text, "pad_token_id", None) is not None and _offset_positions(model):
             limit -= text.pad_token_id + 1
-        if wanted is not None and wanted > limit:
-            raise UserError(f"sequence_length: {wanted} is more than the model's {limit} positions (allowed: fewer)")
-        return wanted or min(256, limit)
-    return wanted or 256
+        if length is not None and length > limit:
+            raise UserError(f"sequence_length: {length} is more than the model's {limit} positions (allowed: fewer)")
+        return length or min(256, limit)
+    return length or 256
 
 
 def _offset_positions(model: nn.Module) -> bool:
-    """Whether positions count from behind the padding's id, as RoBERTa's do."""
+    """Whether positions start after the padding's id, as RoBERTa's do."""
     return any(
         isinstance(m, nn.Embedding) and "position" in name and m.padding_idx is not None
         for name, m in model.named_modules()
@@ -99,19 +99,19 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     total = count_chars(text)
     fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
     segments = split_corpus(text, piece_chars(total), fraction)
-    held, rest, characters = [], [], 0
+    held_out, rest, characters = [], [], 0
     for segment in segments:
-        (held if segment.held_out else rest).append(segment.text)
+        (held_out if segment.held_out else rest).append(segment.text)
         characters += len(segment.text) if segment.held_out else 0
         if characters > 40 * chars:
             break
-    return held if characters >= chars or not rest else held + rest
+    return held_out if characters >= chars or not rest else held_out + rest
 
 
-def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, what: str) -> torch.Tensor:
+def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, source: str) -> torch.Tensor:
     """Blocks [blocks, length] of the texts' tokens, with the special tokens that the tokenizer puts around a text."""
     if tokenizer is None:
-        raise UserError(f"tokenizer: the checkpoint has none, so {what} can't be read (allowed: --tokenizer)")
+        raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read (allowed: --tokenizer)")
     prefix, suffix = _specials(tokenizer)
     body = length - len(prefix) - len(suffix)
     if body < 1:
@@ -124,7 +124,7 @@ def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, lengt
     count = len(stream) // body
     if not count:
         raise UserError(
-            f"{what}: {len(stream)} tokens are fewer than a block of {body} (allowed: a longer text, or "
+            f"{source}: {len(stream)} tokens are fewer than a block of {body} (allowed: a longer text, or "
             f"--sequence-length of at most {len(stream) + len(prefix) + len(suffix)})"
         )
     cut = torch.tensor(stream[: count * body]).view(count, body)

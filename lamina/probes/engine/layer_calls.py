@@ -1,4 +1,4 @@
-"""Layers called again on their own, at states that the model met: what Jacobians and detached branches are taken of."""
+"""Layers called again on their own, at states of a real forward pass, for Jacobians and detached branches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lamina.probes.structure.sites import LayerSite, Point
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One layer's call as the model made it: the stream x^l and everything else that the layer was handed.
+    """One layer's call as the model made it: the stream x^l and all other arguments of the layer.
 
-    ``calls``: how often each module had been called before the layer, so that points find their call again.
+    ``calls``: how often each module had run before the layer, so that points match the same call.
     """
 
     site: LayerSite
@@ -32,12 +32,12 @@ class LayerCall:
     calls: Mapping[nn.Module, int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The stream behind the layer, of ``x`` [sequences, tokens, channels] in the place of x^l."""
+        """The stream behind the layer with ``x`` [sequences, tokens, channels] in place of x^l."""
         args, kwargs = with_argument(self.args, self.kwargs, self.site.input.argument, x)
         return stream_of(self.site.module(*args, **kwargs))
 
     def residual_path(self, x: torch.Tensor) -> torch.Tensor:
-        """The same value, but no gradient goes through what attention and feed-forward add: only the skips carry it."""
+        """The same value, but gradients pass through the skips alone, not through attention and feed-forward."""
         points = {index: sublayer.contribution for index, sublayer in enumerate(self.site.sublayers)}
         with intercept(points, lambda key, tensor: tensor.detach(), calls=self.calls):
             return self(x)
@@ -49,7 +49,7 @@ class LayerCall:
             return self(x), tensors
 
     def between(self, start: Point, end: Point, y: torch.Tensor) -> torch.Tensor:
-        """The tensor at ``end`` when ``y`` is put in the place of the one at ``start``; the stream stays as it was."""
+        """The tensor at ``end`` when ``y`` replaces the one at ``start``; the stream stays as it was."""
         ends: list[torch.Tensor] = []
         points = {"start": start, "end": end}
         with intercept(points, lambda key, tensor: y if key == "start" else ends.append(tensor), calls=self.calls):
@@ -59,14 +59,14 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient meanwhile, so that graphs hold what the states need and nothing else.
+    """In this context no parameter requires a gradient, so graphs hold only what the states need.
 
-    What is kept in 16 bits is computed in float32 meanwhile: products with a Jacobian need more than three digits.
+    16-bit parameters are float32 in it: products with a Jacobian need more than three digits.
     """
-    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [(t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in (torch.float16, torch.bfloat16)]
     try:
-        for parameter in asked:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         for tensor, data in small:
             tensor.data = data.float()
@@ -74,27 +74,27 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for tensor, data in small:
             tensor.data = data
-        for parameter in asked:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
 def record_layer_calls(context: Context, inputs: Mapping[str, torch.Tensor]) -> list[LayerCall]:
-    """Every layer's call in one forward pass. Keeps the states x^0 ... x^(N-1) of this input: let it be a short one."""
+    """Every layer's call in one forward pass. Keeps the states x^0 ... x^(N-1) of the input, so use a short one."""
     sites: dict[nn.Module, dict[int, LayerSite]] = {}
     for site in context.structure.layers:
         sites.setdefault(site.module, {})[site.call] = site
     watched = {p.module for site in context.structure.layers for p in _points_of(site)} | set(sites)
-    done: Counter[nn.Module] = Counter()
+    finished: Counter[nn.Module] = Counter()
     calls: dict[int, LayerCall] = {}
 
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        site = sites.get(module, {}).get(done[module])
+        site = sites.get(module, {}).get(finished[module])
         if site is not None:
             stream = argument_of(args, kwargs, site.input.argument)
-            calls[site.index] = LayerCall(site, stream.detach(), args, kwargs, dict(done))
+            calls[site.index] = LayerCall(site, stream.detach(), args, kwargs, dict(finished))
 
     def after(module: nn.Module, args: Args, output: Output) -> None:
-        done[module] += 1
+        finished[module] += 1
 
     with temporary_hooks() as hooks, torch.no_grad():
         for module in watched:
@@ -117,7 +117,7 @@ def _points_of(site: LayerSite) -> Iterator[Point]:
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
     """The first ``tokens`` real tokens of the first ``sequences`` texts, without padding; or the first images, whole.
 
-    Raises UserError where not even two tokens are left.
+    Raises UserError if fewer than two tokens remain.
     """
     if not context.reads_tokens:
         (name,) = list(context.batches[0])[:1]
@@ -135,5 +135,5 @@ def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, tor
             break
     length = min(len(row["input_ids"]) for row in rows)
     if length < 2:
-        raise UserError(f"texts: one is {length} token long (allowed: at least 2)")
+        raise UserError(f"texts: one has {length} token (allowed: at least 2)")
     return {name: torch.stack([row[name][:length] for row in rows]).to(context.device) for name in rows[0]}

@@ -1,4 +1,4 @@
-"""What the probes say of themselves, read from their files without running them: a help text needs no torch."""
+"""The probes' names, summaries and options, read from their files without running them: help needs no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PROBES = Path(__file__).parents[1]  # one file each
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A probe's own words. ``options`` are its keywords with their defaults as they are written, ``over_steps`` the
-    metrics that are drawn over a run's steps (none named: all).
+    """A probe's description. ``options`` are its keywords with their defaults as written; ``over_steps`` are the
+    metrics that are drawn over a run's steps (empty: all).
     """
 
     name: str
@@ -56,7 +56,7 @@ def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
     for statement in node.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            with contextlib.suppress(ValueError):  # made by a call: not one of the texts
+            with contextlib.suppress(ValueError):  # the value of a call, not a text
                 value = ast.literal_eval(statement.value)
                 yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
 
@@ -68,7 +68,8 @@ def _options(node: ast.ClassDef) -> dict[str, str]:
             written = list(zip(words.kwonlyargs, words.kw_defaults, strict=True))
             skipped = len(positional) - len(words.defaults)
             written += [
-                (one, words.defaults[i - skipped] if i >= skipped else None) for i, one in enumerate(positional)
+                (argument, words.defaults[i - skipped] if i >= skipped else None)
+                for i, argument in enumerate(positional)
             ]
-            return {one.arg: "" if default is None else ast.unparse(default) for one, default in written}
+            return {argument.arg: "" if default is None else ast.unparse(default) for argument, default in written}
     return {}

@@ -1,4 +1,4 @@
-"""A checkpoint from a path: ours, transformers', a run's folder, a GGUF file. Only plain tensors are ever unpickled."""
+"""A checkpoint from a path: ours, transformers', a run's folder, a GGUF file. Only plain tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClas
 
 @dataclass(kw_only=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer where it has one, the run's folder it is from, and what to know."""
+    """A model in evaluation mode, its tokenizer where it has one, its run's folder, and notes."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -39,7 +39,7 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     The weights are safetensors, GGUF, or .bin files of tensors only (read with ``weights_only``).
 
     Raises:
-        UserError: where it is no checkpoint, asks for code of its own, or holds NaN or infinite weights (says where).
+        UserError: if it is not a checkpoint, needs code of its own, or holds NaN or infinite weights (named).
     """
     name, run = str(path), None
     place = Path(path).expanduser()
@@ -77,14 +77,14 @@ def _of_run(folder: Path) -> Path:
 def _model(source: str, name: str, config: PreTrainedConfig, dtype: str, more: Json) -> tuple[nn.Module, list[str]]:
     if dtype not in DTYPES:
         raise UserError(f"dtype: {dtype!r} (allowed: {', '.join(DTYPES)})")
-    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     # Old checkpoints have .bin files alone; torch reads them as tensors only.
     model, missing = load_weights(
         source,
         config,
         _class(config),
         "checkpoint",
-        dtype=wanted,
+        dtype=torch_dtype,
         pickles=True,
         optional=lambda model, key: not _is_of_the_body(model, key),
         **more,

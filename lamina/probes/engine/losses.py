@@ -28,7 +28,7 @@ def token_losses(
 ) -> torch.Tensor:
     """The cross-entropy of each predicted token, [batch, predicted]: next tokens, or masked ones (as many in each row).
 
-    Raises UserError where the model predicts no tokens, or its mask token is not known.
+    Raises UserError where the model predicts no tokens, or its mask token is unknown.
     """
     ids = inputs.get("input_ids")
     head = getattr(model, "get_output_embeddings", None)

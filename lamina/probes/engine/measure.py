@@ -47,7 +47,7 @@ def probe(
         settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
     Raises:
-        UserError: (a ValueError) for a path that is no checkpoint, layers that can't be found, text shorter than a
+        UserError: (a ValueError) for a path that is not a checkpoint, layers that cannot be found, text shorter than a
             block, or a probe that does not apply to the model. Of "all", such probes are left out.
     """
     chosen = make_all(probes)
@@ -70,7 +70,7 @@ def make_context(
     texts_or_blocks: Inputs = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Context:
-    """The model loaded, its layers found, its inputs read. Raises UserError."""
+    """Load the model, find its layers, read its inputs. Raises UserError."""
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
     state: RunState = {} if loaded.run is None else {"run": loaded.run}
@@ -94,7 +94,7 @@ def make_context(
         seed=settings.seed,
     )
     if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, "embedded"):
-        notes.append("the images are Gaussian noise: give real ones with --corpus to see what the model does with them")
+        notes.append("the images are Gaussian noise: pass real ones with --corpus to see what the model does with them")
     structure = structure_of(model, batches[0], layers=settings.layers)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
@@ -121,7 +121,7 @@ def make_context(
 
 
 def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
-    """The model as it was handed over, or its checkpoint."""
+    """The model that was passed in, or the one in a checkpoint."""
     if not isinstance(model_or_path, nn.Module):
         return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
     for name, parameter in model_or_path.named_parameters():
@@ -133,7 +133,7 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
 def _without_head(new: Sequence[str]) -> str:
     names = f"{', '.join(new[:3])}{' ...' if len(new) > 3 else ''}"
     return (
-        f"The head is not in the checkpoint ({names}: newly initialized), so what the model predicts means nothing. "
+        f"The head is not in the checkpoint ({names}: newly initialized), so the model's predictions are random. "
         "Left out: gradients, layer_drop, logit_lens, and the losses of low_precision and bounds."
     )
 
@@ -163,16 +163,16 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
     return find_structure(model, tiny, layers=layers)
 
 
-def _device(wanted: str | None) -> str:
-    if wanted is None:
+def _device(name: str | None) -> str:
+    if name is None:
         if torch.cuda.is_available():
             return "cuda"
         return "cpu"
     try:
-        device = torch.device(wanted)
+        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device: {wanted!r}: {str(error).splitlines()[0]} (allowed: cpu, or one that is there)"
+            f"device: {name!r}: {str(error).splitlines()[0]} (allowed: cpu, or a device of this machine)"
         ) from None
-    return wanted
+    return name

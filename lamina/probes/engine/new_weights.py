@@ -11,16 +11,16 @@ _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so 
 
 
 def newly_initialized(model: nn.Module) -> list[str]:
-    """The names of the parameters that ``from_pretrained`` found no values for; none where it was not used."""
+    """The names of the parameters for which ``from_pretrained`` found no values; empty for other models."""
     parameters = dict(model.named_parameters())
     marked = {name for name, parameter in parameters.items() if getattr(parameter, _READ, False)}
     return [name for name in parameters if name not in marked] if marked else []
 
 
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
-    """Those behind the base model: of a checkpoint saved without its head.
+    """The new weights outside the base model: those of a head that the checkpoint does not have.
 
-    Raises UserError where the embedding is among them: then no state is the model's.
+    Raises UserError if the embedding is among them: then no state is the model's own.
     """
     new = newly_initialized(model)
     named = dict(model.named_parameters())

@@ -8,7 +8,7 @@ import torch
 
 
 class Ratio:
-    """Sum of totals over sum of counts, one total and one count a sequence, in float64, in one pass.
+    """Sum of totals over sum of counts, one total and one count per sequence, in float64, in one pass.
 
     The standard error is that of a ratio of two sums over independent sequences (Cochran, Sampling Techniques, Eq
     2.39): sqrt(k / (k - 1) * sum (total - ratio count)^2) / sum count for k sequences. At equal counts it is the
@@ -21,7 +21,7 @@ class Ratio:
         self._counts = self._counts_squared = 0.0
 
     def add(self, totals: torch.Tensor, counts: torch.Tensor) -> None:
-        """Take in ``totals`` [sequences, ...] and ``counts`` [sequences]; one that counts nothing is left out."""
+        """Add ``totals`` [sequences, ...] and ``counts`` [sequences]; sequences with a count of 0 are left out."""
         totals, counts = totals.detach().to("cpu", torch.float64), counts.detach().to("cpu", torch.float64)
         totals, counts = totals[counts > 0], counts[counts > 0]
         if not len(counts):
@@ -35,12 +35,12 @@ class Ratio:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The ratio; NaN where nothing was counted."""
+        """The ratio; NaN without any counts."""
         return self._totals / (self._counts or math.nan)
 
     @property
     def standard_error(self) -> torch.Tensor:
-        """Of the ratio; infinite for fewer than two sequences."""
+        """The standard error of the ratio; infinite for fewer than two sequences."""
         if self.samples < 2:
             return torch.full_like(self._totals, math.inf)
         ratio = self.mean

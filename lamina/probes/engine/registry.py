@@ -57,17 +57,17 @@ class Probe:
         """Called once, before the forward passes. Raises UserError where the probe does not apply to the model."""
 
     def points(self) -> Mapping[Any, Point]:
-        """The tensors to watch in each forward pass, by any key that the probe likes."""
+        """The tensors to watch in each forward pass, under keys of the probe's choice."""
         return {}
 
     def see(self, key: Any, value: torch.Tensor) -> None:
-        """Called with each watched tensor [batch, tokens, channels] as it appears. Do not keep or change it."""
+        """Called with each watched tensor [batch, tokens, channels] as it appears. Do not store or change it."""
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
         """Called after each forward pass with its inputs (input_ids [batch, tokens] or pixel_values) and output."""
 
     def standard_error(self) -> float | None:
-        """The largest relative standard error of the numbers on the page; None where they are no averages over text.
+        """The largest relative standard error of the numbers on the page; None if they are not averages over text.
 
         Infinite while there are too few inputs. The forward passes stop once every probe's is small enough.
         """
@@ -82,7 +82,7 @@ class Probe:
         return []
 
     def sentences(self, frame: pd.DataFrame) -> Sequence[str]:
-        """The findings in plain sentences, with their numbers."""
+        """The results in plain sentences, with numbers."""
         return []
 
 
@@ -105,7 +105,7 @@ def probe(cls: type[Probe]) -> type[Probe]:
     """Register a probe (a class decorator)."""
     for attribute in ("name", "title", "summary", "source"):
         if not isinstance(getattr(cls, attribute, None), str):
-            raise TypeError(f"{cls.__name__}: a probe states its {attribute}")
+            raise TypeError(f"{cls.__name__}: a probe needs a {attribute}")
     namesake = REGISTRY.registered(cls.name)
     if namesake is not None and namesake.__module__ != cls.__module__:
         raise ValueError(f"two probes are named {cls.name!r}")
@@ -142,11 +142,11 @@ def make(spec: str | Probe) -> Probe:
         raise UserError(f"probes: {spec!r}: {error}") from None
 
 
-def make_all(wanted: str | Iterable[str | Probe]) -> list[Probe]:
-    """The probes of ``all`` or of a list of specs, each once. Raises UserError for a name given twice or unknown."""
-    if isinstance(wanted, str):
-        wanted = names() if wanted.strip() == "all" else specs.split(wanted, "probe")
-    probes = [p for spec in wanted for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
+def make_all(chosen: str | Iterable[str | Probe]) -> list[Probe]:
+    """The probes of ``all`` or of a list of specs, each once. Raises UserError for an unknown or repeated name."""
+    if isinstance(chosen, str):
+        chosen = names() if chosen.strip() == "all" else specs.split(chosen, "probe")
+    probes = [p for spec in chosen for p in ([make(n) for n in names()] if spec == "all" else [make(spec)])]
     if not probes:
         raise UserError(f"probes: none given (allowed: all, {', '.join(names())})")
     for name in (probe.name for probe in probes):

@@ -19,11 +19,11 @@ MEANINGS = (REMOVE, BRANCH)
 
 @contextmanager
 def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
-    """While open, every forward pass of the model goes without ``layers`` (indices); nothing else about it changes.
+    """In this context, every forward pass of the model omits ``layers`` (indices); nothing else changes.
 
-    ``remove``: a layer hands on what it was given. ``branch``: what its sub-layers add is zero, its skips, their scales
-    and its post-norms stay (for Pre-LN the same). The layer is still computed, so a cache of keys and values stays
-    whole; of a module that several layers share only the calls that are meant are changed.
+    ``remove``: a layer returns its input. ``branch``: its sub-layers add zero, but its skips, their scales and its
+    post-norms stay (the same for Pre-LN). The layer is still computed, so a cache of keys and values stays whole. If
+    several layers share a module, only the calls of the removed layers change.
     """
     roots = roots_of(context)
     with as_written(context.model), ExitStack() as stack:
@@ -38,13 +38,13 @@ def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> I
 
 
 def roots_of(context: Context) -> list[nn.Module]:
-    """Whose forward pass begins a new count of calls: a head need not call the base model (OPT's doesn't)."""
+    """The modules whose forward pass restarts the count of calls: a head may bypass the base model (OPT's)."""
     return [context.model] if context.base is context.model else [context.model, context.base]
 
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Modules compiled in place run as they are written: a compiled one calls no hook inside it."""
+    """In this context modules compiled in place run uncompiled: a compiled module calls no hooks inside it."""
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
     for module, _ in compiled:
         module._compiled_call_impl = None
@@ -56,7 +56,7 @@ def as_written(model: nn.Module) -> Iterator[None]:
 
 
 def contributions(site: LayerSite) -> list[Point]:
-    """Where what a layer's sub-layers add can be watched. Raises UserError where they were not found."""
+    """The points of what a layer's sub-layers add. Raises UserError if the sub-layers were not found."""
     if not site.sublayers:
         raise UserError(
             f"meaning: 'branch' needs the sub-layers of layer {site.index}, which were not found (allowed: remove)"
@@ -65,7 +65,7 @@ def contributions(site: LayerSite) -> list[Point]:
 
 
 def zeros(output: torch.Tensor, layer_input: torch.Tensor | None) -> torch.Tensor:
-    """Nothing is added, be it finite or not."""
+    """Zeros in the shape of ``output``, which may hold NaN."""
     return torch.zeros_like(output)
 
 

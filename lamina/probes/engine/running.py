@@ -17,7 +17,7 @@ from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import Point
 
 PASSES = "forward passes"
-MIN_SEQUENCES = 16  # a standard error of fewer says little
+MIN_SEQUENCES = 16  # with fewer a standard error means little
 
 
 def run(
@@ -31,20 +31,20 @@ def run(
     estimated: Callable[[dict[str, float]], None] | None = None,
     starting: Callable[[str], None] = lambda name: None,
 ) -> dict[str, pd.DataFrame]:
-    """Run the probes; returns each one's frame by its name. ``done`` is called as soon as a probe's is there.
+    """Run the probes; returns their frames by name. ``done`` is called as soon as a probe has its frame.
 
     The forward passes stop once each probe's relative standard error is at most ``tolerance`` (0: never). Without
-    ``strict`` a probe that has no meaning for the model is left out with a note. ``broken`` is told of one whose frame
-    could not be made or handed to ``done``, and the others go on; without it the exception is raised. ``done`` is given
-    the seconds of a probe's own work, in the shared forward passes and behind them. ``estimated`` is told before any of
-    it what each is thought to take, and what the passes are (by their name, "forward passes"), and ``starting`` what
-    begins. The cheap ones come first.
+    ``strict`` a probe that does not apply to the model is left out with a note. ``broken`` gets a probe that failed,
+    or whose frame ``done`` could not take, with the exception, and the others continue; without ``broken`` the
+    exception is raised. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them.
+    ``estimated`` gets the expected seconds by probe and of the passes ("forward passes") before anything runs, and
+    ``starting`` the name of whatever begins. Cheap probes come first.
 
     Raises:
-        UserError: a probe has no meaning for the model (with ``strict``), or can't be given what it needs.
+        UserError: a probe does not apply to the model (with ``strict``), or lacks what it needs.
     """
     context.strict = strict
-    if context.reads_tokens:  # before any hook is there: it takes passes of its own
+    if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
         is_causal(context.model, context.batches[0]["input_ids"].to(context.device))
     seconds = _begin(context, probes)
     ready = sorted(seconds, key=lambda probe: probe.cost(context))
@@ -74,11 +74,11 @@ def run(
 
 
 def _begin(context: Context, probes: Sequence[Probe]) -> dict[Probe, float]:
-    """The seconds that each probe took to begin, of those that have a meaning for the model."""
+    """The seconds that each probe took to begin, for the probes that apply to the model."""
     seconds: dict[Probe, float] = {}
     for probe in probes:
         if "tokens" in probe.needs and not context.reads_tokens:
-            _refuse(context, probe, UserError(f"{probe.name}: needs a model of text (allowed: other probes)"))
+            _refuse(context, probe, UserError(f"{probe.name}: needs a text model (allowed: other probes)"))
             continue
         began = time.monotonic()
         try:
@@ -97,7 +97,7 @@ def _refuse(context: Context, probe: Probe, error: UserError) -> None:
 
 
 def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
-    """Seconds that the forward passes and each probe's own work are thought to take, from a small pass timed here."""
+    """The expected seconds of the forward passes and of each probe's own work, from a small timed pass."""
     inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
     with torch.no_grad():
         forward(context.model, inputs)  # the first pass of a process is slow

@@ -10,7 +10,7 @@ import torch
 class Running:
     """Mean and standard error of a tensor's values over independent samples (sequences), in float64, in one pass.
 
-    ``add`` takes [samples, ...]; the shape behind the samples is that of the mean. Welford's update in Chan's form for
+    ``add`` takes [samples, ...]; the remaining shape is that of the mean. Welford's update in Chan's form for
     batches, so large means lose nothing.
     """
 
@@ -20,7 +20,7 @@ class Running:
         self._squares = torch.zeros(())
 
     def add(self, samples: torch.Tensor) -> None:
-        """Take in one batch's values, [samples, ...]."""
+        """Add one batch's values, [samples, ...]."""
         samples = samples.detach().to("cpu", torch.float64)
         count = len(samples)
         if not count:
@@ -38,13 +38,13 @@ class Running:
 
     @property
     def standard_error(self) -> torch.Tensor:
-        """Of the mean; infinite for fewer than two samples."""
+        """The standard error of the mean; infinite for fewer than two samples."""
         if self.count < 2:
             return torch.full_like(self.mean, math.inf)
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
     def relative_error(self, floor: float = 0.0) -> float:
-        """The largest standard error over |mean|, where |mean| is at least ``floor``; 0 where there is nothing."""
+        """The largest standard error over |mean|, where |mean| is at least ``floor``; 0 without values."""
         error, mean = self.standard_error, self.mean.abs()
         chosen = mean > floor
         if not self.count or math.isinf(float(error.max())):

@@ -1,4 +1,4 @@
-"""A probe's figure made fit for a page: small whatever the depth, and with no markup in it but plotly's plain tags."""
+"""A probe's figure made fit for a page: small at any depth, and with no markup but plotly's plain tags."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import plotly.graph_objects as go
 
 from lamina.core.json_types import Json
 
-MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # drawn of a figure's lines, of a line, of a heat map's side
+MOST_LINES, MOST_POINTS, MOST_CELLS = 256, 2000, 256  # in a figure, a line, a heat map's side
 _HARMLESS = r"/?(?:br|b|i|em|sup|sub|extra)\s*/?>"  # tags without attributes; plotly would follow an <a href=...>
 _ARRAYS = ("x", "y", "text", "hovertext", "customdata", "ids")
 
 
 def compact(figure: go.Figure) -> tuple[go.Figure, str]:
-    """The figure as a page takes it, and a sentence on what was left out ("" where all is drawn).
+    """The figure for a page, and a sentence on what it omits ("" if nothing).
 
-    Above MOST_CELLS rows or columns of a heat map, MOST_LINES lines or MOST_POINTS points of a line every k-th one is
-    drawn, the first and the last among them. Texts (tokens of a corpus, names of modules) are defused.
+    Heat maps of more than MOST_CELLS rows or columns, figures of more than MOST_LINES lines and lines of more than
+    MOST_POINTS points are thinned evenly; the first and the last are kept. Texts (tokens, module names) are defused.
     """
     traces: list[Json] = [defuse(unpack(trace.to_plotly_json())) for trace in cast("Any", figure.data)]
     reduced: list[str] = []
     lines = [trace for trace in traces if trace.get("type", "scatter") in ("scatter", "scattergl", "bar")]
     if len(lines) > MOST_LINES:
-        kept = {id(lines[i]) for i in _spread(len(lines), MOST_LINES)}
-        traces = [trace for trace in traces if id(trace) in kept or not any(trace is line for line in lines)]
-        reduced.append(f"{len(kept)} of {len(lines)} lines")
+        chosen = {id(lines[i]) for i in _spread(len(lines), MOST_LINES)}
+        traces = [trace for trace in traces if id(trace) in chosen or not any(trace is line for line in lines)]
+        reduced.append(f"{len(chosen)} of {len(lines)} lines")
     for trace in traces:
         _shorten_numbers(trace)
         reduction = _thin_map(trace) if trace.get("type") in ("heatmap", "contour") else _thin_line(trace)
         if reduction and reduction not in reduced:
             reduced.append(reduction)
     small = go.Figure({"data": traces, "layout": defuse(figure.layout.to_plotly_json())}, skip_invalid=True)
-    return small, f"Drawn: {', '.join(reduced)}, evenly taken; the table holds all." if reduced else ""
+    return small, f"Drawn: {', '.join(reduced)}, evenly spaced; the table holds all." if reduced else ""
 
 
 def defuse(value: object) -> Any:
-    """Every string in a figure with ``<`` escaped where it is not one of plotly's plain tags."""
+    """The value with ``<`` escaped in every string, except in plotly's plain tags."""
     if isinstance(value, str):
         return re.sub(rf"<(?!{_HARMLESS})", "&lt;", value)
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def defuse(value: object) -> Any:
 
 
 def unpack(value: object) -> Any:
-    """The arrays that plotly's JSON packs as {"dtype", "bdata", "shape"}, as arrays."""
+    """The value with the arrays that plotly's JSON packs as {"dtype", "bdata", "shape"} unpacked."""
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
             flat = np.frombuffer(base64.b64decode(value["bdata"]), dtype=np.dtype(str(value["dtype"])))
@@ -64,9 +64,9 @@ def unpack(value: object) -> Any:
 
 def _shorten_numbers(trace: Json) -> None:
     for name in ("x", "y", "z"):
-        held = np.asarray(trace[name]) if _is_list(trace.get(name)) else np.empty(0, dtype=object)
-        if held.dtype == np.float64:  # what a screen shows has no more than seven digits
-            trace[name] = held.astype(np.float32)
+        values = np.asarray(trace[name]) if _is_list(trace.get(name)) else np.empty(0, dtype=object)
+        if values.dtype == np.float64:  # a screen shows no more than seven digits
+            trace[name] = values.astype(np.float32)
 
 
 def _thin_map(trace: Json) -> str:
@@ -74,23 +74,23 @@ def _thin_map(trace: Json) -> str:
     if cells.ndim != 2 or max(cells.shape) <= MOST_CELLS:
         return ""
     rows, columns = (_spread(size, MOST_CELLS) for size in cells.shape)
-    for name, kept in (("y", rows), ("x", columns)):
+    for name, chosen in (("y", rows), ("x", columns)):
         if trace.get(name) is not None:
-            trace[name] = np.asarray(trace[name])[kept]
+            trace[name] = np.asarray(trace[name])[chosen]
         else:
-            trace[name] = np.asarray(kept)
+            trace[name] = np.asarray(chosen)
     for name in ("z", "text", "customdata", "hovertext"):
-        held = trace.get(name)
-        if held is not None and np.asarray(held, dtype=object).shape[:2] == cells.shape:
-            trace[name] = np.asarray(held)[np.ix_(rows, columns)]
+        values = trace.get(name)
+        if values is not None and np.asarray(values, dtype=object).shape[:2] == cells.shape:
+            trace[name] = np.asarray(values)[np.ix_(rows, columns)]
     return f"{len(rows)} × {len(columns)} of {cells.shape[0]} × {cells.shape[1]} cells"
 
 
 def _thin_line(trace: Json) -> str:
     length = next((len(trace[name]) for name in ("y", "x") if _is_list(trace.get(name))), 0)
-    if length <= MOST_POINTS or trace.get("fill") == "toself":  # a band's outline goes there and back
+    if length <= MOST_POINTS or trace.get("fill") == "toself":  # a band's outline runs forth and back
         return ""
-    kept = _spread(length, MOST_POINTS)
+    chosen = _spread(length, MOST_POINTS)
     for holder, names in (
         (trace, _ARRAYS),
         (trace.get("marker"), ("color", "size")),
@@ -100,8 +100,8 @@ def _thin_line(trace: Json) -> str:
             continue
         for name in names:
             if _is_list(holder.get(name)) and len(holder[name]) == length:
-                holder[name] = np.asarray(holder[name])[kept]
-    return f"{len(kept)} of {length} points of a line"
+                holder[name] = np.asarray(holder[name])[chosen]
+    return f"{len(chosen)} of {length} points of a line"
 
 
 def _is_list(value: object) -> bool:
@@ -109,7 +109,7 @@ def _is_list(value: object) -> bool:
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """At most ``most`` of ``size`` indices, evenly taken, both ends among them."""
+    """At most ``most`` of ``size`` indices, evenly spaced, including both ends."""
     if size <= most:
         return list(range(size))
     return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})

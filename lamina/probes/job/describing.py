@@ -1,4 +1,4 @@
-"""What the page says of a model before any probe: its kind, its size, and where its norms were found."""
+"""The description of a model at the top of the page: its kind, its size, and where its norms sit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from lamina.probes.structure.sites import LayerSite, Structure
 
-# What the norms around a sub-layer are called, by the roles that were found there.
+# The name of the norms around a sub-layer, by their roles.
 _FAMILIES = {
     frozenset({"pre_norm"}): "Pre-LN",
     frozenset({"post_norm"}): "Post-LN",
@@ -20,7 +20,7 @@ _FAMILIES = {
 
 
 def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
-    """Facts about a model as result.json holds them: found by running it, none looked up by a name."""
+    """The facts about a model in result.json, found by running it, not looked up by name."""
     config = getattr(model, "config", None)
     parameters = {id(p): p for p in model.parameters()}.values()
     shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
@@ -43,13 +43,13 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
 
 
 def placement(layers: Sequence[LayerSite]) -> str:
-    """The norms' places in a word or two, by layers where these differ."""
+    """The norms' places in a word or two, by layer where the layers differ."""
     return "; ".join(_runs([_family(site) for site in layers]))
 
 
 def _family(site: LayerSite) -> str:
-    found = [frozenset(n.role for n in s.norms if n.role != "inner_norm") for s in site.sublayers]
-    names = [_FAMILIES.get(roles) or " and ".join(sorted(roles)) for roles in found]
+    role_sets = [frozenset(n.role for n in s.norms if n.role != "inner_norm") for s in site.sublayers]
+    names = [_FAMILIES.get(roles) or " and ".join(sorted(roles)) for roles in role_sets]
     if len(set(names)) <= 1:
         return names[0] if names else "no sub-layers found"
     return ", ".join(f"{s.kind.replace('_', '-')}: {name}" for s, name in zip(site.sublayers, names, strict=True))
@@ -71,7 +71,7 @@ def _path(layers: Sequence[LayerSite]) -> str:
 
 
 def _runs(texts: Iterable[str]) -> list[str]:
-    """The same text for all: itself; else each one with the layers that it is for."""
+    """The text if it is the same for all layers; else each text with its layers."""
     spans: list[tuple[int, int, str]] = []
     for index, text in enumerate(texts):
         if spans and spans[-1][2] == text:
@@ -80,7 +80,7 @@ def _runs(texts: Iterable[str]) -> list[str]:
             spans.append((index, index, text))
     if len(spans) == 1:
         return [spans[0][2]]
-    if len(spans) > 8:  # alternating kinds: each once, with how often
+    if len(spans) > 8:  # alternating kinds: each once, with its count
         kinds = {text: sum(last - first + 1 for first, last, other in spans if other == text) for _, _, text in spans}
         return [f"{count} layers: {text}" for text, count in kinds.items()]
     return [

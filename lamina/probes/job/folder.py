@@ -1,4 +1,4 @@
-"""`lamina probe`: a checkpoint in, a folder with a table and figures a probe out."""
+"""`lamina probe`: a checkpoint in, a folder with a table and figures per probe out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.probes.engine.settings import ProbeSettings
 
 POLICY = ResumePolicy(
     what="folder",
-    # which probes there are, and where and how fast they run; not what a probe measures
+    # which probes run, where, and how fast; not what a probe measures
     free=frozenset(("probes", "output", "threads", "device")),
 )
 
@@ -27,16 +27,16 @@ POLICY = ResumePolicy(
 def probe_folder(
     settings: ProbeSettings | Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> Json:
-    """Measure a checkpoint and leave the folder ``settings.output``; returns what result.json holds.
+    """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
 
-    ``settings`` are a whole record, or only what the user gave, by name. Each probe's table, figures and sentences are
-    written as soon as it has them. With ``resume`` the probes that are finished are not run again. A probe that cannot
-    measure the model is skipped with the reason.
+    ``settings`` are a whole record, or the user's values by name. Each probe's table, figures and sentences are written
+    as soon as it has them. With ``resume``, finished probes are not run again. A probe that cannot measure the model is
+    skipped, with the reason.
 
     Raises:
         UserError: for invalid settings, a checkpoint or a corpus that can't be read, an output folder in use.
-        OSError: the disk is full; what was finished is kept.
-        KeyboardInterrupt: after result.json says `interrupted`; what was finished is kept.
+        OSError: the disk is full; finished probes are kept.
+        KeyboardInterrupt: after result.json says `interrupted`; finished probes are kept.
     """
     job = open_job(
         Kind.PROBING, ProbeSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
@@ -62,7 +62,7 @@ def _stored(folder: Path) -> Json:
 
 
 def spec_by_name(probes: str) -> dict[str, str]:
-    """What was asked for by each probe's name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
+    """The spec of each requested probe, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
     for spec in split(probes, "probe"):
         names = registry.names() if spec == "all" else [registry.make(spec).name]
@@ -71,17 +71,17 @@ def spec_by_name(probes: str) -> dict[str, str]:
 
 
 def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
-    """What a folder to resume holds of finished probes."""
-    told = (read_result(folder) or {}).get("probes") or {}
+    """The results of the finished probes in a folder to resume, by name."""
+    results = (read_result(folder) or {}).get("probes") or {}
     return {
-        name: one
-        for name, one in told.items()
-        if one.get("status") == "finished"
+        name: result
+        for name, result in results.items()
+        if result.get("status") == "finished"
         and (folder / f"{name}.parquet").is_file()
-        and not any(digests.differs(folder / file) for file in _files_of(name, one))
-        and one.get("spec") == specs.get(name, one.get("spec"))
+        and not any(digests.differs(folder / file) for file in _files_of(name, result))
+        and result.get("spec") == specs.get(name, result.get("spec"))
     }
 
 
-def _files_of(name: str, told: Json) -> list[str]:
-    return [f"{name}.parquet", *(str(drawn["file"]) for drawn in told.get("figures") or ())]
+def _files_of(name: str, result: Json) -> list[str]:
+    return [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]

@@ -1,4 +1,4 @@
-"""The probes of one checkpoint, each written as soon as it is there."""
+"""The probes of one checkpoint, each written as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class Measuring:
-    """Loads a checkpoint and its inputs when made; ``run`` measures and writes.
+    """Loads a checkpoint and its inputs on creation; ``run`` measures and writes.
 
-    ``specs`` are the probes as they were asked for, by name; ``done`` is what the folder already holds of them.
+    ``specs`` are the requested probes as the user wrote them, by name; ``done`` are the results already in the folder.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Measuring:
         self.settings, self.specs, self.began = settings, specs, time.monotonic()
         self.context = make_context(settings.checkpoint, settings)
         self.context.progress = Bars(show=bar)
-        self.wanted = [one for one in probes if one.name not in done]
-        self.told: Json = dict(done)
+        self.remaining = [probe for probe in probes if probe.name not in done]
+        self.results: Json = dict(done)
         self._noted = len(self.context.notes)
         self._loading_notes = list(self.context.notes)
 
     def run(self, folder: Path) -> Json:
-        """Measure, write, return what result.json holds; see ``probe_folder`` for what it raises."""
+        """Measure, write, and return the content of result.json; errors as in ``probe_folder``."""
         self.folder = folder
         (folder / "figures").mkdir(exist_ok=True)
-        self._write("running", "it has not ended yet, or was killed (--resume goes on)")
+        self._write("running", "it is still running, or was killed (--resume continues)")
         try:
             run(
                 self.context,
-                self.wanted,
+                self.remaining,
                 tolerance=self.settings.tolerance,
                 strict=False,
                 done=self._done,
@@ -73,37 +73,39 @@ class Measuring:
                 starting=self.context.progress.start,  # type: ignore[attr-defined]
             )
         except KeyboardInterrupt:
-            self._write("interrupted", "stopped by Ctrl-C; what was finished is kept (--resume goes on)")
+            self._write("interrupted", "stopped by Ctrl-C; finished probes are kept (--resume continues)")
             raise
         except Exception as error:
             if disk_full(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._write("failed", " ".join(said.split()))
+            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._write("failed", " ".join(message.split()))
             raise
         finally:
             self.context.progress.close()  # type: ignore[attr-defined]
-        for probe in self.wanted:
-            if probe.name not in self.told:
-                self.told[probe.name] = {**self._words(probe), "status": "skipped", "reason": self._why(probe.name)}
-        failed = [f"{name}: {told['reason']}" for name, told in self.told.items() if told["status"] == "failed"]
+        for probe in self.remaining:
+            if probe.name not in self.results:
+                self.results[probe.name] = {**self._words(probe), "status": "skipped", "reason": self._why(probe.name)}
+        failed = [
+            f"{name}: {result['reason']}" for name, result in self.results.items() if result["status"] == "failed"
+        ]
         return self._write("failed" if failed else "finished", "; ".join(failed))
 
     def _broken(self, probe: Probe, error: Exception) -> None:
-        """Note a probe that failed by a fault of its own; the others are measured all the same."""
+        """Record a probe that failed; the others are still measured."""
         if disk_full(error):
             raise error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.debug("%s failed", probe.name, exc_info=error)
-        self.told[probe.name] = {**self._words(probe), "status": "failed", "reason": reason}
+        self.results[probe.name] = {**self._words(probe), "status": "failed", "reason": reason}
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
-        """Write a probe's frame and figures, then say in result.json that they are there."""
+        """Write a probe's frame and figures, then list them in result.json."""
         path = self.folder / f"{probe.name}.parquet"
         frame.to_parquet(path.with_name(f".{path.name}").absolute(), index=False)
         digests.replace(path.with_name(f".{path.name}"), path)
         error = probe.standard_error()
-        self.told[probe.name] = {
+        self.results[probe.name] = {
             **self._words(probe),
             "status": "finished",
             "rows": len(frame),
@@ -115,16 +117,16 @@ class Measuring:
             "notes": self.context.notes[self._noted :],
         }
         self._noted = len(self.context.notes)
-        self._write("running", "it has not ended yet, or was killed (--resume goes on)")
+        self._write("running", "it is still running, or was killed (--resume continues)")
 
     def _figures(self, probe: Probe, frame: pd.DataFrame) -> list[dict[str, str]]:
         drawn = []
         for number, (figure, caption) in enumerate(probe.figures(frame), start=1):
-            small, left_out = compact(figure)
+            small, reduction = compact(figure)
             name = f"figures/{probe.name}-{number}.json"
             write_text(self.folder / name, str(small.to_json()))
             title = figure.layout.title.text or ""
-            drawn.append({"file": name, "title": title, "caption": f"{caption} {left_out}".strip()})
+            drawn.append({"file": name, "title": title, "caption": f"{caption} {reduction}".strip()})
         return drawn
 
     def _words(self, probe: Probe) -> dict[str, str]:
@@ -141,8 +143,8 @@ class Measuring:
         return next((note.removeprefix(start) for note in self.context.notes if note.startswith(start)), "no result")
 
     def _write(self, status: str, reason: str) -> Json:
-        kept = {note for told in self.told.values() for note in told.get("notes") or ()}
-        out = {f"{name} left out: {told.get('reason')}" for name, told in self.told.items()}
+        probe_notes = {note for entry in self.results.values() for note in entry.get("notes") or ()}
+        skip_notes = {f"{name} left out: {entry.get('reason')}" for name, entry in self.results.items()}
         result = {
             "status": status,
             "reason": reason,
@@ -155,40 +157,42 @@ class Measuring:
             "settings": self.settings.to_dict(),
             "forwards": self.context.forwards,
             "warnings": list(self.context.warnings),
-            "notes": [n for n in self.context.notes if n not in kept | out | set(self.context.structure.notes)],
-            "probes": {name: self.told[name] for name in self.specs if name in self.told}
-            | {name: told for name, told in self.told.items() if name not in self.specs},
+            "notes": [
+                n for n in self.context.notes if n not in probe_notes | skip_notes | set(self.context.structure.notes)
+            ],
+            "probes": {name: self.results[name] for name in self.specs if name in self.results}
+            | {name: entry for name, entry in self.results.items() if name not in self.specs},
             "seconds": round(time.monotonic() - self.began, 2),
         }
         write_json(self.folder / "result.json", result)
         return result
 
     def _inputs(self) -> Json:
-        """What the model was run on: how many sequences (of those there are) and how long they are."""
+        """The inputs that the model ran on: the number of sequences used, and their length."""
         batches = list(self.context.batches)
-        seen = batches[: self.context.forwards] or batches
-        first = next(iter(seen[0].values()))
-        count = sum(len(next(iter(batch.values()))) for batch in seen)
-        what = "tokens" if self.context.reads_tokens else "pixels"
+        used = batches[: self.context.forwards] or batches
+        first = next(iter(used[0].values()))
+        count = sum(len(next(iter(batch.values()))) for batch in used)
+        unit = "tokens" if self.context.reads_tokens else "pixels"
         shape = " × ".join(str(size) for size in first.shape[1:])
-        return {"sequences": count, "shape": list(first.shape[1:]), "text": f"{count} × {shape} {what}"}
+        return {"sequences": count, "shape": list(first.shape[1:]), "text": f"{count} × {shape} {unit}"}
 
 
 class Bars:
-    """``Context.progress`` as a bar at a time: what is being done, how much of it, and how long all of it will take.
+    """``Context.progress`` as one progress bar at a time, with the time left for all probes.
 
-    ``plan`` takes what each probe and the forward passes are thought to take and says so; ``start`` what begins. What
-    is left is the plan's, times how long the finished parts took for each second of theirs.
+    ``plan`` gets the expected seconds of each probe and of the forward passes; ``start`` gets what begins. The time
+    left is that of the unfinished parts in the plan, times the actual over the planned time of the finished ones.
     """
 
     def __init__(self, *, show: bool):
-        self.show, self.what, self.bar = show, "", None
+        self.show, self.label, self.bar = show, "", None
         self._plan: dict[str, float] = {}
         self._finished: list[str] = []
         self._running, self._began = "", time.monotonic()
 
     def plan(self, seconds: dict[str, float]) -> None:
-        """Say how long it will take."""
+        """Print the expected time."""
         self._plan, self._began = dict(seconds), time.monotonic()
         if self.show and self._plan:
             longest = sorted(self._plan, key=lambda name: -self._plan[name])[:3]
@@ -196,30 +200,30 @@ class Bars:
             tqdm.write(f"about {_duration(sum(self._plan.values()))} ({parts})", file=sys.stderr)
 
     def start(self, name: str) -> None:
-        """A probe, or the forward passes, begins; the one before is finished."""
+        """Begin a probe or the forward passes; whatever ran before is finished."""
         if self._running:
             self._finished.append(self._running)
         self._running = name
 
-    def left(self) -> str:
-        """How long is left, in words."""
+    def time_left(self) -> str:
+        """The time left, in words."""
         planned = sum(self._plan.get(name, 0.0) for name in self._finished)
         passed = time.monotonic() - self._began
         pace = passed / planned if planned > 1.0 else 1.0
-        rest = sum(each for name, each in self._plan.items() if name not in self._finished)
-        return f", about {_duration(rest * pace)} left" if self._plan else ""
+        remaining = sum(planned_seconds for name, planned_seconds in self._plan.items() if name not in self._finished)
+        return f", about {_duration(remaining * pace)} left" if self._plan else ""
 
-    def __call__(self, done: int, every: int, what: str) -> None:
-        if what != self.what:
+    def __call__(self, done: int, total: int, label: str) -> None:
+        if label != self.label:
             self.close()
-            self.what = what
-            self.bar = tqdm(total=every, desc=f"{what}{self.left()}", disable=not self.show, leave=False)
+            self.label = label
+            self.bar = tqdm(total=total, desc=f"{label}{self.time_left()}", disable=not self.show, leave=False)
         if self.bar is not None:
-            self.bar.total = every
+            self.bar.total = total
             self.bar.update(done - self.bar.n)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

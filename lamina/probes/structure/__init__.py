@@ -1,1 +1,1 @@
-"""Where a model's layers, sub-layers and norms are, found by following tensors."""
+"""A model's layers, sub-layers and norms, found by following tensors."""

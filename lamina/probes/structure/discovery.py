@@ -1,4 +1,4 @@
-"""From a trace to the structure: which calls are the layers, and what each adds to the stream where."""
+"""From a trace to the structure: which calls are the layers, and what each adds to the stream, and where."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
 
 def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, layers: str | None = None) -> Structure:
-    """Find a model's layers by running it once on ``inputs`` (tiny ones: everything is held for the moment).
+    """Find a model's layers by running it once on ``inputs`` (tiny ones: all tensors are held meanwhile).
 
-    ``layers``: the path of the list of layers (``encoder.block``), where they can't be found, or others are meant.
+    ``layers``: the path of the list of layers (``encoder.block``), if they cannot be found, or others are meant.
 
     Raises:
-        UserError: where no layers are found; says what was looked for and how to name them.
+        UserError: if no layers are found; the message says what was searched for and how to name them.
     """
     was_training = model.training
     model.eval()
@@ -72,7 +72,7 @@ def _chains(record: Trace) -> list[list[Call]]:
 
 
 def _families(record: Trace) -> list[list[Call]]:
-    """The calls that one module makes of modules that add to a stream."""
+    """One module's calls of modules that add to a stream."""
     families: dict[int, list[Call]] = {}
     for call in record.calls:
         if call.parent is not None and _carries_stream(call, record):
@@ -82,17 +82,17 @@ def _families(record: Trace) -> list[list[Call]]:
 
 def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[Call]:
     """The chain that is the model's layers."""
-    wanted = _num_layers(model)
-    exact = [chain for chain in chains if len(chain) == wanted]
+    expected_count = _num_layers(model)
+    exact = [chain for chain in chains if len(chain) == expected_count]
     if not exact:  # something is done to the stream between the layers (YOLOS adds position embeddings)
-        exact = [f for f in _families(record) if len(f) == wanted and len({type(c.module) for c in f}) == 1]
+        exact = [f for f in _families(record) if len(f) == expected_count and len({type(c.module) for c in f}) == 1]
     # Of two of the same length the outer one: it holds the other.
     best = min(exact, key=lambda c: c[0].began) if exact else None
-    if best is None and chains and wanted is None:
+    if best is None and chains and expected_count is None:
         best = max(chains, key=lambda c: (len(c), -c[0].began))
     if best is None:
         lengths = ", ".join(str(len(c)) for c in chains[:6]) or "none"
-        expected = "of any length" if wanted is None else f"of {wanted} (as many as the config has)"
+        expected = "of any length" if expected_count is None else f"of {expected_count} (as many as the config has)"
         raise UserError(
             f"layers: none found in {type(model).__name__}: looked for a chain {expected} of modules that hand one "
             f"tensor on and add to it; found chains of {lengths} (allowed: --layers PATH, the path of the list of "
@@ -102,7 +102,7 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
 
 
 def _others(chains: list[list[Call]], calls: list[Call]) -> list[str]:
-    """A note where there are layers outside of the chosen ones (a hierarchy of stages, a second tower)."""
+    """A note if there are layers outside the chosen ones (a hierarchy of stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     if not outside:
@@ -201,7 +201,7 @@ def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: 
 
 
 def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """What a transformers model answers; it raises NotImplementedError where it has no such part."""
+    """The part of a transformers model, or None: transformers raises NotImplementedError if it has no such part."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):

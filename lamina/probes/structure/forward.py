@@ -23,12 +23,12 @@ def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:
 def takes_cache(cls: type[nn.Module]) -> bool:
     """Whether a model's forward can be told to keep no cache."""
     parameters = inspect.signature(cls.forward).parameters
-    # Some take it as one of their **kwargs and hand it on to a model that would keep a cache otherwise.
+    # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
     return "use_cache" in parameters or ("past_key_values" in parameters)
 
 
 def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The model without its head, where that takes the same inputs and holds all layers; else the model itself."""
+    """The model without its head, if that takes the same inputs and holds all layers; else the model itself."""
     base = getattr(model, "base_model", model)
     if not isinstance(base, nn.Module) or base is model:
         return model

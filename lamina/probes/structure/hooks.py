@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @contextmanager
 def watch(points: Mapping[Key, Point], see: Callable[[Key, torch.Tensor], None], *, root: nn.Module) -> Iterator[None]:
-    """Call ``see(key, tensor)`` for each point, each time that a forward pass of ``root`` comes by it.
+    """Call ``see(key, tensor)`` for each point, whenever a forward pass of ``root`` reaches it.
 
     The tensor is multiplied by the point's factor where it has one.
     """
@@ -40,11 +40,11 @@ def intercept(
     roots: Sequence[nn.Module] = (),
     calls: Mapping[nn.Module, int] | None = None,
 ) -> Iterator[None]:
-    """Hand the tensor at each point to ``change(key, tensor)`` while the model runs; what it returns takes its place.
+    """Replace the tensor at each point by ``change(key, tensor)`` while the model runs.
 
     A point names one call of its module. Calls are counted anew in each forward pass of one of the ``roots`` (the
-    model, or its base); ``calls`` are those that are over already, where a layer is run alone. Factors are left out:
-    the tensor is the one that the model computes with. None leaves it in place.
+    model, or its base); ``calls`` are those made before, if a layer runs alone. Factors are left out:
+    the tensor is the model's own. If ``change`` returns None, the tensor stays.
     """
     done: Counter[nn.Module] = Counter(calls or {})
     by_module: dict[nn.Module, list[tuple[Key, Point]]] = {}

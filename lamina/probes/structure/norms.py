@@ -1,4 +1,4 @@
-"""Norms: which modules are one, and their gains."""
+"""Norms: which modules are norms, and their gains."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes: transformers decides so by the class' name, too; projections with norms aren't."""
+    """Whether a module normalizes: decided by class name, as in transformers; projections with norms do not count."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Linear) and not any(module.children())
 
 
 def effective_gain(norm: nn.Module) -> torch.Tensor | None:
     """What a norm multiplies the normalized channels by, [channels]; None where it has no gain.
 
-    Found by norming a known vector, since some store the gain and some (Gemma) its difference from 1.
+    Found by norming a known vector: some store the gain, others (Gemma) its difference from 1.
     """
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
@@ -44,7 +44,7 @@ def effective_gain(norm: nn.Module) -> torch.Tensor | None:
 
 
 def _gated(norm: nn.Module, sign: torch.Tensor) -> torch.Tensor | None:
-    """What a gated norm makes of a known vector, without the gate: one of 20 in every channel, whose SiLU is 20."""
+    """A gated norm's output for a known vector, divided by the gate: 20 in every channel, whose SiLU is 20."""
     gate = 20.0
     try:
         return norm(sign[None, None] * 8, torch.full_like(sign, gate)[None, None]).flatten().float() / gate

@@ -1,4 +1,4 @@
-"""What modules are called with and hand on: finding and replacing the tensor that matters in it."""
+"""The arguments and outputs of modules: finding and replacing the tensor that matters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kwargs: TypeAlias = dict[str, Any]
 
 
 def first_tensor(output: Output) -> torch.Tensor | None:
-    """The tensor that a module hands on: its output, or the first one in it."""
+    """A module's output tensor: the output itself, or the first tensor in it."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
@@ -28,7 +28,7 @@ def stream_of(output: Output) -> torch.Tensor:
 
 
 def refill(output: Output) -> Callable[[torch.Tensor], Output]:
-    """A function that makes a module's output again with another first tensor; it holds all of it but that tensor."""
+    """A function that rebuilds a module's output with another first tensor; it holds all but that tensor."""
     if isinstance(output, torch.Tensor):
         return lambda tensor: tensor
     named = isinstance(output, Mapping)
@@ -47,13 +47,13 @@ def refill(output: Output) -> Callable[[torch.Tensor], Output]:
     return make
 
 
-def argument_of(args: Args, kwargs: Kwargs, which: int | str) -> torch.Tensor:
+def argument_of(args: Args, kwargs: Kwargs, place: int | str) -> torch.Tensor:
     """One of a call's arguments, by position or keyword."""
-    return args[which] if isinstance(which, int) else kwargs[which]
+    return args[place] if isinstance(place, int) else kwargs[place]
 
 
-def with_argument(args: Args, kwargs: Kwargs, which: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
+def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
     """A call's arguments with another value in one place."""
-    if isinstance(which, int):
-        return (*args[:which], value, *args[which + 1 :]), dict(kwargs)
-    return args, {**kwargs, which: value}
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return args, {**kwargs, place: value}

@@ -1,4 +1,4 @@
-"""Proof that what was followed is the stream, on small passes whose sizes no other axis has."""
+"""Proof that the followed tensors are the stream, from small passes whose sizes no other axis has."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SAME = 1e-3  # a token's state in another batch: what other kernels and groups 
 
 
 def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
-    """The structure, with the sub-layers of those layers alone whose contributions add up to what the layer hands on.
+    """The structure, with sub-layers only for layers whose contributions add up to the layer's output.
 
     ``root``: the module that is run, the model or its base. Four passes over a few tokens show that the states are
     [batch, tokens, width], that a sequence's states depend on no other sequence, that a token's first state depends on
     the token, and that two passes agree.
 
     Raises:
-        UserError: where one of these does not hold: what would be measured is not the stream.
+        UserError: if one of these does not hold: the measurements would not be of the stream.
     """
     few = _few(inputs, structure.hidden_size)
     states: dict[Hashable, Point] = {**structure.states()}
@@ -48,7 +48,7 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     if not wrong:
         return structure
     note = (
-        f"what the sub-layers of layer {ranges(wrong)} add to the stream does not add up to what the layer hands on, "
+        f"what the sub-layers of layer {ranges(wrong)} add to the stream does not add up to the layer's output, "
         "so these sub-layers are left out; the states are whole"
     )
     layers = tuple(replace(site, sublayers=()) if site.index in wrong else site for site in structure.layers)
@@ -68,7 +68,7 @@ def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
-    """What the sum of each layer is checked with: contributions, and both sides of the norms on the stream."""
+    """The points by which each layer's sum is checked: contributions, and both sides of the norms on the stream."""
     points: dict[Hashable, Point] = {}
     for site in structure.layers:
         points["output", site.index] = site.output
@@ -146,7 +146,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far the states of half of the tokens are apart, relative to their length: a single one may change experts."""
+    """The relative distance of the states that half of the tokens stay below: a single token may change experts."""
     a, b = a.double().flatten(0, -2), b.double().flatten(0, -2)
     length = torch.maximum(a.norm(dim=-1), b.norm(dim=-1)).clamp_min(1e-30)
     apart = ((a - b).norm(dim=-1) / length).median()
@@ -248,7 +248,7 @@ def _without_gated(site: LayerSite, tensors: Tensors) -> LayerSite:
 
 
 def _is_sum(total: torch.Tensor, added: torch.Tensor, skips: Sequence[torch.Tensor], precision: float) -> bool:
-    """Whether total - added is a combination of the skips [tokens, channels], with its own factors in each channel."""
+    """Whether total - added is a combination of the skips [tokens, channels], with factors for each channel."""
     rest = total - added
     if not bool(rest.isfinite().all()):
         return True  # nothing can be said of what overflowed; the probes say that it did

@@ -1,6 +1,6 @@
-"""Where a model's layers, sub-layers and norms are: what every probe works on.
+"""Where a model's layers, sub-layers and norms are: every probe works on these.
 
-Found by running the model once and following its tensors (``tracing``), so no architecture's names are asked for.
+Found by running the model once and following its tensors (``tracing``), so no architecture's names matter.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lamina.probes.structure.norms import effective_gain
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A tensor of the forward pass that can be watched: what goes into or comes out of a module's ``call``-th call.
+    """A tensor of the forward pass that can be watched: the input or output of a module's ``call``-th call.
 
     ``call`` counts from 0 within one forward pass of the model: ALBERT calls the same layer twelve times. The value is
-    ``factor`` times the tensor (Granite scales its branches); None where there is none. ``argument`` is the position or
+    ``factor`` times the tensor (Granite scales its branches); None for no factor. ``argument`` is the position or
     the keyword of an input.
     """
 
@@ -44,23 +44,23 @@ class NormSite:
 
     @property
     def input(self) -> Point:
-        """What the norm divides by its own scale."""
+        """The norm's input."""
         return Point(self.module, self.path, "input", self.call)
 
     @property
     def output(self) -> Point:
-        """What it hands on."""
+        """The norm's output."""
         return Point(self.module, self.path, "output", self.call)
 
     @property
     def gain(self) -> torch.Tensor | None:
-        """Its gain's values, with the 1 added where it stores the difference from 1 (Gemma); None where it has none."""
+        """Its gain's values, with the 1 added where it stores the difference from 1 (Gemma); None if it has none."""
         return effective_gain(self.module)
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """The parts of a dense feed-forward. Experts have none: their activations are of few tokens each.
+    """The parts of a dense feed-forward. Experts have none: each sees few tokens.
 
     ``up``: the projections from the stream's width (gate and up), in the order in which they run, with their paths;
     ``down``: the projection back; ``pre``: what goes into the nonlinearity; ``post``: what goes into ``down``.
@@ -76,7 +76,7 @@ class FeedForward:
 class SublayerSite:
     """One addition to the stream. ``kind``: attention | feed_forward | mixer (neither), two of a layer may run side by
     side (GPT-NeoX). ``contribution``: what is added, after an out_norm. ``after``: the stream behind it, after a
-    post_norm; None where no module reads or writes it.
+    post_norm; None if no module reads or writes it.
     """
 
     kind: str

@@ -32,16 +32,16 @@ class _Tag:
 
 @dataclass(frozen=True)
 class _Sum:
-    """Something added to the stream: ``branches``, None where no module hands it over or it is the stream itself."""
+    """Something added to the stream: ``branches``, None if no module returns it or it is the stream itself."""
 
     op: Op
     skips: tuple[_Tag, ...]
     branches: tuple[_Tag, ...] | None
-    whole: bool = False  # whether what no module hands over is of the stream's shape
+    whole: bool = False  # whether a tensor that no module returns has the stream's shape
 
 
 def read_layer(call: Call, record: Trace, *, describe: bool = True) -> TracedLayer:
-    """Follow the stream through a call; without ``describe`` only far enough to know what is added to it."""
+    """Follow the stream through a call; without ``describe`` only far enough to know what is added."""
     shape = record.shapes[call.output] if call.output >= 0 else ()
     argument, start = next(
         ((k, v) for k, v in call.inputs.items() if record.shapes[v] == shape and record.floating[v]), (0, -1)
@@ -51,36 +51,36 @@ def read_layer(call: Call, record: Trace, *, describe: bool = True) -> TracedLay
 
 class _Reader:
     def __init__(self, call: Call, record: Trace, shape: tuple[int, ...], start: int):
-        self.found = StreamRecord(call, record, shape, inside(call), _ops_within(call, record), carried={start})
+        self.traced = StreamRecord(call, record, shape, inside(call), _ops_within(call, record), carried={start})
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
         self.sums: dict[int, _Sum] = {}  # by their values
 
     def read(self, argument: int | str, describe: bool) -> TracedLayer:
-        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.found.calls]
-        events += [(o.time, o) for o in self.found.ops]
+        events: list[tuple[int, Call | Op]] = [(c.ended, c) for c in self.traced.calls]
+        events += [(o.time, o) for o in self.traced.ops]
         for _, event in sorted(events, key=lambda e: e[0]):
             if isinstance(event, Call):
                 self._leave(event)
-            elif event.call is None or not _in_norm(event.call, self.found.call):
+            elif event.call is None or not _in_norm(event.call, self.traced.call):
                 self._operate(event)
         self._keep_sums_of_the_stream()
-        self._carry(self.tags.get(self.found.call.output))
+        self._carry(self.tags.get(self.traced.call.output))
         # Whose sum goes on nowhere else is a norm of the stream, too: FuseNorm's skip is the block's input.
-        self.found.post |= {
-            norm for norm, value in self.found.reads.items() if value >= 0 and value not in self.found.carried
+        self.traced.post |= {
+            norm for norm, value in self.traced.reads.items() if value >= 0 and value not in self.traced.carried
         }
         if describe:
-            describe_branches(self.found)
-        return TracedLayer(self.found.call, self.found.additions, argument, len(self.found.breaks))
+            describe_branches(self.traced)
+        return TracedLayer(self.traced.call, self.traced.additions, argument, len(self.traced.breaks))
 
     def _keep_sums_of_the_stream(self) -> None:
-        """Of all that was added to the stream only what the call hands on again, or what a norm reads: FuseNorm's.
+        """Keep the additions to the stream that reach the call's output, or that a norm reads (FuseNorm's).
 
-        RWKV mixes a token's stream with the one before it and hands the sum to its projections alone.
+        RWKV adds the stream of the token before and passes the sum to its projections only: that is no addition.
         """
-        last = self.tags.get(self.found.call.output)
+        last = self.tags.get(self.traced.call.output)
         waiting = [last.sum] if last is not None and last.kind != "branch" else []
-        waiting += [value for value in self.found.reads.values() if value in self.sums]
+        waiting += [value for value in self.traced.reads.values() if value in self.sums]
         carried: set[int] = set()
         while waiting:
             value = waiting.pop()
@@ -94,11 +94,11 @@ class _Reader:
                 self._carry(tag)
             if addition.branches is None:
                 if addition.whole:
-                    self.found.breaks.append(addition.op.time)
+                    self.traced.breaks.append(addition.op.time)
                 continue
-            self.found.out |= {id(tag.norm) for tag in addition.branches if tag.norm is not None}
+            self.traced.out |= {id(tag.norm) for tag in addition.branches if tag.norm is not None}
             parts = sorted((p for tag in addition.branches for p in tag.parts), key=lambda p: p.source.began)
-            self.found.additions.append(Addition(addition.op, [Branch(p.source, p.factor) for p in parts]))
+            self.traced.additions.append(Addition(addition.op, [Branch(p.source, p.factor) for p in parts]))
 
     def _leave(self, call: Call) -> None:
         value = call.output
@@ -112,7 +112,7 @@ class _Reader:
             if before is not None and before.kind in ("stream", "normed"):
                 self.tags[value] = _Tag("normed", norm=call, sum=before.sum)
                 # The norm of a norm is the next module's own, unless its output goes on.
-                self.found.reads[id(call)] = before.sum if before.kind == "stream" else -1
+                self.traced.reads[id(call)] = before.sum if before.kind == "stream" else -1
             elif before is not None:
                 self.tags[value] = _Tag("branch", (_Part(call),), norm=call)
             return
@@ -143,7 +143,7 @@ class _Reader:
         assert op.factor is not None  # of a scaling
         factor: Any = op.factor[index]
         if isinstance(factor, torch.Tensor):
-            if factor.numel() not in (1, self.found.shape[-1]):
+            if factor.numel() not in (1, self.traced.shape[-1]):
                 return  # a gate: another tensor of the stream's shape
             factor = float(factor) if factor.numel() == 1 else factor.detach()
         parts = tuple(
@@ -153,26 +153,26 @@ class _Reader:
         self.tags[op.outputs[0]] = replace(tag, parts=parts)
 
     def _fits(self, value: int) -> bool:
-        """Whether a tensor can be the stream: as many numbers, as many channels (OPT flattens its tokens)."""
-        shape = self.found.record.shapes[value]
-        same = math.prod(shape) == math.prod(self.found.shape) and shape[-1:] == self.found.shape[-1:]
-        return same and self.found.record.floating[value]
+        """Whether a tensor can be the stream: the same number of elements and channels (OPT flattens its tokens)."""
+        shape = self.traced.record.shapes[value]
+        same = math.prod(shape) == math.prod(self.traced.shape) and shape[-1:] == self.traced.shape[-1:]
+        return same and self.traced.record.floating[value]
 
     def _carry(self, tag: _Tag | None) -> None:
-        """The stream goes on as this tensor."""
+        """Mark this tensor as the stream."""
         if tag is None or tag.kind == "branch":
             return
         if tag.kind == "normed" and tag.norm is not None:
-            self.found.post.add(id(tag.norm))
+            self.traced.post.add(id(tag.norm))
         else:
-            self.found.carried.add(tag.sum)
+            self.traced.carried.add(tag.sum)
 
     def _add(self, op: Op, a: _Tag | None, b: _Tag | None) -> None:
         out = op.outputs[0]
         if a is None or b is None:
             known = a or b
             if known is not None and known.kind != "branch":
-                # the stream and something that no module hands over: what is added can't be watched
+                # the stream plus something that no module returns: it cannot be watched
                 self.sums[out] = _Sum(op, (known,), None, all(self._fits(v) for v in op.inputs))
                 self.tags[out] = _Tag("stream", sum=out)
             return

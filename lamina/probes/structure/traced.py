@@ -1,4 +1,4 @@
-"""How one layer's call is wired: what is added to the stream, and what of the call tells the branches apart."""
+"""How one layer's call is wired: what is added to the stream, and how its branches differ."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class TracedLayer:
     call: Call
     additions: list[Addition]
     argument: int | str  # where the call's stream is among its arguments
-    unnamed: int = 0  # additions of what no module hands over
+    unnamed: int = 0  # additions of something that no module returns
 
 
 @dataclass(eq=False)
 class StreamRecord:
-    """What following the stream through a call has found; norms are known by the id of their call."""
+    """The result of following the stream through a call; norms are keyed by the id of their call."""
 
     call: Call
     record: Trace
@@ -49,7 +49,7 @@ class StreamRecord:
     calls: list[Call]  # inside the call
     ops: list[Op]
     additions: list[Addition] = field(default_factory=list)
-    breaks: list[int] = field(default_factory=list)  # times at which something without a name was added
+    breaks: list[int] = field(default_factory=list)  # times at which something that no module returns was added
     reads: dict[int, int] = field(default_factory=dict)  # of a norm: the sum that it norms, -1 for another norm
     carried: set[int] = field(default_factory=set)  # sums that go on as they are
     post: set[int] = field(default_factory=set)  # norms whose output goes on as the stream

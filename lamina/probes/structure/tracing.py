@@ -1,7 +1,7 @@
 """One small forward pass, written down: which module was called on which tensor, and how tensors were added.
 
 Tensors are followed by identity, under a dispatch mode that sees every addition, scaling and copy, wherever it is
-written. ``discovery`` reads the layers, sub-layers and norms off the record; no module's name is asked for.
+written. ``discovery`` reads the layers, sub-layers and norms off the record; module names do not matter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Call:
         return is_norm(self.module)
 
     def within(self, other: Call) -> bool:
-        """Whether this call happened in the other one, or is it."""
+        """Whether this call happened inside the other one, or is the same."""
         return other.began <= self.began and self.ended <= other.ended
 
 
@@ -98,7 +98,7 @@ class _Follower(TorchDispatchMode):
         self.times: dict[int, int] = {}
 
     def value(self, tensor: torch.Tensor, new: bool = False) -> int:
-        """The number of a tensor; a new one where it was just written."""
+        """The number of a tensor; a new one if it was just written."""
         if new or id(tensor) not in self.values:
             self.values[id(tensor)] = len(self.trace.shapes)
             self.trace.shapes.append(tuple(tensor.shape))

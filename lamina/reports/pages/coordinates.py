@@ -20,13 +20,13 @@ from lamina.reports.style import PALETTE, polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, text
 
 _FIGURE = (
-    "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right: a line "
-    "that rises grows with a power of the width, and the model blows up when it is made wide enough. A line that falls "
-    "is a module whose part in the model fades with the width."
+    "Every line is a module, averaged over layers and seeds; both axes are logarithmic. Level lines are right. A "
+    "module whose line rises grows with a power of the width, and the model blows up once it is wide enough. A "
+    "module whose line falls matters less and less as the width grows."
 )
 _SAID = {
-    "flat": "No module's output grows or shrinks with the width: a learning rate found narrow should hold wide.",
-    "grows": "Outputs grow with the width, so a learning rate found narrow will be too large for a wide model.",
+    "flat": "No module's output grows or shrinks with the width: a learning rate tuned narrow should hold wide.",
+    "grows": "Outputs grow with the width, so a learning rate tuned narrow will be too large wide.",
     "shrinks": "Outputs shrink with the width: a wide model learns less at the same learning rate.",
     "broken": "Outputs are zero or not finite at some width: the learning rate is too large, or a module is dead.",
 }

@@ -1,4 +1,4 @@
-"""The page of a preflight: verdicts, what they rest on, and the measurements by layer."""
+"""The page of a preflight: verdicts, the reasons for them, and the measurements by layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIGURES = (
     ("jacobian_gain", "Cumulative Jacobian", "gain from x^l to x^N", (
         "Root mean square gain of the Jacobian from each state to the last one, before the first step and after the "
         "burn-in. Where it falls by many orders of magnitude toward the embedding (0), the early layers get no "
-        "gradient; where it rises by as many, a small change below is a large one above."
+        "gradient; where it rises by as many, a small change in an early layer becomes a large one in the last."
     )),
     ("gradient_norm", "Backward: gradient of the weights", "gradient norm", (
         "Gradient norm of each block's weights on the held-out sequences, before clipping. Adam evens out differences "
@@ -49,7 +49,7 @@ _FIGURES = (
 def preflight_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of its preflight.json and layers.parquet. Raises UserError where these aren't whole.
 
-    preflight.json has the ``command`` line, the ``rows`` of the table of verdicts, one a planned run, and for each of
+    preflight.json has the ``command`` line, the ``rows`` of the table of verdicts, one per planned run, and for each of
     them the ``losses`` of the burn-in's steps.
     """
     folder = Path(folder)
@@ -58,8 +58,8 @@ def preflight_report(folder: Path) -> Path:
         layers: Frame = pd.read_parquet((folder / "layers.parquet").absolute())
         return _page(folder, pd.DataFrame(known["rows"]), layers, known["losses"], str(known["command"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{str(folder)!r}: no whole preflight ({what})") from None
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{str(folder)!r}: no whole preflight ({message})") from None
 
 
 def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], command: str) -> Path:
@@ -107,12 +107,12 @@ def _span(counts: list[int]) -> str:
 
 
 def label_of(placement: str, rate: float, rows: Frame) -> str:
-    """The placement, with its learning rate where several were asked about."""
+    """The placement, with its learning rate if there are several."""
     return placement if rows["learning_rate"].nunique() == 1 else f"{placement} at {rate:g}"
 
 
 def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) -> str:
-    """A table of verdicts, and below it why and what to change: text in a column would be out of sight on a phone."""
+    """A table of verdicts, with reasons and advice below it: text in a column would be out of sight on a phone."""
     reasons = []
     for row, label in zip(records, labels, strict=True):
         parts = {"": row["reason"], "What to change: ": row["change"], "Note: ": row["note"], "Papers: ": row["advice"]}
@@ -151,10 +151,10 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
         placement, rate = cast("tuple[str, float]", key)
         label = label_of(placement, rate, rows)
         for column, step in ((1, own["step"].min()), (2, own["step"].max())):
-            shown = own[own["step"] == step].sort_values("layer")
-            values = shown["value"].to_numpy(dtype=float)
+            points = own[own["step"] == step].sort_values("layer")
+            values = points["value"].to_numpy(dtype=float)
             Line(
-                x=shown["layer"] + 1,
+                x=points["layer"] + 1,
                 y=np.where(np.isfinite(values) & (values > 0), values, math.nan),
                 color=color[label],
                 name=escape(label),

@@ -43,19 +43,19 @@ def probing_report(folder: Path) -> Path:
         sections=[
             _in_short(result, probes),
             _model(model),
-            *(_probe(folder, name, told) for name, told in probes.items()),
+            *(_probe(folder, name, entry) for name, entry in probes.items()),
             _settings(result, environment),
         ],
     )
 
 
 def main_numbers(frame: Frame) -> Frame:
-    """How a probe's values spread: one row per metric (and sub-layer and role), with where the extremes are.
+    """How a probe's values spread: one row per metric (and sub-layer and role), with the places of the extremes.
 
     Columns: those of sublayer, role and metric that the frame has, then rows, lowest, at, median, highest, at_highest.
     """
     by = [name for name in ("metric", "sublayer", "role") if name in frame and frame[name].notna().any()]
-    where = [name for name in ("layer", "other", "start", "size", "index", "step") if name in frame]
+    columns = [name for name in ("layer", "other", "start", "size", "index", "step") if name in frame]
     values: Frame = pd.to_numeric(frame["value"], errors="coerce")
     frame = frame.assign(value=values.where(values.abs() < math.inf))
     rows = []
@@ -66,15 +66,15 @@ def main_numbers(frame: Frame) -> Frame:
         row |= {"rows": len(group), "not finite": len(group) - len(known)}
         if len(known):
             low, high = known.loc[known["value"].idxmin()], known.loc[known["value"].idxmax()]
-            row |= {"lowest": low["value"], "at": _place(low, where)}
-            row |= {"median": known["value"].median(), "highest": high["value"], "at ": _place(high, where)}
+            row |= {"lowest": low["value"], "at": _place(low, columns)}
+            row |= {"median": known["value"].median(), "highest": high["value"], "at ": _place(high, columns)}
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _place(row: Any, where: list[str]) -> str:
+def _place(row: Any, columns: list[str]) -> str:
     return ", ".join(
-        f"{name} {row[name]:g}" for name in where if isinstance(row[name], int | float) or row[name] == row[name]
+        f"{name} {row[name]:g}" for name in columns if isinstance(row[name], int | float) or row[name] == row[name]
     )
 
 
@@ -93,10 +93,10 @@ def _facts(result: Json, environment: Json) -> list[str]:
 
 def _in_short(result: Json, probes: Json) -> Section:
     lines = "".join(
-        f'<p class="short"><a href="#{_section(name, told, "").anchor}">{escape(str(told.get("title") or name))}</a>'
-        f"<span>{escape(str(told['sentences'][0]))}</span></p>"
-        for name, told in probes.items()
-        if told.get("sentences")
+        f'<p class="short"><a href="#{_section(name, entry, "").anchor}">{escape(str(entry.get("title") or name))}</a>'
+        f"<span>{escape(str(entry['sentences'][0]))}</span></p>"
+        for name, entry in probes.items()
+        if entry.get("sentences")
     )
     first = [str(warning) for warning in result.get("warnings") or ()]
     notes = [str(note) for note in result.get("notes") or ()]
@@ -106,20 +106,22 @@ def _in_short(result: Json, probes: Json) -> Section:
 
 
 def _model(model: Json) -> Section:
-    shown = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
+    facts = {k: v for k, v in model.items() if k != "notes" and v not in (None, "", [])}
     notes = callouts(str(note) for note in model.get("notes") or ())
-    return Section(name="Model", title="The model", html=(tables.settings_table(shown) if shown else "") + notes)
+    return Section(name="Model", title="The model", html=(tables.settings_table(facts) if facts else "") + notes)
 
 
-def _probe(folder: Path, name: str, told: Json) -> Section:
-    summary = f'<p class="lead">{escape(sentence(str(told.get("summary") or "")))}</p>'
-    if told.get("status") != "finished":
-        reason = str(told.get("reason") or f"not measured ({told.get('status') or 'not reached'})")
-        return _section(name, told, summary + callouts([f"Not measured: {reason}" if told.get("reason") else reason]))
-    html = summary + prose((str(said) for said in told.get("sentences") or ()), {})
-    html += callouts(str(note) for note in told.get("notes") or ())
+def _probe(folder: Path, name: str, result: Json) -> Section:
+    summary = f'<p class="lead">{escape(sentence(str(result.get("summary") or "")))}</p>'
+    if result.get("status") != "finished":
+        reason = str(result.get("reason") or f"not measured ({result.get('status') or 'not reached'})")
+        return _section(
+            name, result, summary + callouts([f"Not measured: {reason}" if result.get("reason") else reason])
+        )
+    html = summary + prose((str(text) for text in result.get("sentences") or ()), {})
+    html += callouts(str(note) for note in result.get("notes") or ())
     pictures = ""
-    for drawn in told.get("figures") or ():
+    for drawn in result.get("figures") or ():
         try:
             path = _inside(folder, str(drawn["file"]))
             digests.require(path)
@@ -129,37 +131,37 @@ def _probe(folder: Path, name: str, told: Json) -> Section:
             continue
         heading = str(drawn.get("title") or "")
         pictures += figure(to_html(polish_own(compact(picture)[0])), str(drawn.get("caption") or ""), heading)
-    several = " several" if len(told.get("figures") or ()) > 1 else ""
+    several = " several" if len(result.get("figures") or ()) > 1 else ""
     html += f'<div class="drawn{several}">{pictures}</div>' if pictures else ""
     html += _numbers(folder, name)
-    definition = f'<pre class="definition">{escape(str(told.get("definition") or ""))}</pre>'
-    measured = f'<p class="source">Source: {escape(str(told.get("source") or "-"))}{escape(_measured(told))}</p>'
-    return _section(name, told, html + details("Definition and source", definition + measured))
+    definition = f'<pre class="definition">{escape(str(result.get("definition") or ""))}</pre>'
+    measured = f'<p class="source">Source: {escape(str(result.get("source") or "-"))}{escape(_measured(result))}</p>'
+    return _section(name, result, html + details("Definition and source", definition + measured))
 
 
-def _section(name: str, told: Json, html: str) -> Section:
-    title = str(told.get("title") or name)
+def _section(name: str, result: Json, html: str) -> Section:
+    title = str(result.get("title") or name)
     return Section(name=title, title=title, html=html)
 
 
-def _measured(told: Json) -> str:
-    error = told.get("standard_error")
-    said = [f"{told['forwards']} forward passes"] if told.get("forwards") else []
-    said += [f"largest relative standard error {error:.2g}"] if isinstance(error, float) and error else []
-    said += [f"{told['seconds']:.1f} s"] if isinstance(told.get("seconds"), int | float) else []
-    return f". Measured: {', '.join(said)}." if said else ""
+def _measured(result: Json) -> str:
+    error = result.get("standard_error")
+    parts = [f"{result['forwards']} forward passes"] if result.get("forwards") else []
+    parts += [f"largest relative standard error {error:.2g}"] if isinstance(error, float) and error else []
+    parts += [f"{result['seconds']:.1f} s"] if isinstance(result.get("seconds"), int | float) else []
+    return f". Measured: {', '.join(parts)}." if parts else ""
 
 
 def _numbers(folder: Path, name: str) -> str:
     try:
         digests.require(path := _inside(folder, f"{name}.parquet"))
         frame = read_parquet(path)
-        found = main_numbers(frame)
+        numbers = main_numbers(frame)
     except (OSError, ValueError, KeyError) as error:
         return callouts([f"{name}.parquet cannot be shown: {error}"])
-    shown = found.loc[:, [c for c in found if c != "not finite" or found[c].any()]].head(MOST_ROWS)
-    table = _table(shown)
-    more = f"<p>The first {MOST_ROWS} of {len(found)} lines.</p>" if len(found) > MOST_ROWS else ""
+    rows = numbers.loc[:, [c for c in numbers if c != "not finite" or numbers[c].any()]].head(MOST_ROWS)
+    table = _table(rows)
+    more = f"<p>The first {MOST_ROWS} of {len(numbers)} rows.</p>" if len(numbers) > MOST_ROWS else ""
     return details(f"Main numbers (all {len(frame):,} in {name}.parquet)", table + more)
 
 

@@ -16,31 +16,31 @@ from lamina.reports.style import to_html
 def run_report(folder: Path) -> Path:
     """Write ``folder/report.html`` of a single run: the sections of a study's report that apply to one."""
     study = read_run(Path(folder))
-    summary, shown, color = sections.prepare(study)
+    summary, items, color = sections.prepare(study)
     row = rows_of(study.results)[0]
-    course = figures.course(shown[0])
+    course = figures.course(items[0])
     return write_page(
         study.folder / PAGE,
         title=f"A run with {row['placement']}",
         facts=[f"status: {row['status']}", *sections.facts(study)],
         command=str(study.header.get("command") or ""),
         sections=[
-            sections.what_happened(study, summary, shown, color),
+            sections.what_happened(study, summary, items, color),
             Section(
                 name="Result",
                 title="Result",
                 html=tables.ranking_table(summary, color) + tables.spike_note(summary),
             ),
-            sections.loss(study, shown, several=False),
+            sections.loss(study, items, several=False),
             Section(
                 name="Course",
                 title="Learning rate and gradient norm",
                 html="" if course is None else figure(to_html(course), _COURSE),
             ),
-            *sections.by_depth(shown),
-            *monitored.sections(shown),
-            *evolution.sections(shown),
-            sections.diagrams(study, shown),
+            *sections.by_depth(items),
+            *monitored.sections(items),
+            *evolution.sections(items),
+            sections.diagrams(study, items),
             sections.settings(study),
         ],
     )

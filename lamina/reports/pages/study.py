@@ -19,7 +19,7 @@ def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
     study = read_study(Path(folder))
     refuse_other_experiments(study)
-    summary, shown, color = sections.prepare(study)
+    summary, items, color = sections.prepare(study)
     several = bool((summary["learning_rates"] > 1).any())
     ranking = tables.ranking_table(summary, color) + details(
         f"All {len(study.results)} trials", tables.trials_table(study.results, color)
@@ -31,37 +31,39 @@ def study_report(folder: Path) -> Path:
         facts=sections.facts(study),
         command=str(study.header.get("command") or ""),
         sections=[
-            sections.what_happened(study, summary, shown, color),
+            sections.what_happened(study, summary, items, color),
             Section(
                 name="Ranking",
                 title="Ranking by eval loss",
                 html=_ranking_note(several, summary) + ranking + tables.spike_note(summary),
             ),
-            sections.loss(study, shown, several),
+            sections.loss(study, items, several),
             Section(
                 name="Learning rates",
                 title="Learning rates",
                 html="" if rates is None else figure(to_html(rates), _RATES),
             ),
-            *sections.by_depth(shown),
-            *monitored.sections(shown),
-            *evolution.sections(shown),
-            sections.diagrams(study, shown),
+            *sections.by_depth(items),
+            *monitored.sections(items),
+            *evolution.sections(items),
+            sections.diagrams(study, items),
             sections.settings(study),
         ],
     )
 
 
 def _ranking_note(several: bool, summary: Frame) -> str:
-    one = len(summary) == 1
+    single = len(summary) == 1
     if several:
-        parts = ["At its best learning rate" if one else "Each placement at its best learning rate"]
+        parts = ["At its best learning rate" if single else "Each placement at its best learning rate"]
     else:
         same = summary["learning_rate"].nunique() < 2
-        parts = ["At one learning rate" if one else f"Every placement at {'the same' if same else 'one'} learning rate"]
+        parts = [
+            "At one learning rate" if single else f"Every placement at {'the same' if same else 'one'} learning rate"
+        ]
     if summary["seeds"].max() > 1 and summary["finished"].any():
         parts.append("mean ± standard deviation over the seeds that finished")
-    if not one and not summary["finished"].all():
+    if not single and not summary["finished"].all():
         some = summary["finished"].any()
         parts.append("those that did not finish stand last" if some else "none finished: ordered by status, then loss")
     return f"<p>{escape(', '.join(parts))}.</p>"
@@ -73,6 +75,6 @@ def _title(summary: Frame) -> str:
 
 _RATES = (
     "The lower the better; the bottom of each U is the rate at which a placement is ranked (larger point), and a wide, "
-    "flat U forgives a badly chosen one. Marks along the top edge did not finish at that rate: triangle stuck, "
+    "flat U forgives a poorly chosen rate. Marks along the top edge did not finish at that rate: triangle stuck, "
     "x diverged, cross failed, square interrupted, circle too short to tell."
 )

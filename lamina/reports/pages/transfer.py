@@ -1,4 +1,4 @@
-"""The page of a transfer: which learning rates hold on the proxy, and what they are at the target."""
+"""The page of a transfer: which learning rates hold on the proxy, and their values at the target."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lamina.reports.style import PALETTE, to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, text
 
 _FIGURE = (
-    "Eval loss against the learning rate of the settings, before the factors of the width: under a right scaling the "
-    "curves of all widths have their bottom at the same rate. Marks along the top edge did not finish at that rate: "
+    "Eval loss against the learning rate of the settings, before the factors of the width: with the right scaling, the "
+    "curves of all widths have their minimum at the same rate. Marks along the top edge did not finish at that rate: "
     "triangle stuck, x diverged, cross failed, square interrupted, circle too short to tell."
 )
 
@@ -66,34 +66,40 @@ def transfer_report(folder: Path) -> Path:
 
 
 def sentences(summary: Row) -> list[str]:
-    """What a transfer shows, in plain words: the intervals, the rate, its risk, and how the wider runs ended."""
-    said, proxy, target = [], summary["proxy_width"], summary["target_width"]
+    """A transfer's results in plain sentences: the intervals, the rate, its risk, and how the wider runs ended."""
+    texts, proxy, target = [], summary["proxy_width"], summary["target_width"]
     if summary["learning_rate"] is None:
         return [f"No rate finished at width {proxy}, so there is none to carry over (try smaller ones, or more steps)."]
     low, high = summary["stable"]
     above = summary["first_failing_above"]
-    said.append(
+    texts.append(
         f"Stable at width {proxy}: {low:g} to {high:g}"
-        + (f"; {above:g} is the first above that does not finish." if above else "; the largest tried is among them.")
+        + (
+            f"; {above:g} is the first higher rate that does not finish."
+            if above
+            else "; the largest rate tried is stable."
+        )
     )
     low, high = summary["best"]
     within = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    said.append(f"Best at width {proxy}: {summary['learning_rate']:g} ({within} within the margin).")
-    said.append(f"Risk at width {target}: {summary['learning_rate']:g} is {summary['risk']}.")
+    texts.append(f"Best at width {proxy}: {summary['learning_rate']:g} ({within} within the margin).")
+    texts.append(f"Risk at width {target}: {summary['learning_rate']:g} is {summary['risk']}.")
     if summary["at_the_grids_edge"]:
-        said.append(
+        texts.append(
             "The best rate is the first or last that was tried: the true best may lie beyond (--learning-rates)."
         )
     for width, rates in summary["verified"].items():
         agreeing = [rate for rate in rates if rate["agrees"] is not None]
         same = sum(rate["agrees"] for rate in agreeing)
         if agreeing:
-            said.append(f"Verified at width {width}: {same} of {len(agreeing)} rates end as they did at width {proxy}.")
-    return said
+            texts.append(
+                f"Verified at width {width}: {same} of {len(agreeing)} rates end as they did at width {proxy}."
+            )
+    return texts
 
 
 def _by_width(results: Frame, folder: Path) -> Frame:
-    """The results as the figures take them, a curve a width. complete() keeps the columns that it does not know."""
+    """The results as the figures take them, one curve per width. complete() keeps unknown columns."""
     if "hidden_size" not in results:
         raise UserError(f"{str(folder / 'results.csv')!r}: the column hidden_size is missing")
     return results.assign(placement=[f"width {width}" for width in results["hidden_size"]])
