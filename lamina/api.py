@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
     """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
 
-    Returns the rows of results.csv; OUTPUT/report.html is the page. ``placements``, ``learning_rates`` and ``seeds``
-    may be lists, too. The worker processes do not import the script that calls it.
+    Returns the rows of results.csv; the page is OUTPUT/report.html. ``placements``, ``learning_rates`` and ``seeds``
+    may also be lists. The worker processes do not import the calling script.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
     """
     from lamina.studies.compare import compare as run
     from lamina.studies.settings import CompareSettings
@@ -37,10 +37,10 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
 def probe_folder(
     *, png: bool = False, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any
 ) -> Json:
-    """Measure a checkpoint into a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
+    """Measure a checkpoint and write a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
 
-    Returns what result.json holds; OUTPUT/report.html is the page, OUTPUT/NAME.parquet the table of the probe NAME.
-    ``lamina.probe`` gives the tables alone and writes nothing.
+    Returns what result.json holds. OUTPUT/report.html is the page; OUTPUT/NAME.parquet is the table of the probe NAME.
+    ``lamina.probe`` returns only the tables and writes nothing.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
@@ -77,11 +77,11 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
 
 
 def preflight(*, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
-    """Say of planned runs whether they will train, as `lamina preflight` does; ``settings`` are its flags.
+    """Say whether planned runs will train, as `lamina preflight` does; ``settings`` are its flags.
 
     Returns one row per planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
-    change, and the numbers that these rest on (docs/preflight.md). With ``output`` the folder gets preflight.csv,
-    layers.parquet, preflight.json (what `lamina report` makes the page of) and report.html.
+    change, and the numbers behind them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv,
+    layers.parquet, preflight.json (from which `lamina report` makes the page) and report.html.
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
@@ -118,7 +118,7 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
-        TrialsFailed: (a UserError) where every trial failed; the page is written all the same.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
     """
     from lamina.studies.transfer import transfer as run
     from lamina.studies.width_settings import TransferSettings
@@ -129,7 +129,7 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
 
 
 def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
-    """The results as they are. Raises TrialsFailed where no trial ran."""
+    """Return the results. Raises TrialsFailed if every trial failed."""
     if set(results["status"]) == {"failed"}:
         raise TrialsFailed(results)
     return results
@@ -137,7 +137,7 @@ def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
 
 @contextmanager
 def _page(folder: Path, result: str) -> Iterator[None]:
-    """Write the page once the work is done; an interrupted one gets that of what is there, if its ``result`` is."""
+    """Write the page once the work is done. If it is interrupted, write the page only if the file ``result`` exists."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`lamina COMMAND`: nothing but parsing and calling. Imports nothing heavy before it knows the command."""
+"""`lamina COMMAND`: parses and calls, nothing else. Imports nothing heavy before it knows the command."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ COMMANDS = {
     "preflight": "before a run: will it train, why not, and what to change",
     "pretrain": "train one model, from scratch or from a checkpoint",
     "coord-check": "check that no module's output grows with the width, before and after a few steps",
-    "transfer": "find the learning rates that are stable and best on a narrow proxy, and the wide target's from them",
+    "transfer": "find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
-    "report": "write the page of a run's, a study's or a probed checkpoint's folder again",
+    "report": "write again the page of a folder: a run's, a study's or a probed checkpoint's",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
 }
 
-# Errors of the user's paths and disk; any other is a fault of ours and keeps its traceback.
+# Errors of the user's paths and disk; any other is our fault and keeps its traceback.
 _USER_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EMFILE),
@@ -50,16 +50,16 @@ examples:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 for a failed run, 2 for the user's mistake, 130 for Ctrl-C.
 
-    What is printed passes through ``terminal.Printing``: names and texts from files cannot steer the terminal.
+    All output passes through ``terminal.Printing``: names and texts from files cannot control the terminal.
     """
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Printing(out), Printing(err, progress=True)
     try:
         code = _main(sys.argv[1:] if argv is None else argv)
-        out.flush()  # here, where a closed pipe can still be told from a fault
+        out.flush()  # here, where a closed pipe can still be distinguished from a fault
         return code
     except BrokenPipeError:  # `lamina placements | head`
-        with contextlib.suppress(OSError, ValueError):  # what is left in the buffer goes nowhere
+        with contextlib.suppress(OSError, ValueError):  # discard the rest of the buffer
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         return 0
     finally:
@@ -78,9 +78,9 @@ def _main(argv: list[str]) -> int:
     name, *rest = argv
     try:
         if name not in COMMANDS:
-            shown = shortened(repr(name), 200)
-            raise UserError(f"unknown command {shown}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
-        # The remarks of Trainer and the tokenizers are for developers; what users must know we print ourselves.
+            quoted = shortened(repr(name), 200)
+            raise UserError(f"unknown command {quoted}{nearest(name, COMMANDS)} (allowed: {', '.join(COMMANDS)})")
+        # Remarks of Trainer and the tokenizers are for developers; we print what users must know ourselves.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         return importlib.import_module(f"lamina.commands.{name.replace('-', '_')}").run(rest) or 0
@@ -100,20 +100,20 @@ def _main(argv: list[str]) -> int:
         where = f": {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror}{where}; what was finished is kept", 2, reported=is_reported(error))
     except Exception as error:
-        if (what := out_of_memory(error)) is None:
+        if (reason := out_of_memory(error)) is None:
             raise
         lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
-        return _fail(f"{what}; what was finished is kept (allowed: a lower {lower}, as far as the command has it)", 2)
+        return _fail(f"{reason}; what was finished is kept (allowed: a lower {lower}, if the command has it)", 2)
 
 
 def _innermost(error: BaseException) -> str:
-    """The name of the module that raised it."""
+    """The name of the module that raised ``error``."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__"))
 
 
 def _fail(message: str, code: int, *, reported: bool = False) -> int:
-    """Print the message, unless another process of the run does."""
+    """Print the message, unless it is already reported; returns ``code``."""
     if not reported:
         print(f"lamina: {one_line(message)}", file=sys.stderr)
     return code

@@ -1,1 +1,1 @@
-"""One module a command of the command line; each has ``run(argv) -> exit code``."""
+"""The commands of the command line, one module per command; each has ``run(argv) -> exit code``."""

@@ -1,4 +1,4 @@
-"""Flags made of a settings record: its fields, defaults and docstring, a YAML file and dotted overrides."""
+"""Command-line flags from a settings record: its fields, defaults and help, a YAML file and dotted overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lamina.core.values import path
 from lamina.errors import UserError, nearest
 from lamina.jobs.settings import Settings
 
-# "from" is no name that a field can have.
+# "from" is a keyword of Python, so no field can have that name.
 ALIASES = {"from_model": ("--from",)}
 
 
@@ -23,7 +23,7 @@ class Parser(ArgumentParser):
     """An ArgumentParser whose errors are one UserError that suggests the nearest option."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        """Raise UserError in place of printing the usage."""
+        """Raise UserError instead of printing the usage."""
         options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
         line = " ".join(str(message).split())
         unknown = re.search(
@@ -31,8 +31,8 @@ class Parser(ArgumentParser):
         )
         if unknown:
             name = unknown[1].strip("'\"").split("=")[0]
-            given = name if name.startswith("-") else f"--{name.replace('_', '-')}"
-            raise UserError(f"unknown option {given}{nearest(given, options)} (see `{self.prog} --help`)")
+            option = name if name.startswith("-") else f"--{name.replace('_', '-')}"
+            raise UserError(f"unknown option {option}{nearest(option, options)} (see `{self.prog} --help`)")
         value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value: (.*)", line)
         key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
         if value and key:
@@ -77,9 +77,9 @@ def _formatter() -> Any:
 
 
 def add_settings(parser: Parser, settings: type[Settings], *, positional: tuple[str, ...] = ()) -> None:
-    """A flag for every field of a settings record: ``num_layers`` is ``--num-layers``; ``--config`` reads YAML.
+    """Add a flag for every field of a settings record: ``--num-layers`` for ``num_layers``; ``--config`` reads YAML.
 
-    What all training runs have comes after a command's own. The fields named in ``positional`` have no flag.
+    A command's own flags come first, then those of all training runs. The fields in ``positional`` have no flag.
     """
     from lamina.training.settings import RunSettings
 
@@ -97,23 +97,23 @@ def add_settings(parser: Parser, settings: type[Settings], *, positional: tuple[
 
 
 def parsed_kind(kind: object) -> object:
-    """The type that the parser reads a field as: of a closed set any text, as the settings' own error suggests more."""
+    """The type that the parser reads a field as: any text for a Literal, whose own error suggests the nearest value."""
     return str if get_origin(kind) is Literal else kind
 
 
 def add_output_modes(parser: Parser, resume: str) -> None:
-    """``--resume``, ``--resume=auto`` and ``--overwrite``: what becomes of what the output folder holds."""
-    auto = "with =auto, begin where the output folder holds nothing yet"
+    """Add ``--resume``, ``--resume=auto`` and ``--overwrite``: what happens to the output folder's content."""
+    auto = "with =auto, begin if the output folder is still empty"
     parser.add_argument("--resume", type=str, default="", metavar="[=auto]", help=f"{resume}; {auto}")
     parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
 
 def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[str, Any], Namespace]:
-    """What was given on the command line and in --config (the command line wins), and the values of ``others``.
+    """The settings from the command line and --config (the command line wins), and the values of ``others``.
 
-    Of these ``resume`` is True, False or "auto".
+    Among ``others``, ``resume`` is True, False or "auto".
     """
-    argv = ["--resume=yes" if word == "--resume" else word for word in argv]  # or it would take the word that follows
+    argv = ["--resume=yes" if word == "--resume" else word for word in argv]  # else it takes the next word
     if "resume" in others and "--resume=" in argv:
         raise UserError("--resume: '' (allowed: --resume, --resume=auto)")
     everything = parser.parse_args(argv)
@@ -125,19 +125,19 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
             from lamina.jobs.folder import recover
 
             recover(Path(everything.output))
-    given = parser.parse_args(argv, defaults=False).as_dict()
-    given = {k.replace("-", "_"): v for k, v in given.items() if k not in ("config", *others)}
+    typed = parser.parse_args(argv, defaults=False).as_dict()
+    typed = {k.replace("-", "_"): v for k, v in typed.items() if k not in ("config", *others)}
     file = everything.get("config")
     if file is None:
-        return given, everything
-    return {**_from_yaml(parser, Path(path("config", file)), others), **given}, everything
+        return typed, everything
+    return {**_from_yaml(parser, Path(path("config", file)), others), **typed}, everything
 
 
 def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str, Any]:
     from lamina.jobs.files import read_yaml
 
     data = read_yaml(file)
-    if isinstance(data.get("settings"), Mapping):  # a study.yaml is a configuration, too
+    if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
     known = {action.dest for action in parser._actions} - {"config", "help", *others}
     for key in data:

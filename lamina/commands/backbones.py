@@ -25,9 +25,9 @@ def run(argv: list[str]) -> int:
             f"{_short(count.total):>8} {_short(count.active):>8}  {preset.source}"
         )
     print(
-        "\ntotal: transformers' own model, embeddings and head included; active: of the routed experts, those that one "
-        "token takes.\nAny folder with a transformers config.json is a backbone, too. Checked against transformers on "
-        f"the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and mlp."
+        "\ntotal: transformers' own model, embeddings and head included; active: the same, counting only the routed "
+        "experts of one token.\nAny folder with a transformers config.json is also a backbone. Checked against "
+        f"transformers on the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and mlp."
     )
     return 0
 

@@ -24,7 +24,7 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Parse, train, write the page, print the ranking and where the page is."""
+    """Parse, train, write the page, print the ranking and the page's path."""
     from lamina.studies.settings import CompareSettings
 
     parser = make_parser(
@@ -34,10 +34,10 @@ def run(argv: list[str]) -> int:
     )
     add_settings(parser, CompareSettings)
     add_output_modes(parser, "continue the study in the output folder")
-    given, others = given_settings(parser, argv, "resume", "overwrite")
-    folder = Path(given.get("output", CompareSettings.output))
+    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    folder = Path(typed.get("output", CompareSettings.output))
     try:
-        results, failure = compare(**given, resume=others.resume, overwrite=others.overwrite), None
+        results, failure = compare(**typed, resume=others.resume, overwrite=others.overwrite), None
     except TrialsFailed as error:
         results, failure = error.results, error
     print(summary(results))
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
 
 
 def failed(failure: TrialsFailed) -> int:
-    """Print that no trial ran; returns the exit code, which stops a script."""
+    """Print that every trial failed; returns the exit code, which stops a script."""
     print(f"lamina: {' '.join(str(failure).split())}", file=sys.stderr)
     return 1
 
@@ -59,6 +59,6 @@ def summary(results: pd.DataFrame) -> str:
     lines = [f"{'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"]
     for row in ranking.to_dict("records"):
         loss, spread = row["eval_loss"], row["eval_loss_std"]
-        shown = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
-        lines.append(f"{row['placement']:<24} {row['status_text']:<20} {shown:>17} {row['learning_rate']:>13g}")
+        loss_text = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
+        lines.append(f"{row['placement']:<24} {row['status_text']:<20} {loss_text:>17} {row['learning_rate']:>13g}")
     return "\n".join([*lines, "", *(f"note: {notice}" for notice in notices(ranking, results))])

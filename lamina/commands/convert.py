@@ -28,7 +28,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def run(argv: list[str]) -> int:
-    """Convert, compare the two models' logits, then put the result in its place."""
+    """Convert, compare the two models' logits, then move the result into place."""
     parser = make_parser(
         "convert",
         "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits, or back.\n"
@@ -42,12 +42,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("output", help="a new or empty folder")
     parser.add_argument("--to", type=str, default=None, help="lamina or transformers (default: the one SOURCE is not)")
     parser.add_argument("--dtype", type=str, default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
-    parser.add_argument("--overwrite", action="store_true", help="delete what Lamina wrote into OUTPUT before")
+    parser.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
     parser.add_argument(
         "--verify",
         action=ActionYesNo(no_prefix="no-"),
         default=True,
-        help="load what was written and compare its logits with SOURCE's",
+        help="load the result and compare its logits with SOURCE's",
     )
     options = parser.parse_args(argv)
     for name in ("source", "output"):

@@ -22,15 +22,15 @@ def run(argv: list[str]) -> int:
 
     parser = make_parser(
         "coord-check",
-        "Train several widths a few steps on one batch and see whether any module's output grows with the width.\n"
-        "Printed is the exponent e of mean |x| ~ width^e: 0 is right, above 0 a wide model will blow up.",
+        "Train several widths for a few steps on one batch and see whether any module's output grows with the width.\n"
+        "Prints the exponent e of mean |x| ~ width^e: 0 is right; above 0, a wide model will blow up.",
         EXAMPLES,
     )
     add_settings(parser, CoordCheckSettings)
-    add_output_modes(parser, "skip the widths and seeds that the folder has already")
-    given, others = given_settings(parser, argv, "resume", "overwrite")
-    slopes = coord_check(**given, resume=others.resume, overwrite=others.overwrite)
-    folder = Path(given.get("output", CoordCheckSettings.output))
+    add_output_modes(parser, "skip the widths and seeds that the folder already holds")
+    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    slopes = coord_check(**typed, resume=others.resume, overwrite=others.overwrite)
+    folder = Path(typed.get("output", CoordCheckSettings.output))
     sizes: Any = slopes[slopes["metric"] == "size"]
     last = int(sizes["step"].max())
     print(f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps")
@@ -39,9 +39,9 @@ def run(argv: list[str]) -> int:
         worst = next((v for v in ("broken", "grows", "shrinks") if rows["verdict"].eq(v).any()), "flat")
         print(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    named = f" ({', '.join(result['modules'])})" if result["modules"] else ""
+    names = f" ({', '.join(result['modules'])})" if result["modules"] else ""
     print(
-        f"\n{result['verdict']}{named}, with a tolerance of {result['tolerance']:g}\nthe page:    {folder}/report.html"
+        f"\n{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}\nthe page:    {folder}/report.html"
     )
     print(f"the numbers: {folder}/slopes.csv, {folder}/coordinates.parquet")
     return 0

@@ -1,4 +1,4 @@
-"""`lamina generate MODEL`: a text continued by a trained model."""
+"""`lamina generate MODEL`: a trained model continues a text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def run(argv: list[str]) -> int:
     parser = make_parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     parser.add_argument("model", help="a folder with a saved model, or a run's folder")
     parser.add_argument("--prompt", type=str, default="The", help="the text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=120, help="tokens to add at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--max-new-tokens", type=int, default=120, help="maximum number of new tokens")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the Python code that the model asks for, if it does"
+        "--trust-remote-code", action="store_true", help="run the model's own Python code, if it has any"
     )
     options = parser.parse_args(argv)
     path("model", options.model)

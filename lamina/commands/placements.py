@@ -1,4 +1,4 @@
-"""`lamina placements [NAME]`: the catalogue."""
+"""`lamina placements [NAME]`: the catalog."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def run(argv: list[str]) -> int:
         "name",
         nargs="?",
         default=None,
-        help="a placement, name(option=value, ...), a file (a .py file runs as code), or several with commas",
+        help="a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated",
     )
-    parser.add_argument("--num-layers", type=int, default=4, help="depth for which the plan is shown")
-    parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram into an SVG file")
+    parser.add_argument("--num-layers", type=int, default=4, help="number of layers of the plan to show")
+    parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram as an SVG file")
     options = parser.parse_args(argv)
     whole_number("num_layers", options.num_layers)
     if options.svg is not None:

@@ -24,9 +24,9 @@ EXAMPLES = """
 ABOUT_ONE = 2.0
 DESCRIPTION = """\
 Before a run: take its first steps at full depth, measure the layers, and say whether it will train, why, and what to
-change. "fine" and "risky" were seen to learn; "undecided" was not in these steps, and its reason names how many would
-decide; "will not train" is not expected to learn. The exit code is 0 whatever the verdict; with --strict it is 1 where
-any is "will not train"."""
+change. "fine" and "risky" runs learned in these steps; an "undecided" one did not yet, and its reason says how many
+steps would decide; a "will not train" one is not expected to learn. The exit code is 0 whatever the verdict; with
+--strict it is 1 if any verdict is "will not train"."""
 
 
 def run(argv: list[str]) -> int:
@@ -35,22 +35,20 @@ def run(argv: list[str]) -> int:
 
     parser = make_parser("preflight", DESCRIPTION, EXAMPLES)
     add_settings(parser, PreflightSettings)
-    parser.add_argument("--placement", type=str, default=None, help="as --placements, as `lamina pretrain` has it")
-    parser.add_argument(
-        "--learning-rate", type=str, default=None, help="as --learning-rates, as `lamina pretrain` has it"
-    )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON, every measured number in it")
-    parser.add_argument("--strict", action="store_true", help='exit with 1 where a verdict is "will not train"')
-    parser.add_argument("--overwrite", action="store_true", help="delete what the output folder holds first")
-    given, others = given_settings(parser, argv, "json", "strict", "overwrite")
+    parser.add_argument("--placement", type=str, default=None, help="the same as --placements")
+    parser.add_argument("--learning-rate", type=str, default=None, help="the same as --learning-rates")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON, with every measured number")
+    parser.add_argument("--strict", action="store_true", help='exit with 1 if a verdict is "will not train"')
+    parser.add_argument("--overwrite", action="store_true", help="first delete what the output folder holds")
+    typed, others = given_settings(parser, argv, "json", "strict", "overwrite")
     try:
-        rows = preflight(**given, overwrite=others.overwrite)
+        rows = preflight(**typed, overwrite=others.overwrite)
     except KeyboardInterrupt:
-        print("lamina: interrupted; a preflight keeps nothing of what it has not finished", file=sys.stderr)
+        print("lamina: interrupted; an unfinished preflight keeps nothing", file=sys.stderr)
         return 130
     print(as_json(rows) if others.json else summary(rows))
-    if given.get("output") and not others.json:
-        print(f"\nthe page:    {Path(given['output']) / 'report.html'}")
+    if typed.get("output") and not others.json:
+        print(f"\nthe page:    {Path(typed['output']) / 'report.html'}")
     return int(others.strict and bool((rows["verdict"] == "will not train").any()))
 
 
@@ -62,17 +60,17 @@ def as_json(rows: pd.DataFrame) -> str:
 
 
 def summary(rows: pd.DataFrame) -> str:
-    """A table with one line per run, then the reason of each and what to change."""
+    """A table with one line per run, then each run's reason and what to change."""
     records = cast("list[Json]", rows.to_dict("records"))
     width = max(9, *(len(row["placement"]) for row in records))
     lines = [
         f"{'placement':<{width}} {'rate':>8}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} {'FP16 headroom':>22}"
     ]
     for row in records:
-        room = f"{row['fp16_headroom']:.3g} × ({row['fp16_headroom_bits']:.1f} bits)"
+        headroom = f"{row['fp16_headroom']:.3g} × ({row['fp16_headroom_bits']:.1f} bits)"
         lines.append(
             f"{row['placement']:<{width}} {row['learning_rate']:>8g}  {row['verdict']:<14} "
-            f"{10 ** row['jacobian']:>11.2g} {round(row['context'], 3) + 0.0:>8.3f} {room:>22}"
+            f"{10 ** row['jacobian']:>11.2g} {round(row['context'], 3) + 0.0:>8.3f} {headroom:>22}"
         )
     for row in records:
         lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")

@@ -19,19 +19,19 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Parse, train, write the page, print how it ended."""
+    """Parse, train, write the page, print how the run ended."""
     from lamina.training.settings import PretrainSettings
 
     parser = make_parser("pretrain", "Train one model; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES)
     add_settings(parser, PretrainSettings)
     add_output_modes(parser, "resume from the last checkpoint in the output folder")
-    given, others = given_settings(parser, argv, "resume", "overwrite")
+    typed, others = given_settings(parser, argv, "resume", "overwrite")
     from lamina.training.execution.processes import launched
 
-    result = pretrain(**given, resume=others.resume, overwrite=others.overwrite)
+    result = pretrain(**typed, resume=others.resume, overwrite=others.overwrite)
     if launched()[0] > 0:  # of several processes the first one prints
         return 130 if result["status"] == "interrupted" else 0
-    folder = Path(given.get("output", PretrainSettings.output))
+    folder = Path(typed.get("output", PretrainSettings.output))
     loss = result.get("eval_loss")
     numbers = ""
     if loss is not None and loss == loss:

@@ -24,32 +24,32 @@ def run(argv: list[str]) -> int:
 
     parser = make_parser(
         "probe",
-        "Measure what each layer of a checkpoint does: one table and one figure a probe, and OUTPUT/report.html.\n\n"
+        "Measure what each layer of a checkpoint does: one table and one figure per probe, and OUTPUT/report.html.\n\n"
         f"probes:\n{listing()}",
         EXAMPLES,
         "CHECKPOINT ",
     )
     add_settings(parser, ProbeSettings, positional=("checkpoint",))
-    parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and end")
-    parser.add_argument("--png", action="store_true", help="draw each figure as a PNG, too (needs Chromium or Chrome)")
+    parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and exit")
+    parser.add_argument("--png", action="store_true", help="also draw each figure as a PNG (needs Chromium or Chrome)")
     add_output_modes(parser, "measure only the probes that are not finished")
-    given, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
+    typed, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
     if others.list:
         print(listing(full=True))
         return 0
-    if not given.get("checkpoint"):
-        given.pop("checkpoint", None)
-    folder = Path(given.get("output", ProbeSettings.output))
+    if not typed.get("checkpoint"):
+        typed.pop("checkpoint", None)
+    folder = Path(typed.get("output", ProbeSettings.output))
     from lamina.api import probe_folder
 
-    result = probe_folder(**given, png=others.png, resume=others.resume, overwrite=others.overwrite)
+    result = probe_folder(**typed, png=others.png, resume=others.resume, overwrite=others.overwrite)
     print(summary(result))
     print(f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}{'/'}NAME.parquet")
     return _refused(result) or int(result["status"] == "failed")
 
 
 def listing(*, full: bool = False) -> str:
-    """The probes with a sentence each; with ``full`` their options and sources, too. Loads no torch."""
+    """The probes, one sentence each; with ``full``, also their options and sources. Does not load torch."""
     from lamina.probes.engine.listing import listed
 
     lines = []
@@ -65,7 +65,7 @@ def listing(*, full: bool = False) -> str:
 
 
 def summary(result: Json) -> str:
-    """The sentences of each probe as lines for the terminal, or the reason why it has none."""
+    """Each probe's sentences as lines for the terminal, or the reason why it has none."""
     model = result["model"]
     lines = [
         f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
@@ -84,7 +84,7 @@ def summary(result: Json) -> str:
 
 
 def _refused(result: Json) -> int:
-    """0, or UserError where a probe that was named could not measure this model: the rest is written."""
+    """Return 0. Raises UserError for a named probe that could not measure this model; the rest is written."""
     if "all" in str(result["settings"]["probes"]).split(","):
         return 0
     for name, record in result["probes"].items():

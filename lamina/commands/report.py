@@ -1,4 +1,4 @@
-"""`lamina report FOLDER`: the page of a folder, from its records."""
+"""`lamina report FOLDER`: write a folder's page from its records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = """
 
 
 def run(argv: list[str]) -> int:
-    """Write report.html again and, on request, a picture of it."""
+    """Write report.html again and, on request, take a screenshot of it."""
     parser = make_parser(
         "report",
         "Write the page of a folder again, whichever job wrote the folder.",
@@ -29,10 +29,10 @@ def run(argv: list[str]) -> int:
         type=str,
         default=None,
         metavar="PNG",
-        help="take a picture of the page, too (needs Chromium or Chrome)",
+        help="also take a screenshot of the page (needs Chromium or Chrome)",
     )
     parser.add_argument(
-        "--height", type=int, default=2300, help="the picture's height in pixels, from the top of the page"
+        "--height", type=int, default=2300, help="the screenshot's height in pixels, from the top of the page"
     )
     options = parser.parse_args(argv)
     whole_number("height", options.height)

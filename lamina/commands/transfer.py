@@ -25,17 +25,17 @@ def run(argv: list[str]) -> int:
 
     parser = make_parser(
         "transfer",
-        "Try learning rates on a narrow proxy: prints those that are stable and best there, and what they are for\n"
-        "each role at the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).",
+        "Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's rates at\n"
+        "the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).",
         EXAMPLES,
     )
     add_settings(parser, TransferSettings)
     add_output_modes(parser, "continue the study in the output folder")
-    given, others = given_settings(parser, argv, "resume", "overwrite")
-    folder = Path(given.get("output", TransferSettings.output))
+    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    folder = Path(typed.get("output", TransferSettings.output))
     failure = None
     try:
-        transfer(**given, resume=others.resume, overwrite=others.overwrite)
+        transfer(**typed, resume=others.resume, overwrite=others.overwrite)
     except TrialsFailed as error:
         failure = error
     print(printed(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
 
 
 def printed(summary: Json) -> str:
-    """What transfer.json holds, as lines for the terminal."""
+    """The content of transfer.json as lines for the terminal."""
     from lamina.reports.pages.transfer import sentences
 
     lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
@@ -56,8 +56,8 @@ def printed(summary: Json) -> str:
     lines += sentences(summary)
     if summary["learning_rate"] is not None:
         width = summary["target_width"]
-        top = f"at width {width}"
-        lines += ["", f"{top:<26} {'learning rate':>13} {'weight decay':>13} {'factor':>8}"]
+        heading = f"at width {width}"
+        lines += ["", f"{heading:<26} {'learning rate':>13} {'weight decay':>13} {'factor':>8}"]
         for kind, row in summary["roles"].items():
             lines.append(f"{kind:<26} {row['learning_rate']:>13.4g} {row['weight_decay']:>13.4g} {row['factor']:>8.4g}")
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What every job stands on: its folder, what is written into it, how it is resumed and how it ends. Loads no torch."""
+"""The base of every job: its folder, the files in it, how it is resumed and how it ends. Does not load torch."""

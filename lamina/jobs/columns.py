@@ -1,7 +1,7 @@
-"""The columns of a run's result, each said once: result.json, results.csv, the ranking and the pages read them here.
+"""The columns of a run's result, each declared once: result.json, results.csv, the ranking and the pages use them.
 
 To add a scalar, add its ``Column`` here and its value in ``lamina.training.outcome``; nothing else. A value without a
-column, or a column without a value, is an error of the first run that ends.
+column, or a column without a value, is an error when the first run ends.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A number or a text of each trial.
+    """A number or a text that each trial has.
 
     Attributes:
         name: its key in result.json and its column in results.csv.
         title: its heading on the pages.
-        format: how the pages print the number; none for a text.
-        aggregate: what the ranking makes of a placement's seeds: their mean or maximum, the first seed's text, or
-            what ``lamina.reports.ranking`` works out itself ("own"); None: the ranking does without it.
+        format: how the pages print the number; None for a text.
+        aggregate: how the ranking combines a placement's seeds: their mean or maximum, the first seed's text, or
+            a value that ``lamina.reports.ranking`` computes itself ("own"); None: the ranking omits the column.
         measured: whether ``outcome`` measures it; the others come from the settings or from whoever runs the trial.
-        in_ranking: its place in the table of placements, from the left; 0 for a column that is not in it.
+        in_ranking: its position in the table of placements, from the left; 0 for a column that is not in it.
         in_trials: whether it is in the table of all trials.
-        share: the column whose number stands behind this one, as a percentage.
-        optional: whether the pages leave it out where no trial has it.
+        share: the column whose number follows this one, as a percentage.
+        optional: whether the pages omit it if no trial has it.
     """
 
     name: str
@@ -59,7 +59,7 @@ def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
     return count, Column(name=score, format=".2g", aggregate="mean")
 
 
-# In the order of results.csv, which is that of the table of trials, too.
+# In the order of results.csv, which is also the order of the table of trials.
 RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="trial", title="trial", measured=False, in_trials=True),
     Column(name="placement", title="placement", aggregate="first", in_ranking=10, measured=False, in_trials=True),
@@ -92,7 +92,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="reason", title="reason", aggregate="own", in_trials=True),
 )
 NOTES = ("from", "mix")
-"""What result.json says of some runs beside the columns."""
+"""What result.json holds besides the columns, for some runs."""
 
 
 def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
@@ -100,9 +100,9 @@ def names(columns: Iterable[Column] = RESULT_COLUMNS) -> tuple[str, ...]:
     return tuple(column.name for column in columns)
 
 
-def aggregated(how: str) -> tuple[str, ...]:
+def aggregated(aggregate: str) -> tuple[str, ...]:
     """The names of the columns that the ranking aggregates in this way."""
-    return names(column for column in RESULT_COLUMNS if column.aggregate == how)
+    return names(column for column in RESULT_COLUMNS if column.aggregate == aggregate)
 
 
 TEXTS = names(column for column in RESULT_COLUMNS if not column.is_number)
@@ -115,12 +115,12 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 
 
 def checked(result: dict[str, object]) -> dict[str, object]:
-    """``result`` as it is. Raises KeyError where a measured column has no value, or a value no column."""
+    """Return ``result``. Raises KeyError if a measured column has no value, or a value has no column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
     missing, extra = measured - set(result), set(result) - measured - set(NOTES)
     if missing or extra:
         raise KeyError(
             f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "
-            "(lamina/jobs/columns.py and lamina/training/outcome.py name the same)"
+            "(lamina/jobs/columns.py and lamina/training/outcome.py must agree)"
         )
     return result

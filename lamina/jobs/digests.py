@@ -1,4 +1,4 @@
-"""Writing and checking files by the ledger of the folder that they belong to (see ``lamina.jobs.ledger``)."""
+"""Write and check files against their folder's ledger (see ``lamina.jobs.ledger``)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lamina.errors import UserError
 from lamina.jobs.ledger import LEDGER, Ledger
 from lamina.jobs.manifest import MANIFEST, Entry, entry_of, strays, sync_and_hash, what_is_broken
 
-# Files that are read whoever wrote them, so one that the ledger does not know is named, too.
+# Files that are read whoever wrote them, so one that the ledger does not know is also reported.
 _READ = ("layers/part-*.parquet", "probes/*/part-*.parquet", "rollbacks.json", "result.json", "metrics.jsonl")
-_PLAIN = (".md", ".txt", ".log", ".html")  # beside a saved model these are nobody's input
-# The ledgers that this process writes, each with the state of its file: another process may have changed it.
+_PLAIN = (".md", ".txt", ".log", ".html")  # nothing reads these beside a saved model
+# The ledgers that this process writes, each with its file's inode and size: another process may have changed it.
 _ledgers: dict[Path, tuple[tuple[int, int] | None, Ledger]] = {}
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise UserError where a saved model or a checkpoint is not what was written; one without a manifest passes."""
+    """Raise UserError if a saved model or a checkpoint is not as it was written; one without a manifest passes."""
     if not (folder / MANIFEST).exists() and not _expects_manifest(folder):
         return
     broken = what_is_broken(folder)
     if broken is None:
-        others = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
-        broken = f"{others[0]} is not one of its files" if others else None
+        foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
+        broken = f"{foreign[0]} is not one of its files" if foreign else None
     if broken is not None:
         raise UserError(
             f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written; without {MANIFEST} they "
@@ -51,13 +51,13 @@ def _stamp(folder: Path) -> tuple[int, int] | None:
 
 
 def begin(folder: Path) -> str | None:
-    """Open a folder's ledger to be written, begun with the files that are there where it has none.
+    """Open a folder's ledger for writing; where it has none, begin one with the files that are there.
 
-    Returns what is wrong with the one that it had, if so.
+    Returns the fault of its old ledger, if there is one.
     """
     broken = None
     try:
-        Ledger.read(folder).settle()
+        Ledger.read(folder).finalize()
         return None
     except FileNotFoundError:
         pass
@@ -79,7 +79,7 @@ def begin(folder: Path) -> str | None:
 
 
 def _above(path: Path) -> Iterator[Path]:
-    """The folders whose ledger may know a file: its own and up to two above, but no study's for a trial's files."""
+    """The folders whose ledger may list a file: its own and up to two above, but not a study's for a trial's files."""
     for folder in list(path.parents)[:3]:
         yield folder
         if folder.parent.name == "trials":
@@ -96,23 +96,23 @@ def _writing(path: Path) -> tuple[Ledger, str] | None:
                 try:
                     _ledgers[folder] = known = stamp, Ledger.read(folder)
                 except (OSError, ValueError):
-                    return None  # found and said when the folder is claimed
+                    return None  # reported when the folder is claimed
             return known[1], path.relative_to(folder).as_posix()
     return None
 
 
-def note(path: Path, entry: Entry | None, *, settle: bool = True) -> None:
-    """Say in its folder's ledger what a file is about to hold; nothing where the folder has none."""
-    if found := _writing(path):
-        ledger, name = found
-        ledger.note(name, entry, settle=settle)
+def note(path: Path, entry: Entry | None, *, sync: bool = True) -> None:
+    """Note in its folder's ledger what a file is about to hold; nothing where the folder has none."""
+    if target := _writing(path):
+        ledger, name = target
+        ledger.note(name, entry, sync=sync)
         _ledgers[ledger.folder] = (_stamp(ledger.folder), ledger)
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Put a file that was written under another name in its place: on the disk, in the ledger, then renamed.
+    """Move a file that was written under a temporary name into place: sync it, note it in the ledger, rename it.
 
-    A folder that stands under its name is kept beside it as NAME.damaged.
+    A folder in its place is kept beside it as NAME.damaged.
     """
     note(path, sync_and_hash(temporary))
     if path.is_dir() and not path.is_symlink():
@@ -123,33 +123,33 @@ def replace(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, and say so in the ledger first."""
+    """Delete a file, after noting that in the ledger."""
     if path.exists():
         note(path, None)
         path.unlink()
 
 
 def close(folder: Path) -> None:
-    """At the end of the work in a folder: its ledger says of each file what it holds, and is known when it is cut."""
+    """At the end of the work in a folder: finalize its ledger, so that a later cut of it shows."""
     with contextlib.suppress(OSError, ValueError):
-        Ledger.read(folder).settle()
+        Ledger.read(folder).finalize()
 
 
 def rewrite(folder: Path) -> None:
     """Shorten a folder's ledger to one line per file."""
-    if found := _writing(folder / LEDGER):
-        found[0].rewrite()
+    if target := _writing(folder / LEDGER):
+        target[0].rewrite()
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """What a folder's files should hold by its ledger; empty where it has none that can be read."""
+    """What a folder's files should hold according to its ledger; empty if it has no readable one."""
     with contextlib.suppress(OSError, ValueError):
         return {name: entry for name, entry in Ledger.read(folder).entries.items() if entry is not None}
     return {}
 
 
 def differs(path: Path) -> str | None:
-    """How a file differs from what was written, in words; None where it does not, or no ledger tells."""
+    """How a file differs from what was written, in words; None if it does not, or if no ledger lists it."""
     for folder in _above(path):
         if (folder / LEDGER).is_file():
             try:
@@ -160,39 +160,39 @@ def differs(path: Path) -> str | None:
 
 
 def intact(folder: Path, pattern: str) -> list[Path]:
-    """The files of a folder that match a pattern and are as they were written, in order; all where no ledger tells."""
-    found = sorted(folder.glob(pattern))
+    """The files of a folder that match a pattern and are as they were written, sorted; all, if there is no ledger."""
+    paths = sorted(folder.glob(pattern))
     with contextlib.suppress(OSError, ValueError):
         ledger = Ledger.read(folder)
-        found = [path for path in found if ledger.differs(path.relative_to(folder).as_posix()) is None]
-    return found
+        paths = [path for path in paths if ledger.differs(path.relative_to(folder).as_posix()) is None]
+    return paths
 
 
 def require(path: Path) -> None:
-    """Raise ValueError where a file is not as it was written: reading it could raise anything, or mislead."""
+    """Raise ValueError if a file is not as it was written: reading it could raise anything, or mislead."""
     if words := differs(path):
         raise ValueError(f"{path.name} {words}")
 
 
 def differences(folder: Path, *, trials: bool = True) -> list[str]:
-    """A line for each file of a run's or a study's folder that is not as it was written, the file's name first.
+    """One line per file of a run's or a study's folder that is not as it was written, the file's name first.
 
-    What a manifest lists (checkpoints, a saved model) is not looked at, only whether it is there.
+    Of files that a manifest lists (checkpoints, a saved model), only the manifest is checked.
     """
-    found = []
+    lines = []
     try:
         ledger = Ledger.read(folder)
-        there = [p.relative_to(folder).as_posix() for pattern in _READ for p in folder.glob(pattern)]
-        for name in dict.fromkeys([*(n for n in ledger.entries if n), *there]):
+        existing = [p.relative_to(folder).as_posix() for pattern in _READ for p in folder.glob(pattern)]
+        for name in dict.fromkeys([*(n for n in ledger.entries if n), *existing]):
             if words := ledger.differs(name):
-                found.append(f"{name} {words}")
+                lines.append(f"{name} {words}")
     except FileNotFoundError:
         if _was_kept(folder):
-            found.append(f"{LEDGER} is missing, so what the folder holds cannot be checked")
+            lines.append(f"{LEDGER} is missing, so what the folder holds cannot be checked")
     except (OSError, ValueError) as error:
-        found.append(f"{error}, so what the folder holds cannot be checked")
+        lines.append(f"{error}, so what the folder holds cannot be checked")
     inner: Iterable[Path] = sorted(folder.glob("trials/*/")) if trials else ()
-    return found + [f"trials/{path.name}/{line}" for path in inner for line in differences(path, trials=False)]
+    return lines + [f"trials/{path.name}/{line}" for path in inner for line in differences(path, trials=False)]
 
 
 def _was_kept(folder: Path) -> bool:

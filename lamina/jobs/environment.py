@@ -1,4 +1,4 @@
-"""What a job ran on, and of which kind it is: environment.json."""
+"""environment.json: the kind of a job and what it ran on."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def environment(seed: int, kind: str = "") -> Json:
 
 def git_revision() -> str | None:
     """The revision of the source tree that this package was imported from; None outside a checkout."""
-    here = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
+            cwd=package,
             capture_output=True,
             text=True,
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _processor() -> str:

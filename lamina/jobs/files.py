@@ -1,4 +1,4 @@
-"""The files of a job's folder: written whole or not at all, on the disk before they get their name, and read back."""
+"""The files of a job's folder: written whole or not at all, synced before they get their name, and read back."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``; what was written there is synced to disk and gets its name, whole.
+    """A temporary path beside ``path``; what is written there is synced to disk, then renamed to ``path``.
 
-    The one way in which a job writes a file. The ledger of its folder, if there is one, says what it holds. Where the
-    body fails, the temporary file is deleted and ``path`` stays as it was. Raises OSError.
+    A job writes every file this way. The folder's ledger, if there is one, notes what the file holds. If the body
+    fails, the temporary file is deleted and ``path`` stays as it was. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -46,12 +46,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON; NaN and infinities become null, so that any reader takes it."""
+    """Write JSON; NaN and infinities become null, so that any reader accepts it."""
     write_text(path, _json(data))
 
 
 def was_written(path: Path, data: Any) -> bool:
-    """Whether ``write_json`` wrote these data to a file, by its ledger: the file itself may be damaged."""
+    """Whether ``write_json`` wrote this data to a file, according to its ledger: the file itself may be damaged."""
     text = _json(data).encode()
     return digests.entries(path.parent).get(path.name) == (len(text), hashlib.sha256(text).hexdigest())
 
@@ -66,19 +66,19 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_yaml(path: Path) -> Json:
-    """Read a YAML mapping. Raises UserError naming the file where it is missing, unreadable or no mapping."""
+    """Read a YAML mapping. Raises UserError naming the file if it is missing, unreadable or not a mapping."""
     return read_mapping(path)
 
 
 def read_written_yaml(path: Path) -> Json:
-    """Read a YAML mapping that Lamina wrote. Raises UserError where it is not as it was written, too."""
+    """Read a YAML mapping that Lamina wrote. Also raises UserError if it is not as it was written."""
     if words := digests.differs(path):
         raise UserError(f"{str(path)!r} {words} (allowed: the file as it was; --overwrite to begin again)")
     return read_yaml(path)
 
 
 def finite(data: Any) -> Any:
-    """The same data with None for every float that JSON has no number for."""
+    """The same data with None for every NaN and infinity, for which JSON has no number."""
     if isinstance(data, float) and not math.isfinite(data):
         return None
     if isinstance(data, Mapping):
@@ -87,10 +87,10 @@ def finite(data: Any) -> Any:
 
 
 def read_result(folder: Path) -> Json | None:
-    """A run's result.json, or None where the run has not ended (or the file is not what was written, which is said)."""
+    """A run's result.json; None if the run has not ended, or (with a warning) if the file is not as it was written."""
     path = folder / "result.json"
     if words := digests.differs(path):
-        logger.warning("%s %s: it is not believed", path, words)
+        logger.warning("%s %s: ignored", path, words)
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def disk_full(error: BaseException | None) -> bool:
             return True
         if "os error 28" in str(error) or "No space left on device" in str(error):
             return True
-        # torch.save's own stream keeps no errno: a write that fell short is all that it says
+        # torch.save's own stream keeps no errno: it only reports that a write fell short
         if re.search(r"inline_container.*unexpected pos|PytorchStreamWriter failed|iostream error", str(error)):
             return True
         error = error.__cause__ or error.__context__

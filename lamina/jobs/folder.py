@@ -1,4 +1,4 @@
-"""A job's folder: who may write into it, and what becomes of what it holds."""
+"""A job's folder: who may write into it, and what happens to its content."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lamina.jobs.sealed import is_sealed
 logger = logging.getLogger(__name__)
 
 Resume: TypeAlias = bool | Literal["auto"]
-"""Whether to resume what a folder holds; "auto": if it holds something, else to begin."""
-# What a kill leaves half written, under names that nothing reads.
+"""Whether to resume what a folder holds; "auto": resume if it holds something, else begin."""
+# Half-written files of a killed process, under names that nothing reads.
 _DRAFTS = (
     ".gone-*",
     ".model-draft",
@@ -36,7 +36,7 @@ _DRAFTS = (
 
 
 def in_use(folder: Path) -> bool:
-    """Whether the folder holds anything but a lock, or the first file of a run that was killed before it had a name."""
+    """Whether the folder holds more than a lock and the unnamed first file of a killed run."""
     return folder.is_dir() and any(
         child.name not in replaced.APART and not child.name.startswith((f".{ENVIRONMENT}.", f".{LEDGER}."))
         for child in folder.iterdir()
@@ -44,9 +44,9 @@ def in_use(folder: Path) -> bool:
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
-    """Raise UserError, changing nothing, where ``claim`` would.
+    """Raise UserError wherever ``claim`` would, without changing anything.
 
-    Where a kill has left a folder whose old content was moved aside for --overwrite, that is settled first.
+    If a kill left old content that --overwrite had moved aside, that is resolved first.
     """
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
@@ -60,19 +60,20 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
         return
     if not (resume or overwrite):
         raise UserError(
-            f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, --resume to go on with "
+            f"output: the folder {str(folder)!r} is in use (allowed: an empty or new folder, --resume to continue "
             "what is there, --overwrite to replace it)"
         )
     if not _is_ours(folder):
-        # Neither deletes nor mixes with somebody's own files: many programs keep a config.yaml.
-        what = "--resume has nothing to go on with" if resume else "--overwrite leaves it alone"
+        # Never delete the user's own files, or mix ours with them: many programs keep a config.yaml.
+        consequence = "--resume has nothing to continue" if resume else "--overwrite leaves it alone"
         raise UserError(
-            f"output: {str(folder)!r} holds something that Lamina did not write, so {what} (allowed: another folder)"
+            f"output: {str(folder)!r} holds something that Lamina did not write, so {consequence} (allowed: another "
+            "folder)"
         )
 
 
 def nothing_to_resume(folder: Path) -> UserError:
-    """The error for --resume where nothing was begun."""
+    """The error for --resume in a folder where nothing was begun."""
     return UserError(
         f"output: {str(folder)!r} holds nothing to resume (allowed: the folder of what was begun; --resume=auto to "
         "begin where there is nothing yet)"
@@ -80,13 +81,13 @@ def nothing_to_resume(folder: Path) -> UserError:
 
 
 def claim(folder: Path, *, resume: Resume, overwrite: bool) -> bool:
-    """Make ``folder`` ours to write into; True where it holds something to resume. Call it in ``lock``.
+    """Make ``folder`` ours to write into; returns whether it holds something to resume. Call it inside ``lock``.
 
-    With ``overwrite`` what it holds is moved aside until what replaces it stands (see ``lamina.jobs.replaced``).
-    From now on a ledger says what its files hold (see ``lamina.jobs.digests``).
+    With ``overwrite``, its content is moved aside until the new content has a result (see ``lamina.jobs.replaced``).
+    From now on a ledger notes what its files hold (see ``lamina.jobs.digests``).
 
-    Raises UserError where it holds something and neither ``resume`` nor ``overwrite`` was given, or what it holds isn't
-    Lamina's, or it is no folder, or there is nothing to resume.
+    Raises UserError if it holds something and neither ``resume`` nor ``overwrite`` is set, if Lamina did not write its
+    content, if it is not a folder, or if there is nothing to resume.
     """
     refuse(folder, resume=resume, overwrite=overwrite)
     used = in_use(folder)
@@ -96,18 +97,18 @@ def claim(folder: Path, *, resume: Resume, overwrite: bool) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     if broken := digests.begin(folder):
-        logger.warning("%s: %s, so what was written before is not checked by it", folder, broken)
+        logger.warning("%s: %s, so files written before are not checked against it", folder, broken)
     return used
 
 
 def recover(folder: Path) -> None:
-    """Where --overwrite was killed: put back what it was to replace, or delete that where the new content stands.
+    """After --overwrite was killed: put the old content back, or delete it if the new content has a result.
 
     Does nothing while another process works in the folder.
     """
     if replaced.is_aside(folder):
         with contextlib.suppress(UserError), lock(folder):
-            pass  # it is done by whoever gets the lock
+            pass  # taking the lock does it
 
 
 def _sweep(folder: Path) -> None:
@@ -124,28 +125,28 @@ def _is_ours(folder: Path) -> bool:
         data = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
         return "lamina" in data["versions"]
     except (OSError, ValueError, KeyError, TypeError):
-        # the file may be what was damaged
+        # environment.json itself may be damaged
         by_study = is_sealed(folder / "study.yaml") or is_sealed(folder / ".study.yaml")
         return by_study or (folder / LEDGER).is_file() or any(folder.glob("checkpoints/checkpoint-*/manifest.json"))
 
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Hold the folder: two processes in one would overwrite each other's files. Waits for up to ``wait`` seconds.
+    """Lock the folder: two processes in it would overwrite each other's files. Waits for up to ``wait`` seconds.
 
-    What --overwrite moved aside is settled when the folder is taken (after a kill) and when it is left.
+    Content that --overwrite moved aside is put back or deleted on entry (after a kill) and on exit.
 
-    Raises UserError where another process holds it. On a system without such locks it holds nothing.
+    Raises UserError if another process holds the lock. Without ``fcntl`` (Windows) it locks nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _flock(folder, wait):
-        replaced.settle(folder, failed=True)
+        replaced.resolve(folder, failed=True)
         failed = True
         try:
             yield
             failed = False
         finally:
-            replaced.settle(folder, failed=failed)
+            replaced.resolve(folder, failed=failed)
             digests.close(folder)
 
 

@@ -1,4 +1,4 @@
-"""A job and its folder: ``with open_job(...) as job`` locks it, claims it, and says of which kind it is."""
+"""A job and its folder: ``with open_job(...) as job`` locks the folder, claims it, and notes its kind."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lamina.jobs.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 Stored = Callable[[Path], Mapping[str, Any] | None]
-"""Reads the settings that a folder holds; None where it holds none."""
+"""Reads the settings that a folder holds; None if it holds none."""
 
 
 class Job(Generic[S]):
-    """A job's settings and its folder. As a context it holds the folder: made by ``open_job``.
+    """A job's settings and its folder, made by ``open_job``. As a context manager it holds the folder.
 
     Attributes:
-        settings: complete; of a resumed job those that its folder holds, with what may change.
-        given: what the user gave, by name; None where that was a whole record.
+        settings: complete; for a resumed job, those that its folder holds, with the changes that are allowed.
+        given: the user's settings by name; None if they were a whole record.
         resumes: whether the folder holds something to resume.
     """
 
@@ -51,7 +51,7 @@ class Job(Generic[S]):
             undo.callback(self._held.close)
             self.resumes = claim(self.folder, **self._modes)
             seed = getattr(self.settings, "seed", 0)
-            write_json(self.folder / ENVIRONMENT, environment(seed, self.kind))  # now it is known as ours
+            write_json(self.folder / ENVIRONMENT, environment(seed, self.kind))  # marks the folder as ours
             undo.pop_all()
         return self
 
@@ -84,13 +84,13 @@ def open_job(
     stored: Stored | None = None,
     wait: float = 0.0,
 ) -> Job[S]:
-    """A job whose folder is checked now and touched only in ``with``: what is slow or may fail comes in between.
+    """A job whose folder is checked now but touched only in ``with``: slow or failing work comes in between.
 
     Args:
-        kind: of the folder.
+        kind: of the job.
         settings: the record of the job's settings.
-        given: such a record, or only what the user gave, by name.
-        resume: whether to resume what the folder holds; "auto": where it holds something.
+        given: such a record, or only the user's settings, by name.
+        resume: whether to resume what the folder holds; "auto": if it holds something.
         overwrite: whether to replace it.
         policy: what a resumed job may change.
         stored: reads the settings of the job to resume.
@@ -99,7 +99,7 @@ def open_job(
     Raises:
         UserError: for invalid settings, an output folder in use, nothing to resume, a setting that may not change.
     """
-    named = None if isinstance(given, Settings) else given
+    partial = None if isinstance(given, Settings) else given
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}
     folder = Path(by_name.get("output", defaults["output"]))
@@ -110,6 +110,6 @@ def open_job(
             raise nothing_to_resume(folder)
         if known is not None:
             record = settings.from_dict(policy.merge(known, by_name, defaults))
-            return Job(kind, folder, record, named, resume=resume, overwrite=overwrite, wait=wait)
+            return Job(kind, folder, record, partial, resume=resume, overwrite=overwrite, wait=wait)
     record = given if isinstance(given, Settings) else settings.from_dict(given)
-    return Job(kind, folder, record, named, resume=resume, overwrite=overwrite, wait=wait)
+    return Job(kind, folder, record, partial, resume=resume, overwrite=overwrite, wait=wait)

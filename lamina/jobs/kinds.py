@@ -1,6 +1,6 @@
-"""The kinds of folders that jobs leave, and which kind a folder is.
+"""The kinds of jobs, and which kind of job a folder is of.
 
-A folder says its kind in environment.json. Folders from before there were kinds are known by a file only theirs hold.
+environment.json holds a folder's kind. A folder older than kinds is known by a file that only its kind of job writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lamina.jobs.environment import ENVIRONMENT
 
 
 class Kind(StrEnum):
-    """What a folder is of."""
+    """What kind of job a folder is of."""
 
     RUN = "run"
     STUDY = "study"
@@ -24,7 +24,7 @@ class Kind(StrEnum):
     MODEL = "model"
 
 
-# Of folders without a kind, in this order: a file that only this kind of folder holds.
+# For folders without a kind, checked in this order: a file that only this kind of job writes.
 _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.COORD_CHECK, ("coordinates.parquet",)),
     (Kind.TRANSFER, ("transfer.json",)),
@@ -34,10 +34,10 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """The kind of a job's folder; None where no job of Lamina's has written into it."""
-    said = _mapping(folder / ENVIRONMENT).get("kind")
-    if said in set(Kind):
-        return Kind(said)
+    """The kind of job a folder is of; None if no job of Lamina's has written into it."""
+    stored = _mapping(folder / ENVIRONMENT).get("kind")
+    if stored in set(Kind):
+        return Kind(stored)
     for kind, names in _MARKS:
         if any((folder / name).is_file() for name in names):
             return kind

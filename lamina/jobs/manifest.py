@@ -1,6 +1,6 @@
-"""The manifest of a folder that is written once: a checkpoint, a saved model, an entry of the data cache.
+"""The manifest of a folder that is written once: of a checkpoint, a saved model, an entry of the data cache.
 
-manifest.json lists each file's size and SHA-256, so what is missing, cut short, or altered is known by name.
+manifest.json lists each file's size and SHA-256, so a missing, cut or altered file can be named.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # what reading an altered one raises
+NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # reading an altered manifest raises these
 
 Entry = tuple[int, str]
 """Size in bytes and SHA-256."""
@@ -30,10 +30,10 @@ def entry_of(path: Path) -> Entry:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
+    """Sync a file, or a folder's list of files, to disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders
+    except PermissionError:  # Windows cannot open folders
         return
     try:
         os.fsync(handle)
@@ -42,23 +42,23 @@ def sync(path: Path) -> None:
 
 
 def sync_and_hash(path: Path) -> Entry:
-    """Bring a file to the disk; gives its size and SHA-256."""
+    """Sync a file to disk; returns its size and SHA-256."""
     sync(path)
     return entry_of(path)
 
 
 def checksum(listed: Mapping[str, Entry]) -> str:
-    """The SHA-256 of a list of files: what a manifest knows itself by."""
+    """The SHA-256 of a list of files: a manifest's own checksum."""
     return hashlib.sha256(json.dumps(sorted((n, *e) for n, e in listed.items())).encode()).hexdigest()
 
 
 def files_in(folder: Path) -> list[str]:
-    """Every file below a folder, by its path from there."""
+    """The paths of all files below a folder, relative to it."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
 def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
-    """Write a folder's manifest and bring all to the disk; ``listed`` where the files are there and hashed already."""
+    """Write a folder's manifest and sync everything to disk; pass ``listed`` if the files are already hashed."""
     listed = {name: sync_and_hash(folder / name) for name in files_in(folder)} if listed is None else listed
     manifest = {"checksum": checksum(listed), "files": listed}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -68,18 +68,18 @@ def seal(folder: Path, listed: Mapping[str, Entry] | None = None) -> None:
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """The files that a manifest lists. Raises OSError, or one of NOT_A_MANIFEST where it is altered."""
+    """The files that a manifest lists. Raises OSError, or one of NOT_A_MANIFEST if the manifest is altered."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    found = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-    if manifest["checksum"] != checksum(found):
+    entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    if manifest["checksum"] != checksum(entries):
         raise ValueError(f"{MANIFEST} is altered")
-    return found
+    return entries
 
 
 def what_is_broken(folder: Path) -> str | None:
-    """What of a sealed folder is not as it was, naming the file: missing, cut short or altered. None where it is whole.
+    """The first fault of a sealed folder: the file that is missing, cut short or altered. None if it is whole.
 
-    Files that the manifest does not list are ``strays``.
+    Files that the manifest does not list are no fault; see ``strays``.
     """
     try:
         known = listed(folder)
@@ -91,9 +91,9 @@ def what_is_broken(folder: Path) -> str | None:
         return f"{MANIFEST} is cut short or altered"
     for name, (size, digest) in known.items():
         try:
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
+            actual = (folder / name).stat().st_size
+            if actual != size:
+                return f"{name} has {actual} bytes, not {size}"
             if sha256(folder / name) != digest:
                 return f"{name} is altered"
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Where a run's trained model is: in its folder's model/."""
+"""Where a run's trained model is: model/ in the run's folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ MODEL = "model"
 
 
 def model_folder(path: str | Path) -> Path:
-    """The folder of a saved model: a run's folder has it as model/, any other is one itself."""
+    """The folder of a saved model: model/ in a run's folder; any other folder is a model's itself."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)

@@ -1,4 +1,4 @@
-"""Whether the process that started this one is gone: a trial must not outlive its study."""
+"""Whether the process that started this one has ended: a trial must not outlive its study."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _parent: int | None = None
 
 
 def watch(parent: int | None) -> None:
-    """From now on this process counts as orphaned once its parent is not ``parent`` (-1: at once, None: never)."""
+    """Count this process as orphaned once its parent is no longer ``parent`` (-1: at once, None: never)."""
     global _parent
     _parent = parent
 
 
 def orphaned() -> bool:
-    """Whether the parent that is watched has ended; a process that watches none never is."""
+    """Whether the watched parent has ended; False if none is watched."""
     return _parent is not None and os.getppid() != _parent

@@ -1,8 +1,8 @@
-"""What --overwrite replaces: kept inside the folder until what replaces it stands, and put back where it never does.
+"""What --overwrite replaces: kept inside the folder until the new content has a result, and put back if it never does.
 
-While the old content is moved, in or out, it lies in ``.replacing``, and what lies beside that is of the old content,
-too; once it is all in there the folder is called ``.replaced``, and what lies beside is new. So a kill at any moment
-leaves what can be told apart.
+While old content is being moved, in either direction, it lies in ``.replacing``, and all beside that folder is old,
+too. Once all old content is in there, the folder is renamed to ``.replaced``, and all beside it is new. So old and new
+can be distinguished after a kill at any moment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 REPLACED, REPLACING, _GONE = ".replaced", ".replacing", ".gone-replaced"
-APART = (LOCK, REPLACED, REPLACING, _GONE)  # no part of what a folder holds
+APART = (LOCK, REPLACED, REPLACING, _GONE)  # not part of a folder's content
 
 
 def set_aside(folder: Path) -> None:
@@ -34,33 +34,33 @@ def set_aside(folder: Path) -> None:
 
 
 def is_aside(folder: Path) -> bool:
-    """Whether something was moved aside that was neither put back nor deleted."""
+    """Whether content was moved aside and neither put back nor deleted."""
     return (folder / REPLACED).is_dir() or (folder / REPLACING).is_dir()
 
 
-def stands(folder: Path) -> bool:
-    """Whether the work in a folder has come to something: a checkpoint, a run that ended, a probe that is finished."""
+def has_result(folder: Path) -> bool:
+    """Whether the work in a folder has a result: a checkpoint, a run that ended, a finished probe."""
     for place in [folder, *folder.glob("trials/*/")]:
         if any(place.glob("checkpoints/checkpoint-*/manifest.json")):
             return True
         result = _result(place)
         probes = result.get("probes")
         if result.get("status") in ENDED or (
-            isinstance(probes, dict) and any(told.get("status") == "finished" for told in probes.values())
+            isinstance(probes, dict) and any(record.get("status") == "finished" for record in probes.values())
         ):
             return True
     return (folder / "coordinates.parquet").is_file()
 
 
-def settle(folder: Path, *, failed: bool) -> None:
-    """At the end of the work in a folder, or after a kill: delete what it replaced, or put that back.
+def resolve(folder: Path, *, failed: bool) -> None:
+    """At the end of the work in a folder, or after a kill: delete the old content, or put it back.
 
-    ``failed``: the work ended by an error, or is not known to have ended. The caller holds the folder's lock.
+    ``failed``: the work ended with an error, or is not known to have ended. The caller holds the folder's lock.
     """
     if not is_aside(folder):
         return
     unfinished = failed or _result(folder).get("status") in ("failed", "interrupted")
-    if (folder / REPLACED).is_dir() and (stands(folder) or not unfinished):
+    if (folder / REPLACED).is_dir() and (has_result(folder) or not unfinished):
         drop(folder)
         return
     if (folder / REPLACED).is_dir():
@@ -72,12 +72,12 @@ def settle(folder: Path, *, failed: bool) -> None:
     (folder / REPLACING).rmdir()
     sync(folder)
     logger.warning(
-        "%s: what --overwrite was to replace is back: the new run came to no checkpoint and no result", folder
+        "%s: the content that --overwrite was to replace is back: the new run left no checkpoint and no result", folder
     )
 
 
 def drop(folder: Path) -> None:
-    """Delete what was replaced, once what replaces it stands."""
+    """Delete the old content, once the new content has a result."""
     gone = folder / _GONE
     if (folder / REPLACED).is_dir():
         shutil.rmtree(gone, ignore_errors=True)

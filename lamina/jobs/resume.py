@@ -1,4 +1,4 @@
-"""The one policy for what a resumed job may change: what it computes stays, how it is run may differ."""
+"""The policy for what a resumed job may change: how it is run, but not what it computes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ResumePolicy:
     Attributes:
         what: the noun in the messages: "run", "study".
         free: the settings that may change.
-        before: what settings were in folders that are older than them.
-        decided: settings that the job decides when it begins; "auto" stands for what it decided then.
+        before: the values of settings in folders that are older than those settings.
+        decided: settings that the job decides when it begins; "auto" stands for that decision.
     """
 
     what: str
@@ -27,15 +27,15 @@ class ResumePolicy:
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """The settings to resume with: those given over those stored.
+        """The settings to resume with: the user's over the stored ones.
 
         Args:
-            stored: what the folder holds.
-            given: what the user gave now.
-            defaults: of the settings that neither has.
+            stored: the folder's settings.
+            given: the user's settings now.
+            defaults: for settings in neither.
 
         Raises:
-            UserError: for a given setting that may not change and differs; it names the first one.
+            UserError: if the user changed a setting that may not change; it names the first one.
         """
         given = {name: value for name, value in given.items() if not (value == "auto" and name in self.decided)}
         known = {**self.before, **stored}
@@ -45,6 +45,6 @@ class ResumePolicy:
                 others = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
                     f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "
-                    f"another of {others}; else another --output)"
+                    f"another {others}; else another --output)"
                 )
         return {**known, **given}

@@ -1,15 +1,15 @@
-"""What every job's settings are made of: frozen records whose fields name their default, help text and limits at once.
+"""The base of every job's settings: frozen records whose fields declare their default, help text and limits.
 
-A record declares a field once, and everything else is derived from that: the command line's flag with its help text,
-the key in YAML and in config.yaml, the check of a value, the line that gives the same settings again:
+A record declares a field once, and everything else is derived from that: the command-line flag with its help text, the
+key in YAML and in config.yaml, the check of a value, and the command line that reproduces the settings:
 
     @dataclass(frozen=True, kw_only=True)
     class StepSettings(Settings):
         steps: int = setting(100, "optimizer steps", at_least(1))
         precision: Literal["auto", "fp32"] = setting("auto", "of the computation")
 
-Records are put together from smaller ones by inheritance. One that needs another default or help text than the group
-declares says so with ``changed``; one that has no use for a field of a group lists it in ``without``.
+Records are composed from smaller ones by inheritance. A record overrides an inherited default or help text with
+``changed``, and lists inherited fields that it does not offer in ``without``.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from lamina.core.values import mapping, number, one_of, switch, text, whole_numb
 from lamina.errors import unknown
 
 T = TypeVar("T")
-# Takes a field's name and a value, returns the value that is stored; raises UserError for one that is not allowed.
+# Takes a field's name and a value, returns the value to store; raises UserError for a value that is not allowed.
 Check = Callable[[str, object], object]
 
 
 def setting(default: T, help: str, check: Check | None = None) -> T:
     """A field of a settings record.
 
-    Without ``check`` the type decides: a Literal's own values, true and false, any text, a mapping. A number needs one.
+    Without ``check``, the type decides: a Literal's values, a bool, any text, a mapping. A number needs a check.
     """
     return _field(default, {"help": help, "check": check})
 
 
 def changed(default: T, *, help: str | None = None, check: Check | None = None) -> T:
-    """An inherited field with another default; the help text and the check stay unless they are replaced, too."""
+    """An inherited field with another default; help text and check stay unless they are also replaced."""
     return _field(default, {"help": help, "check": check, "changed": True})
 
 
@@ -56,7 +56,7 @@ def at_least(low: int) -> Check:
 
 
 def between(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Check:
-    """Finite numbers from ``low`` to ``high``; an open end is not allowed itself."""
+    """Finite numbers from ``low`` to ``high``; an open end excludes its bound."""
     return partial(number, low=low, high=high, open_low=open_low, open_high=open_high)
 
 
@@ -66,7 +66,7 @@ def above(low: float) -> Check:
 
 
 def not_below(low: float) -> Check:
-    """Finite numbers from ``low`` on."""
+    """Finite numbers of at least ``low``."""
     return partial(number, low=low)
 
 
@@ -74,9 +74,9 @@ def not_below(low: float) -> Check:
 class Settings:
     """The base of all settings records.
 
-    ``command_name`` is the ``lamina`` command of the record. ``without`` names the inherited fields that the record
-    does not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts; the others follow base by base, the record's own at the end.
+    ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does
+    not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
+    files and help texts; the others follow base by base, the record's own last.
     """
 
     command_name: ClassVar[str] = ""
@@ -96,7 +96,7 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise UserError for values that contradict each other; a group checks its own after ``super().check()``."""
+        """Raise UserError for contradictory values; a group checks its own after ``super().check()``."""
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -137,12 +137,12 @@ class Settings:
         return cls(**data)
 
     def shared_with(self, other: type[Settings]) -> Json:
-        """The values of the fields that ``other`` offers, too."""
+        """The values of the fields that ``other`` also offers."""
         names = other.names()
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def command(self) -> str:
-        """The command line that gives these settings: every flag that is not at its default."""
+        """The command line for these settings: every flag that is not at its default."""
         words = ["lamina", self.command_name]
         for name, value in self.to_dict().items():
             if value == self.default(name):
@@ -158,7 +158,7 @@ class Settings:
 
 
 def default_of(entry: Field[Any]) -> Any:
-    """A field's default, made anew where it is a mapping."""
+    """A field's default; a fresh copy if it is a mapping."""
     return entry.default if entry.default_factory is MISSING else entry.default_factory()
 
 
@@ -168,7 +168,7 @@ def _hints(record: type[Settings]) -> Json:
 
 
 def _detail(record: type[Settings], name: str, key: str) -> Any:
-    """A field's help text or check, which a ``changed`` field may leave to the class that it changes."""
+    """A field's help text or check; a ``changed`` field without one inherits it."""
     for cls in record.__mro__:
         entry = cls.__dict__.get("__dataclass_fields__", {}).get(name)
         if entry is not None and (detail := entry.metadata.get(key)) is not None:

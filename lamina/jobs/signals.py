@@ -1,4 +1,4 @@
-"""Ctrl-C and its like: handled while a job runs, and as they were before once it ends."""
+"""Ctrl-C and similar signals: handled while a job runs; the old handlers are restored when it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name))
-# What Slurm can be told to send before a job's time is up.
+# Slurm can be configured to send this before a job's time is up.
 WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
 
 
@@ -15,7 +15,7 @@ WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasatt
 def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) -> Iterator[None]:
     """Call ``handle`` with the number of each of ``signals`` that arrives; it may raise KeyboardInterrupt.
 
-    Outside the main thread nothing is handled: whoever runs us handles signals.
+    Outside the main thread, nothing is handled: the caller handles signals.
     """
     before: dict[signal.Signals, object] = {}
     try:
@@ -27,4 +27,4 @@ def handled(signals: tuple[signal.Signals, ...], handle: Callable[[int], None]) 
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned

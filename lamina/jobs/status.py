@@ -1,4 +1,4 @@
-"""How a job, a run or a trial ended: one list of statuses, their order of severity, and which of them are an end."""
+"""How a job, a run or a trial ended: the statuses, their severity, and which of them are final."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """What result.json says of a run, from the best to the worst.
+    """The status of a run in result.json, from best to worst.
 
     Attributes:
         FINISHED: trained to the last step and learned.
-        SHORT: trained to the last step; its loss was still falling toward the margin that ``STUCK`` speaks of.
+        SHORT: trained to the last step; its loss was still falling toward the margin described under ``STUCK``.
         STUCK: trained to the last step; the eval loss never got below the corpus's unigram entropy by the margin.
-        INTERRUPTED: Ctrl-C, a signal, or the end of the study ended it; it can be resumed.
-        DIVERGED: the divergence guard ended it.
-        FAILED: an error ended it.
+        INTERRUPTED: Ctrl-C, a signal, or the end of its study stopped it; it can be resumed.
+        DIVERGED: the divergence guard stopped it.
+        FAILED: an error stopped it.
     """
 
     FINISHED = "finished"
@@ -39,5 +39,5 @@ ENDED = tuple(status.value for status in Status if status.ended)
 
 
 def severity(status: str) -> int:
-    """The severity of a status as a file has it; a word that is no status is worse than all."""
+    """The severity of a status in a file; an unknown word is worse than all."""
     return Status(status).severity if status in set(Status) else len(Status)

@@ -1,4 +1,4 @@
-"""The burn-in: the first steps of the planned run, at its learning rate, and measurements of the layers on the way."""
+"""The burn-in: the first steps of the planned run, at its learning rate, with measurements of the layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
 
-MOST_TOKENS = 1_000_000  # for the frequencies of tokens
+MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencies from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class BurnIn:
     """The record of a burn-in.
 
     ``losses``, ``gradient_norms`` (before clipping) and ``learning_rates`` have one entry per step; ``snapshots`` were
-    taken before the first step and after some others; ``stopped`` says why it ended early, if it did.
+    taken before the first step and after some others; ``stopped`` is why it ended early, or empty.
     """
 
     proxy: Proxy
@@ -40,16 +40,16 @@ class BurnIn:
     stopped: str
 
     def spent(self, step: int) -> float:
-        """The learning rates of the first ``step`` steps, summed, over those of the whole planned run."""
+        """The sum of the learning rates of the first ``step`` steps, divided by that of the whole planned run."""
         settings = self.proxy.settings
         return sum(self.learning_rates[:step]) / (settings.learning_rate * rates_until(settings, settings.steps))
 
     def step_at(self, share: float) -> int:
         """The first step of the planned run by which that share of its summed rates is spent; at most its last."""
         settings = self.proxy.settings
-        wanted = share * rates_until(settings, settings.steps) * (1.0 - 1e-9)
+        target = share * rates_until(settings, settings.steps) * (1.0 - 1e-9)
         return min(
-            settings.steps, bisect_left(range(settings.steps), wanted, key=lambda step: rates_until(settings, step))
+            settings.steps, bisect_left(range(settings.steps), target, key=lambda step: rates_until(settings, step))
         )
 
 
@@ -59,9 +59,9 @@ def warmup_steps(settings: PretrainSettings) -> int:
 
 
 def rates_until(settings: PretrainSettings, step: int) -> float:
-    """The planned run's learning rates over its first ``step`` steps, summed, in units of the peak.
+    """The sum of the planned run's learning rates over its first ``step`` steps, in units of the peak.
 
-    In closed form (for the cosine, Dirichlet's kernel): a run may have billions of steps.
+    In closed form (for the cosine, Dirichlet's kernel), since a run may have billions of steps.
     """
     warmup = warmup_steps(settings)
     rising = min(step, warmup)
@@ -74,9 +74,9 @@ def rates_until(settings: PretrainSettings, step: int) -> float:
 
 
 class BurningIn:
-    """A model that takes the first steps of a planned run: ``train``, then ``record``.
+    """A model that takes the first steps of a planned run: call ``train``, then ``record``.
 
-    Where the planned warm-up is longer than ``longest_warmup`` it is shortened to that, so that the peak rate is seen;
+    A planned warm-up longer than ``longest_warmup`` is shortened to that, so that the burn-in reaches the peak rate;
     that is harder on the model than the run itself. ``tick`` is called after each step.
     """
 
@@ -113,10 +113,10 @@ class BurningIn:
         self._measure()
 
     def train(self, stops: Iterator[int]) -> None:
-        """Train up to each of the steps that ``stops`` yields, and measure there; the end of ``stops`` ends it.
+        """Train up to each step that ``stops`` yields, and measure there; the end of ``stops`` ends the burn-in.
 
-        The next stop is asked for after the measurement, so that it may depend on it. A loss or gradient
-        that is not finite ends the burn-in, too.
+        The next stop is requested after the measurement, so it may depend on it. A loss or gradient that is not
+        finite also ends the burn-in.
         """
         target = next(stops, None)
 
@@ -141,7 +141,7 @@ class BurningIn:
             self.snapshots.append(take_snapshot(self.model, self.probe, self.unigram, step, vector))
 
     def record(self) -> BurnIn:
-        """The record up to now."""
+        """The record so far."""
         return BurnIn(
             proxy=self.proxy,
             warmup=self.warmup,
@@ -154,9 +154,9 @@ class BurningIn:
 
 
 def unigram_losses(blocks: Blocks, probe: torch.Tensor) -> torch.Tensor:
-    """Nats per token of each probe sequence's targets under the train split's add-one smoothed frequencies [sequences].
+    """The unigram loss of each probe sequence in nats per token [sequences], from the train split's frequencies.
 
-    The frequencies are those of a million tokens, in a mix of a million of each corpus.
+    The add-one smoothed frequencies come from a million tokens; in a mix, from a million of each corpus.
     """
     count = max(1, MOST_TOKENS // blocks.stats.sequence_length)
     shares = blocks.train.frequencies(blocks.stats.vocab_size, count)

@@ -1,4 +1,4 @@
-"""The few numbers of a burn-in that the verdict reads; no names of placements, initializers or backbones among them."""
+"""The few numbers of a burn-in that decide the verdict; no placement's, initializer's or backbone's name is used."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ TINY = 1e-45
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """The numbers of a burn-in; "end" is its last snapshot, "middle" the one half-way.
+    """The numbers of a burn-in; "end" is its last snapshot, "middle" the one halfway.
 
-    ``excess``: nats per token above (below: negative) a constant prediction with the tokens' frequencies;
-    ``excess_error``: its standard error from one held-out sequence to another; ``context``:
-    nats by which the predictions beat their own mean; ``variation``: the predictions' mean divergence from it, in nats;
-    ``similarity``: mean cosine between tokens in x^N; ``jacobian``: log10 of the smallest gain of the Jacobian from any
-    x^l to x^N, ``jacobian_layer`` that l, ``jacobian_largest``: log10 of the largest;
-    ``weight_gradient``: log10 of the smallest over the largest gradient norm of a block's weights,
-    ``weight_gradient_layer`` the smallest's block; ``spike``: largest rise of the training loss above its best so far
-    in nats; ``magnitude``: the largest |x| of any state, ``magnitude_layer`` where; ``growth``: log10 of Var(x^N) /
-    Var(x^0); ``spent``: the learning rates of the steps taken, summed, over those of all planned steps; ``pace``: nats
-    by which the held-out loss fell from the middle to the end over the rates spent in between, in the same unit;
-    ``finite``: 0.0 where the loss or the gradient was not.
     Layers are 1-based blocks, 0 for the embedding's output.
+
+    Attributes:
+        excess: the loss in nats per token above that of a constant prediction with the tokens' frequencies.
+        excess_error: its standard error over the held-out sequences.
+        context: nats by which the predictions beat their own mean.
+        variation: the predictions' mean divergence from their mean, in nats.
+        similarity: mean cosine between tokens in x^N.
+        jacobian: log10 of the smallest gain of the Jacobian from any x^l to x^N.
+        jacobian_layer: the l of that gain.
+        jacobian_largest: log10 of the largest gain.
+        weight_gradient: log10 of the smallest over the largest gradient norm of a block's weights.
+        weight_gradient_layer: the block with the smallest.
+        spike: largest rise of the training loss above its best so far, in nats.
+        magnitude: the largest |x| of any state.
+        magnitude_layer: the layer of that state.
+        growth: log10 of Var(x^N) / Var(x^0).
+        spent: the sum of the learning rates of the steps taken, divided by that of all planned steps.
+        pace: nats by which the held-out loss fell from the middle to the end, divided by ``spent`` in between.
+        finite: 0.0 if the loss or the gradient was not finite, else 1.0.
     """
 
     step: int
@@ -56,7 +64,7 @@ class Features:
 
     @property
     def headroom(self) -> float:
-        """How many times the largest state's magnitude fits under FP16's 65504."""
+        """FP16's largest number, 65504, divided by the largest magnitude of a state."""
         return FP16_MAX / max(self.magnitude, TINY)
 
     def to_dict(self) -> dict[str, float]:
@@ -65,7 +73,7 @@ class Features:
 
 
 def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Features:
-    """The features of a burn-in, as seen at its last snapshot (or at the one of index ``end``)."""
+    """The features of a burn-in at its last snapshot (or at the one with index ``end``)."""
     shots = burn_in.snapshots
     last = shots[end]
     half = shots[middle] if middle is not None else min(shots, key=lambda shot: abs(shot.step - last.step / 2))

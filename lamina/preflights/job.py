@@ -1,4 +1,4 @@
-"""`lamina preflight` with a folder: the verdicts, the numbers that they rest on, and what the page is made of."""
+"""`lamina preflight` with a folder: the verdicts, the numbers behind them, and the records for the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORDS, ROWS, LAYERS = "preflight.json", "preflight.csv", "layers.parquet"
 def preflight(
     settings: PreflightSettings | Mapping[str, Any], *, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Judge planned runs; returns one row per run. With an output folder, write it.
+    """Judge planned runs; returns one row per run. Writes the output folder, if there is one.
 
     Raises:
         UserError: for invalid settings, a corpus that can't be read, an output folder in use.

@@ -1,7 +1,7 @@
 """Measurements of a model on one batch: states, branches, gradients and Jacobian by layer, and its use of the input.
 
-One forward pass and two backward passes. Of the states only x^0 and x^N are kept; everything else is reduced to numbers
-by hooks while it passes.
+One forward pass and two backward passes. Only the states x^0 and x^N are kept; hooks reduce everything else to numbers
+during the passes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ FP16_MAX = 65504.0
 class Snapshot:
     """A model at one step of the burn-in.
 
-    ``rows`` is tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
-    ``loss``: nats per token on the held-out sequences; ``unigram``: what a constant prediction with the corpus' token
-    frequencies reaches on the same ones; ``error``: the standard error of their difference, from sequence to sequence
-    (infinite with a single one). ``context``: by how many nats the model's predictions beat their own mean over
-    all positions, ``variation``: their mean Kullback-Leibler divergence from it; 0 where the output does not depend on
-    the input.
+    Attributes:
+        loss: nats per token on the held-out sequences.
+        unigram: the loss of a constant prediction with the corpus's token frequencies on the same sequences.
+        error: the standard error of their difference over the sequences (infinite for a single one).
+        context: by how many nats the model's predictions beat their own mean over all positions.
+        variation: their mean Kullback-Leibler divergence from that mean; 0 if the output ignores the input.
+        rows: tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
     """
 
     step: int
@@ -51,15 +52,15 @@ class Snapshot:
 def take_snapshot(
     model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
 ) -> Snapshot:
-    """Measure ``model`` on held-out token ids [sequences, tokens]; leaves its mode and clears its gradients.
+    """Measure ``model`` on held-out token ids [sequences, tokens]; restores its mode and clears its gradients.
 
-    ``unigram`` [sequences]: what a constant prediction reaches on each, in nats per token.
+    ``unigram`` [sequences]: the loss of a constant prediction on each, in nats per token.
 
     By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
-    cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss' gradient with respect to the state;
+    cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss's gradient with respect to the state;
     ``jacobian_gain``, the root mean square gain of the Jacobian from that state to x^N (its Frobenius norm over the
     root of its rows, estimated with one random vector v as |J^T v| / |v|). By sub-layer: ``branch_variance``, the
-    variance of what the module returns, ``added_variance``, that of what is added to the skip (after an output norm),
+    variance of the module's output, ``added_variance``, that of the sum's branch term (after an output norm),
     ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
     """
     base = body_of(model)
@@ -96,7 +97,7 @@ def take_snapshot(
 
 
 def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
-    """Each sequence's cross-entropy, by how much they beat that of the mean prediction, and the divergence from it."""
+    """Each sequence's cross-entropy, its gain over the mean prediction's, and the divergence from that prediction."""
     log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
     targets = input_ids[:, 1:].flatten()
     losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
@@ -114,7 +115,7 @@ def _standard_error(differences: torch.Tensor) -> float:
 
 @dataclass
 class _Watch:
-    """Hooks that reduce what passes to numbers."""
+    """Hooks that reduce states, branches and gradients to numbers."""
 
     values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
     metric: str = ""
@@ -123,7 +124,7 @@ class _Watch:
     last: torch.Tensor | None = None
 
     def collect(self, metric: str, factor: float) -> None:
-        """Name what the next backward pass measures at the states."""
+        """Name the metric that the next backward pass measures at the states."""
         self.metric, self.factor = metric, factor
 
     @contextmanager
@@ -164,6 +165,6 @@ class _Watch:
             self.values[layer, name, metric] = tensor.detach().double().var(correction=0)
 
     def rows(self, step: int) -> list[Row]:
-        """What was seen, tidy, layer by layer."""
+        """The measurements as tidy rows, layer by layer."""
         order = sorted(self.values, key=lambda key: key[0])
         return [(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order]

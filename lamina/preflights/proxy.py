@@ -1,4 +1,4 @@
-"""The model that is measured: the planned one, or one of the same depth that is narrow enough to be trained at once."""
+"""The model to measure: the planned one, or one of the same depth that is narrow enough to train quickly."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NARROWEST, FEWEST_TOKENS = 64, 256
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """What stands in for the planned run: its settings, the plan, and how weights and rates go with the width.
+    """A stand-in for the planned run: its settings, its plan, and how weights and rates scale with the width.
 
-    ``settings`` are the planned ones but for the width, heads and the blocks per step; ``scaling`` is the planned
-    run's own, or where a narrower model stands in, the standard parametrisation's with the planned width as its base.
+    ``settings`` are the planned ones except for width, heads and blocks per step; ``scaling`` is the planned run's
+    own or, for a narrower stand-in, the standard parametrization's with the planned width as its base.
     """
 
     settings: PretrainSettings
@@ -36,12 +36,12 @@ class Proxy:
 
     @property
     def note(self) -> str:
-        """What differs from the planned run, as a sentence; empty where nothing does."""
+        """A sentence about the differences from the planned run; empty if there are none."""
         parts = []
         if self.hidden_size != self.planned_hidden_size:
             parts.append(
-                f"width {self.hidden_size} in place of {self.planned_hidden_size} (weights and rates scaled as Everett "
-                "et al. 2024 say for the standard parametrisation)"
+                f"width {self.hidden_size} in place of {self.planned_hidden_size} (weights and rates scaled as in "
+                "Everett et al. 2024 for the standard parametrization)"
             )
         blocks = self.settings.batch_size * self.settings.gradient_accumulation
         if blocks != self.planned_blocks:
@@ -50,10 +50,10 @@ class Proxy:
 
 
 def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
-    """The planned run, or with fewer blocks per step and then narrower until ``steps`` of it take at most ``flops``.
+    """The planned run, with fewer blocks per step and then a narrower model until ``steps`` take at most ``flops``.
 
-    Depth is never reduced; a step keeps at least 256 tokens, and width is halved as long as the backbone can be so
-    narrow, to no less than 64.
+    Depth is never reduced; a step keeps at least 256 tokens; the width is halved as long as the backbone allows it,
+    down to 64.
     """
     config = backbone_config(planned, vocab_size)
     plan = make_plan(planned.placement, config.num_hidden_layers)
@@ -70,7 +70,7 @@ def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float)
         narrower = None if cost * batch * micro_batches <= flops else _narrower(planned, width, vocab_size)
         if narrower is None:
             break
-        # one tensor could not have the rates of an embedding and of a readout
+        # a tied tensor could not have both the rate of an embedding and that of a readout
         settings, config = narrower
         scaling = width_scaling_of(planned) or WidthScaling(scheme="standard", base_width=wide)
     return Proxy(
@@ -96,9 +96,9 @@ def _narrower(
 
 
 def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
-    """The model to measure, its weights drawn as `lamina pretrain` draws them for this seed.
+    """The model to measure, initialized as `lamina pretrain` does for this seed.
 
-    Raises UserError for a width that the placement or the backbone cannot have.
+    Raises UserError for a width that is invalid for the placement or the backbone.
     """
     torch.manual_seed(proxy.settings.seed)
     return build(

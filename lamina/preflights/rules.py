@@ -1,7 +1,7 @@
-"""The fitted rules: what a burn-in's few numbers say of the rest of the run.
+"""The fitted rules: what a burn-in's few numbers say about the rest of the run.
 
-Their numbers are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs; nothing here
-knows a placement's name.
+Their coefficients are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs. No rule
+depends on a placement's name.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lamina.preflights.features import Features
 
 Kind = Literal["fine", "risky", "undecided", "will not train"]
 VERDICTS: tuple[Kind, ...] = ("fine", "risky", "undecided", "will not train")
-LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can tell from 0
-MOST_LEFT = 10.0  # the whole schedule over what was taken: the runs that the rules were fitted on had few with more
+LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can distinguish from 0
+MOST_LEFT = 10.0  # the whole schedule over the part taken: few of the fitted runs had more
 CLEAR = 2.0  # standard errors
 FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learned
 
 
 @cache
 def calibration() -> Json:
-    """The rules' numbers and where they come from."""
+    """The rules' coefficients and their origin."""
     return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
 
 
 def kind_of(numbers: Features, fitted: Json) -> Kind:
-    """The verdict: "fine" and "risky" need a burn-in that was seen to learn, "will not train" a small chance."""
+    """The verdict: "fine" and "risky" need a burn-in that learned, "will not train" needs a small chance."""
     low, high = fitted["bands"]
     sure = chance(numbers, fitted)
     if learns(numbers, fitted):
@@ -39,16 +39,16 @@ def kind_of(numbers: Features, fitted: Json) -> Kind:
 
 
 def learns(numbers: Features, fitted: Json) -> bool:
-    """Whether the input is used and the held-out loss clearly below a constant prediction's.
+    """Whether the model uses its input and its held-out loss is clearly below a constant prediction's.
 
-    Clearly: by a fitted margin beside two standard errors.
+    Clearly: by a fitted margin plus two standard errors.
     """
     clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
     return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
 
 
 def chance(numbers: Features, fitted: Json) -> float:
-    """The probability that the run trains, by the logistic rule on progress; 0 where the model has collapsed."""
+    """The probability that the run trains, by the logistic rule on progress; 0 if the model has collapsed."""
     if not numbers.finite or collapsed(numbers, fitted):
         return 0.0
     rule = fitted["progress"]
@@ -59,13 +59,13 @@ def chance(numbers: Features, fitted: Json) -> float:
 
 
 def collapsed(numbers: Features, fitted: Json) -> bool:
-    """Whether some layer is cut off: its Jacobian to the last state has all but vanished and the input is not used."""
+    """Whether a layer is cut off: its Jacobian to the last state has almost vanished and the input is not used."""
     rule = fitted["collapse"]
     return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
 
 
 def progress(numbers: Features) -> dict[str, float]:
-    """What the rule on progress reads."""
+    """The inputs of the rule on progress."""
     return {
         "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
         "excess": min(max(numbers.excess, -1.0), 1.0),
@@ -76,24 +76,24 @@ def progress(numbers: Features) -> dict[str, float]:
 
 
 def projected(numbers: Features) -> float:
-    """The excess at the planned run's end if the loss goes on falling, for each step's rate, at half its pace."""
+    """The excess at the planned run's end if the loss keeps falling at half its pace per unit of rate spent."""
     return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
 
 
 def deciding_share(numbers: Features, fitted: Json) -> float:
-    """The share of the planned run's summed learning rates by which evidence of learning should have been seen.
+    """The share of the planned run's summed learning rates by which a run that learns should show it.
 
-    Where the loss still falls towards a constant prediction's: what it takes to get clearly below at the pace of the
-    burn-in's second half, times a fitted factor, as it slows down. Where it has come close: a fitted multiple of the
-    share spent. At most 1, the whole run.
+    While the loss still falls toward a constant prediction's: the share needed to get clearly below it at the pace of
+    the burn-in's second half, times a fitted factor, since the fall slows down. Once it has come close: a fitted
+    multiple of the share spent. At most 1, the whole run.
     """
     rule = fitted["deciding"]
     if not still_falling(numbers):
         return min(1.0, rule["times"] * numbers.spent)
-    way = numbers.excess + CLEAR * numbers.excess_error + fitted["evidence"]["margin"]
-    return min(1.0, numbers.spent + rule["slowing"] * way / numbers.pace) if numbers.pace > 0 else 1.0
+    distance = numbers.excess + CLEAR * numbers.excess_error + fitted["evidence"]["margin"]
+    return min(1.0, numbers.spent + rule["slowing"] * distance / numbers.pace) if numbers.pace > 0 else 1.0
 
 
 def still_falling(numbers: Features) -> bool:
-    """Whether the loss is so far above a constant prediction's that the tokens' frequencies are still being learned."""
+    """Whether the loss is so far above a constant prediction's that the model still learns the tokens' frequencies."""
     return numbers.excess > FALLING

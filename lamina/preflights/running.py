@@ -1,4 +1,4 @@
-"""From planned runs to a table of verdicts: burn-in, features, verdict, one row each."""
+"""From planned runs to a table of verdicts: burn-in, features, verdict; one row per run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOPS = {"cpu": 1e12, "cuda": 1e14}
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """One planned run: what was measured, and the verdict."""
+    """One planned run: its measurements and its verdict."""
 
     run: PretrainSettings
     init: str
@@ -42,7 +42,7 @@ class Preflight:
     verdict: Verdict
 
     def row(self) -> Json:
-        """A row of the table: the plan, the verdict, the numbers behind it."""
+        """The run's row of the table: the plan, the verdict, and the numbers behind it."""
         proxy, first = self.burn_in.proxy, self.burn_in.snapshots[0]
         share = ffn_share(first)
         return {
@@ -75,10 +75,9 @@ class Preflight:
 
 
 def ffn_share(shot: Snapshot) -> float:
-    """The variance that the feed-forward adds over its skip's, summed over the layers.
+    """The variance that the feed-forward adds, divided by its skip's, summed over the layers.
 
-    FuseNorm's Theorem 1 asks for a variance of O(1/L) in each of L layers: this sum then stays of the order of 1
-    whatever the depth.
+    FuseNorm's Theorem 1 requires a variance of O(1/L) in each of L layers: this sum then stays of order 1 at any depth.
     """
     added, skip = shot.series("added_variance", "feed_forward"), shot.series("skip_variance", "feed_forward")
     return sum(added[layer] / skip[layer] if skip[layer] > 0 else math.inf for layer in added)
@@ -92,7 +91,7 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     """
     runs = settings.runs()
     for run in runs:
-        resolve_run(run, trained=False)  # where the run is too large, a narrower model stands in for it
+        resolve_run(run, trained=False)  # a narrower model stands in for a run that is too large
     with _threads(settings.threads):
         blocks, _ = read_blocks(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,26 +109,26 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
 def _measured(
     settings: PreflightSettings, run: PretrainSettings, blocks: Blocks, device: str, progress: tqdm
 ) -> Preflight:
-    seen = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
-    numbers = features(seen)
-    proxy = seen.proxy
+    burn_in = burn_in_of(settings, run, blocks, is_open, device=device, tick=lambda: progress.update(1))
+    numbers = features(burn_in)
+    proxy = burn_in.proxy
     init = recommended(proxy.plan) if run.init == "recommended" else run.init
     case = Case(
         plan=proxy.plan,
         init=init,
         learning_rate=run.learning_rate,
-        warmup=seen.warmup,
+        warmup=burn_in.warmup,
         steps=run.steps,
-        burn_in=len(seen.losses),
-        step_at=seen.step_at,
+        burn_in=len(burn_in.losses),
+        step_at=burn_in.step_at,
     )
     return Preflight(
         run=run,
         init=init,
         advice=find(run.placement).advice,
-        burn_in=seen,
+        burn_in=burn_in,
         features=numbers,
-        verdict=judge(numbers, case, seen.stopped),
+        verdict=judge(numbers, case, burn_in.stopped),
     )
 
 
@@ -142,11 +141,10 @@ def burn_in_of(
     device: str = "cpu",
     tick: Callable[[], object] = lambda: None,
 ) -> BurnIn:
-    """The burn-in of a planned run, measured half-way, at its end, and after each further quarter of it.
+    """The burn-in of a planned run, measured halfway, at its end, and after each further quarter of it.
 
-    It takes the requested steps, or the warm-up and half the requested steps if that is more. A further quarter
-    follows as long as ``is_undecided`` holds for the features, up to three times the requested steps and to 60 % of
-    the run's own.
+    It takes the requested steps, or the warm-up plus half the requested steps if that is more. Another quarter
+    follows while ``is_undecided`` holds for the features, up to three times the requested steps and 60 % of the run.
     """
     steps, warmup = burn_in_steps(settings, run)
     flops = FLOPS[device] if settings.flops is None else settings.flops
@@ -172,16 +170,16 @@ def burn_in_of(
 
 
 def burn_in_steps(settings: PreflightSettings, run: PretrainSettings) -> tuple[int, int]:
-    """The steps of the burn-in and of the warm-up in it: the run's own, or twice the requested steps at most.
+    """The steps of the burn-in and of its warm-up: the run's own, but at most twice the requested steps.
 
-    A shortened warm-up is harder than the run's: placements that a long one carries through would be called lost.
+    A warm-up that is too short is unfair: placements that survive with a long one would count as lost.
     """
     warmup = min(warmup_steps(run), 2 * settings.burn_in)
     return min(max(settings.burn_in, warmup + settings.burn_in // 2), run.steps), warmup
 
 
 def is_open(numbers: Features) -> bool:
-    """Whether the fitted rules call it neither fine nor lost."""
+    """Whether the fitted rules call the run neither fine nor lost."""
     return kind_of(numbers, calibration()) in ("risky", "undecided")
 
 

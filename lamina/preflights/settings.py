@@ -1,4 +1,4 @@
-"""The settings of `lamina preflight`: the planned run, and how much may be spent on looking at it."""
+"""The settings of `lamina preflight`: the planned run, and how much the preflight may cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PreflightSettings(
     ThreadSettings,
     OutputSettings,
 ):
-    """A planned run, or several that differ in placement and learning rate."""
+    """One planned run, or several that differ in placement and learning rate."""
 
     command_name = "preflight"
     without = frozenset(
@@ -54,29 +54,29 @@ class PreflightSettings(
     num_layers: int | None = changed(None, help="number of blocks (default: the backbone's); always measured in full")
     steps: int = changed(100, help="optimizer steps of the planned run")
     precision: Literal["auto", "fp32", "bf16"] = changed(
-        "auto", help="auto and fp32 (single), or bf16 (mixed: weights and losses stay fp32, and so do the measurements)"
+        "auto", help="auto and fp32 (single), or bf16 (mixed: weights, losses and measurements stay fp32)"
     )
     burn_in: int = setting(32, "optimizer steps before the verdict", at_least(4))
-    sequences: int = changed(16, help="held-out blocks (2 or more) that the layers are measured on", check=at_least(2))
+    sequences: int = changed(16, help="held-out blocks (2 or more) to measure the layers on", check=at_least(2))
     flops: float | None = setting(
         None,
-        "floating-point operations per burn-in at most (default: 1e12 on a CPU, 1e14 on a GPU); where the run needs "
-        "more, a stand-in with fewer blocks per batch and a narrower model of the same depth is measured",
+        "maximum floating-point operations per burn-in (default: 1e12 on a CPU, 1e14 on a GPU); if the run needs more, "
+        "a stand-in with fewer blocks per batch and a narrower model of the same depth is measured",
         above(0.0),
     )
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")
 
     def check(self) -> None:
-        """Raise UserError for a value that one of the planned runs cannot have."""
+        """Raise UserError for a value that is invalid in one of the planned runs."""
         super().check()
         self.runs()
 
     def rates(self) -> list[float]:
-        """The learning rates."""
+        """The learning rates as a list."""
         return numbers("learning_rates", self.learning_rates, float)
 
     def runs(self) -> list[PretrainSettings]:
-        """The planned runs. Raises UserError for a value that one of them cannot have."""
+        """The planned runs. Raises UserError for a value that is invalid in one of them."""
         common = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "output"}
         return [
             PretrainSettings(placement=spec, learning_rate=rate, **common)
@@ -86,7 +86,7 @@ class PreflightSettings(
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Settings by their names; ``placement`` and ``learning_rate`` (as `pretrain` has them) are those of one run.
+        """Settings by name; ``placement`` and ``learning_rate``, as `pretrain` has them, mean one run.
 
         Raises UserError for an unknown name.
         """

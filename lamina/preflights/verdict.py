@@ -9,15 +9,15 @@ from lamina.placements import Plan
 from lamina.preflights.features import Features
 from lamina.preflights.rules import CLEAR, Kind, calibration, chance, collapsed, deciding_share, kind_of, still_falling
 
-HIGH = 0.5  # nats: a loss that rose by more above its best
+HIGH = 0.5  # nats: a loss that rose by more above its best calls for a lower learning rate
 FP16_LITTLE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the verdict has to know of the plan: its wiring, initializer, rate, warm-up and steps (planned, taken).
+    """What the verdict needs to know about the planned run: wiring, initializer, rate, warm-up, steps (planned, taken).
 
-    ``step_at`` gives the planned step by which a share of the run's summed learning rates is spent.
+    ``step_at`` returns the planned step by which a share of the run's summed learning rates is spent.
     """
 
     plan: Plan
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def norms_on_skip(self) -> int:
-        """Sub-layers whose sum of skip and branch is normalized: each divides the gradient by the sum's deviation."""
+        """Sub-layers with a norm on their sum: each divides the gradient by the sum's standard deviation."""
         return sum(
             sub.post_norm is not None for layer in self.plan.layers for sub in (layer.attention, layer.feed_forward)
         )
@@ -38,10 +38,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A verdict, why, and what to change.
+    """A verdict, its reason, what to change.
 
     ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
-    ``deciding_steps``: of an undecided run, the steps of a burn-in by which it should show; else 0.
+    ``deciding_steps``: for an undecided run, the burn-in steps that should decide; else 0.
     """
 
     verdict: Kind
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
-    """The verdict on a burn-in's features; ``stopped`` says why it ended early, where it did."""
+    """The verdict on a burn-in's features; ``stopped``: why it ended early, or empty."""
     fitted = calibration()
     sure, kind = chance(numbers, fitted), kind_of(numbers, fitted)
     deciding = max(case.step_at(deciding_share(numbers, fitted)), case.burn_in + 1) if kind == "undecided" else 0
@@ -136,19 +136,19 @@ def _weak(numbers: Features) -> str:
 
 def _longer(numbers: Features, case: Case, deciding: int) -> str:
     if still_falling(numbers):
-        why = (
+        estimate = (
             "at the pace of these steps, as it slows down, the loss is clearly below a constant prediction's "
             f"{_by(deciding, case)}"
         )
     else:
         times = calibration()["deciding"]["times"]
-        why = (
+        estimate = (
             "the loss has come close to a constant prediction's; of the runs that left it four in five had done so "
             f"at {times:g} times the learning rates spent, {_by(deciding, case)}"
         )
     if deciding >= case.steps:
-        return f"only the whole run decides it: {why}; or {_faster(numbers, case)}"
-    return f"look longer, with --burn-in {deciding}: {why}"
+        return f"only the whole run decides it: {estimate}; or {_faster(numbers, case)}"
+    return f"look longer, with --burn-in {deciding}: {estimate}"
 
 
 def _by(deciding: int, case: Case) -> str:

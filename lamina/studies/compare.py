@@ -47,7 +47,7 @@ _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 POLICY = ResumePolicy(
     what="study",
-    # which trials there are, and how they are run; not what a trial computes
+    # the set of trials and how they are run, but not what a trial computes
     free=frozenset(
         (
             *("placements", "learning_rates", "learning_rates_of", "seeds", "workers", "output", "threads"),
@@ -62,10 +62,10 @@ POLICY = ResumePolicy(
 def compare(
     settings: CompareSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train every placement at every learning rate and seed; returns results.csv's rows, the trials in their order.
+    """Train every placement at every learning rate and seed; returns the rows of results.csv, in the trials' order.
 
-    ``settings`` are a whole record, or only what the user gave, by name. A trial that fails, diverges or sticks is a
-    row with that status. With ``resume`` trials that ended are skipped and the others resume from their last
+    ``settings`` are a whole record, or only the user's settings, by name. A trial that fails, diverges or gets stuck is
+    a row with that status. With ``resume``, trials that ended are skipped and the others resume from their last
     checkpoint.
 
     Raises:
@@ -80,7 +80,7 @@ def compare(
     complete, trials = job.settings, job.settings.trials()
     if launched()[1] > 1:
         raise UserError(
-            f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, for compare starts its own: see --workers; "
+            f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, since compare starts its own: see --workers; "
             "lamina pretrain trains one model in several)"
         )
     for trial in trials.values():
@@ -103,13 +103,13 @@ def compare(
 def alike(
     settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
 ) -> tuple[Json, dict[str, PretrainSettings]]:
-    """One precision and one way to compile for all trials, or they would not be compared by placement alone."""
+    """Choose one precision and one compilation for all trials, so that only their placements differ."""
     if not speed.is_open(settings):
         return settings.to_dict(), trials
     first = next(iter(trials.values()))
-    if has_study(folder := Path(settings.output)):  # resumed, perhaps from before there was a choice
+    if has_study(folder := Path(settings.output)):  # resumed, perhaps from a version without this choice
         stored = read_study(folder)["settings"]
-        found = {name: stored.get(name, before) for name, before in SPEED_BEFORE.items()}
+        choices = {name: stored.get(name, before) for name, before in SPEED_BEFORE.items()}
     else:
         config = backbone_config(first, vocab_size=vocab_size)
         choice = speed.choose(
@@ -117,9 +117,9 @@ def alike(
             lambda: building.build(config, first.placement, head="causal_lm", init="normal"),
             training_arguments(first).device,
         )
-        found = {"precision": choice.precision, "compile": choice.compile}
+        choices = {"precision": choice.precision, "compile": choice.compile}
         write_json(folder / "speed.json", choice.to_dict())
-    return {**settings.to_dict(), **found}, {name: replace(trial, **found) for name, trial in trials.items()}
+    return {**settings.to_dict(), **choices}, {name: replace(trial, **choices) for name, trial in trials.items()}
 
 
 def run_study(
@@ -132,14 +132,14 @@ def run_study(
     header: Mapping[str, Any] | None = None,
     keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:
-    """Run the trials that have not ended yet in a folder that is ours; returns results.csv's rows.
+    """Run the trials that have not ended yet, in a folder that is ours; returns the rows of results.csv.
 
-    ``settings`` is the study's record (``workers``, ``command()``), ``decided`` its values as study.yaml is to hold
-    them, ``header`` what goes above, ``keys`` are the trial's settings that are columns of results.csv.
+    ``settings`` is the study's record (``workers``, ``command()``), ``decided`` are its values for study.yaml,
+    ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
-    # Two processes of one thread each beat one of two on small models.
+    # On small models, two processes with one thread each beat one process with two.
     trials = {t: replace(s, threads=s.threads or max(1, cores // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     study = {
@@ -172,7 +172,7 @@ def write_results(
     results: dict[str, Json],
     keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:
-    """Write results.csv, a row for each trial that has ended, and return it."""
+    """Write results.csv, one row per trial that has ended, and return it."""
     rows = [
         {**dict.fromkeys(COLUMNS), **results[t], **{k: getattr(s, k) for k in keys}, "trial": t}
         for t, s in trials.items()
@@ -184,7 +184,7 @@ def write_results(
 
 
 class _Progress:
-    """One bar over all the steps of all the trials, and a line for each that ends."""
+    """One bar over all the steps of all trials, and one line per trial that ends."""
 
     def __init__(self, trials: dict[str, PretrainSettings], *, done: int, show: bool):
         self.trials, self.show = trials, show
@@ -204,8 +204,8 @@ class _Progress:
         self.bar.set_description(f"{self.count}/{self.all} trials")
         if self.show:
             loss = result.get("eval_loss")
-            what = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
-            self.bar.write(f"{result['status']:>11}  {trial}  {what}")
+            text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
+            self.bar.write(f"{result['status']:>11}  {trial}  {text}")
 
     def close(self) -> None:
         self.bar.close()

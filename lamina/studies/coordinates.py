@@ -1,8 +1,8 @@
 """The coordinate check: does any module's output grow with the width, at the start or after a few steps?
 
-Several widths take a few optimizer steps on one and the same batch; the mean magnitude of every module's output is
-recorded before each step and after the last. Under a right scaling it is the same at all widths: the slope of log|x|
-against log(width) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
+Several widths take a few optimizer steps on the same batch; the mean magnitude of every module's output is recorded
+before each step and after the last. Under the right scaling it is the same at all widths: the slope of log|x| against
+log(width) is 0. (The check of the muP package, Yang et al. 2022, App. D.1.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
 
-# pandas' own annotations make every selection a union of all it could ever be.
+# pandas' own annotations make every selection a union of all possible types.
 if TYPE_CHECKING:
     Frame: TypeAlias = Any
 else:
@@ -62,9 +62,9 @@ def coord_check(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Frame:
-    """Run the check and leave its folder; returns ``slopes``' rows. The verdict is in result.json.
+    """Run the check and write its folder; returns the rows of ``slopes``. The verdict is in result.json.
 
-    ``settings`` are a whole record, or only what the user gave, by name.
+    ``settings`` are a whole record, or only the user's settings, by name.
 
     Raises:
         UserError: for invalid settings, a corpus that cannot be read, an output folder in use.
@@ -109,9 +109,9 @@ def _stored(folder: Path) -> Json | None:
 def measure(
     settings: PretrainSettings, ids: torch.Tensor, vocab_size: int, tick: Callable[[], object] = lambda: None
 ) -> list[Measurement]:
-    """The measurements of one width and seed; ``ids``: the batch' token ids [blocks, tokens].
+    """The measurements of one width and seed; ``ids``: the batch's token ids [blocks, tokens].
 
-    The steps are those of a run whose every batch is this one, at a constant rate.
+    The model trains as in a run at a constant rate whose every batch is this one.
     """
     torch.manual_seed(settings.seed)
     config = backbone_config(settings, vocab_size=vocab_size)
@@ -150,7 +150,7 @@ def measure(
             taken = len(run.losses)
             record(taken - 1)
             outputs.update({name: torch.full_like(value, math.nan) for name, value in outputs.items()})
-            for step in range(taken, settings.steps + 1):  # what weights that are not finite would give
+            for step in range(taken, settings.steps + 1):  # the outputs of weights that are not finite
                 record(step)
         else:
             with torch.no_grad():
@@ -160,7 +160,7 @@ def measure(
 
 
 class OneBatch(Dataset[Block]):
-    """A batch of token ids [blocks, tokens] that comes again and again."""
+    """A data set that repeats one batch of token ids [blocks, tokens]."""
 
     def __init__(self, ids: torch.Tensor):
         self.ids = ids
@@ -186,11 +186,11 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
         return hook
 
-    left_out = ("", "model", "model.backbone")  # the whole model; its parts are all there
+    excluded = ("", "model", "model.backbone")  # the whole model; its parts are all included
     handles = [
         module.register_forward_hook(keep(name))
         for name, module in model.named_modules()
-        if name not in left_out and "rotary" not in name
+        if name not in excluded and "rotary" not in name
     ]
     try:
         yield outputs
@@ -202,10 +202,10 @@ def outputs_of(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def slopes(table: Frame, tolerance: float) -> Frame:
     """The exponent e of value ~ width^e for each module and step, and whether it is flat.
 
-    The least-squares slope of log(value), averaged over the seeds, against log(width); layers of a module's name are
-    averaged, ``low`` and ``high`` are the least and the largest of them. ``verdict``: flat, grows or shrinks, None for
-    the changes (they are no part of the verdict); values that are 0 or not finite at a width give the slope NaN and
-    "broken".
+    The exponent is the least-squares slope of log(value), averaged over the seeds, against log(width). Modules of the
+    same name are averaged over the layers; ``low`` and ``high`` are the extremes of the layers. ``verdict`` is flat,
+    grows or shrinks, and None for the changes, which do not count. If values are 0 or not finite at a width, the slope
+    is NaN and the verdict "broken".
     """
     safe = table.assign(log=np.log(table["value"].astype(float).where(table["value"] > 0)))
     keys = ["metric", "module", "layer", "step"]
@@ -216,19 +216,19 @@ def slopes(table: Frame, tolerance: float) -> Frame:
     x = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
     each = pd.Series(means.to_numpy(dtype=float) @ x, index=means.index)
     groups = each.groupby(level=["metric", "module", "step"], sort=False)
-    found: Frame = groups.agg(slope=lambda v: v.mean(skipna=False), low="min", high="max", layers="size").reset_index()
-    found["verdict"] = [
-        _verdict(row.slope, tolerance) if row.metric == "size" else None for row in found.itertuples(index=False)
+    rows: Frame = groups.agg(slope=lambda v: v.mean(skipna=False), low="min", high="max", layers="size").reset_index()
+    rows["verdict"] = [
+        _verdict(row.slope, tolerance) if row.metric == "size" else None for row in rows.itertuples(index=False)
     ]
-    return found
+    return rows
 
 
-def verdict(found: Frame, settings: CoordCheckSettings) -> Json:
-    """What result.json holds: flat, grows, shrinks or broken, and the modules that are not flat at some step.
+def verdict(rows: Frame, settings: CoordCheckSettings) -> Json:
+    """The content of result.json: flat, grows, shrinks or broken, and the modules that are not flat at some step.
 
-    Under muP logits that shrink by up to n^-1/2 are expected: they start that way and grow out of it in training.
+    Under muP, logits that shrink by up to n^-1/2 are expected: they start that way and grow during training.
     """
-    sizes = found[found["metric"] == "size"]
+    sizes = rows[rows["metric"] == "size"]
     expected = sizes["module"].eq("lm_head") & sizes["slope"].between(-0.5 - settings.tolerance, 0)
     faults = sizes[sizes["verdict"].ne("flat") & ~(expected & settings.width_scaling.startswith("mup"))]
     worst = next((v for v in ("broken", "grows", "shrinks") if faults["verdict"].eq(v).any()), "flat")
@@ -267,6 +267,6 @@ def _read(folder: Path) -> Frame:
 
 
 def _write(folder: Path, table: Frame) -> None:
-    # absolute: a relative path with a colon would be a URI; checksums: a flipped bit is known when it is read
+    # absolute: a relative path with a colon would be a URI; checksums: reading detects a flipped bit
     with writing(folder / TABLE) as temporary:
         table.to_parquet(temporary.absolute(), index=False, write_page_checksum=True)

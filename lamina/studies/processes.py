@@ -1,6 +1,6 @@
-"""The driver's side of a study's processes: start a trial, ask whether it runs, stop it.
+"""The driver's side of a study's processes: start a trial, check whether it runs, stop it.
 
-Each is started from a module of ours in a new interpreter (worker.py), which the caller's script is no part of.
+Each process starts from our own module in a new interpreter (worker.py), which never imports the caller's script.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import TypeAlias
 from lamina.core.json_types import Json
 from lamina.training.settings import PretrainSettings
 
-LOST = 255  # the exit code of a trial whose server is gone
+LOST = 255  # the exit code of a trial whose server has ended
 _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; sys.exit(worker.{call})"
 
 
 def start(settings: PretrainSettings) -> Process:
-    """Start a trial in a process of its own."""
+    """Start a trial in its own process."""
     request = {
         "settings": settings.to_dict(),
         "environment": dict(os.environ),
@@ -38,13 +38,13 @@ def start(settings: PretrainSettings) -> Process:
 
 
 def prepare() -> None:
-    """Let what the trials share be imported while the study still does other things."""
+    """Start importing what the trials share while the study still does other work."""
     if sys.platform.startswith("linux"):
         Server.running()
 
 
 class Server:
-    """A process that trials are forked from. One serves all the studies of this process and ends with it."""
+    """A process that trials are forked from. One server serves all studies of this process and ends with it."""
 
     _current: Server | None = None
     _starting = threading.Lock()
@@ -53,26 +53,26 @@ class Server:
         self.owner, self.count, self.lock = os.getpid(), 0, threading.Lock()
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
-        self.connection, theirs = multiprocessing.Pipe()
-        call = f"serve({theirs.fileno()}, {self.owner})"
-        # In a session of its own: a Ctrl-C at the terminal is for the study, which tells its trials once.
+        self.connection, remote = multiprocessing.Pipe()
+        call = f"serve({remote.fileno()}, {self.owner})"
+        # In its own session: Ctrl-C at the terminal goes to the study, which signals its trials once.
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CODE.format(path=sys.path, call=call)],
             stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[remote.fileno()],
             start_new_session=True,
         )
-        theirs.close()
+        remote.close()
         atexit.register(self._leave)
 
     @classmethod
     def running(cls) -> Server:
-        """The one of this process, started if it is not there."""
+        """This process's server, started if it does not run."""
         with cls._starting:
-            there = cls._current
-            if there is None or there.owner != os.getpid() or there.process.poll() is not None:
-                there = cls._current = Server()
-            return there
+            server = cls._current
+            if server is None or server.owner != os.getpid() or server.process.poll() is not None:
+                server = cls._current = Server()
+            return server
 
     def start(self, request: Json) -> Forked:
         """Fork a trial."""
@@ -83,12 +83,12 @@ class Server:
         return trial
 
     def send(self, request: Json) -> None:
-        """Ask for something; nothing happens where the server is gone, which ``code`` tells of."""
+        """Send a request; nothing happens if the server has ended, which ``code`` reports."""
         with self.lock, contextlib.suppress(OSError):
             self.connection.send_bytes(json.dumps(request).encode())
 
     def code(self, number: int) -> int | None:
-        """A trial's exit code, LOST where the server is gone (and the trial with it); None while it runs."""
+        """A trial's exit code; LOST if the server has ended (and the trial with it); None while the trial runs."""
         with self.lock:
             try:
                 while self.connection.poll():
@@ -119,20 +119,20 @@ class Forked:
     number: int
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The trial's exit code; None while it runs."""
         return self.server.code(self.number)
 
     def terminate(self) -> None:
-        """Ask it to save a checkpoint and end."""
+        """Ask the trial to save a checkpoint and end."""
         self.server.send({"number": self.number, "signal": int(signal.SIGTERM)})
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the trial at once."""
         self.server.send({"number": self.number, "signal": int(signal.SIGKILL)})
 
 
 class Alone:
-    """A trial in an interpreter of its own."""
+    """A trial in its own interpreter."""
 
     def __init__(self, request: Json):
         self.process = subprocess.Popen(
@@ -147,15 +147,15 @@ class Alone:
             self.process.stdin.flush()
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The trial's exit code; None while it runs."""
         return self.process.poll()
 
     def terminate(self) -> None:
-        """Ask it to save a checkpoint and end."""
+        """Ask the trial to save a checkpoint and end."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the trial at once."""
         self.process.kill()
 
 

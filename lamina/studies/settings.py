@@ -18,7 +18,7 @@ from lamina.training.settings import PlacementsSettings, PretrainSettings, Rates
 
 
 def seed_list(name: str, value: object) -> str:
-    """Seeds with commas between them, at least one and none twice."""
+    """Comma-separated seeds, at least one and none twice."""
     listed = comma_separated(name, value)
     for seed in numbers(name, listed, int):
         seed_number(name, seed)
@@ -33,12 +33,12 @@ class SeedsSettings(Settings):
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds, one by one."""
+        """The seeds as a list."""
         return numbers("seeds", self.seeds, int)
 
 
 def rates_by_placement(name: str, value: object) -> str | dict[str, str]:
-    """A mapping from placements to comma-separated rates, or the text that stands for one."""
+    """A mapping from placements to comma-separated rates, or its text form."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
@@ -60,31 +60,31 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     learning_rates_of: str | Json = setting(
         "",
         'placements with their own rates instead of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in YAML and Python '
-        "also a mapping from the placement to its rates)",
+        "also a mapping from placements to rates)",
         rates_by_placement,
     )
     init: str = changed(
         "same:scaled",
-        help="one initializer for all: same:NAME with NAME as in --init of `lamina pretrain`; or recommended, which "
-        "gives each placement its own and so compares the two together",
+        help="one initializer for all: same:NAME with NAME as in --init of `lamina pretrain`; or recommended: each "
+        "placement with its own, which compares placement and initializer together",
     )
     output: str = changed("runs/compare")
 
     def check(self) -> None:
-        """Raise UserError for rates of a placement that is not compared; writes such rates in one way."""
+        """Raise UserError for rates of a placement that is not compared; normalizes the text of the rates."""
         super().check()
         own = self._own_rates()
         object.__setattr__(self, "learning_rates_of", "; ".join(f"{spec}={rates}" for spec, rates in own.items()))
 
     def rates(self, spec: str) -> list[float]:
-        """The learning rates of one of the placements: its own, or those of all."""
+        """The learning rates of a placement: its own, or the common ones."""
         own = self._own_rates().get(spec)
         return numbers("learning_rates" if own is None else "learning_rates_of", own or self.learning_rates, float)
 
     def _own_rates(self) -> dict[str, str]:
-        """Comma-separated rates by placement. Raises UserError for one that is not compared, or not a list of rates."""
+        """Comma-separated rates by placement. Raises UserError for one that is not compared, and for invalid rates."""
         rates_of = self.learning_rates_of
-        if isinstance(rates_of, str):  # the last "=": the options in a placement's brackets have theirs
+        if isinstance(rates_of, str):  # the last "=": a placement's options contain others
             parts = [part.rpartition("=") for part in rates_of.split(";") if part.strip()]
             if not all(equals for _, equals, _ in parts):
                 raise UserError(f"learning_rates_of: {rates_of!r} (allowed: PLACEMENT=RATES; ...)")
@@ -102,7 +102,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         return own
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """The trials by their ids, which are also their folders' names. Raises UserError for a bad value in one."""
+        """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix("same:")}
         for spec, rate, seed in self._grid():
@@ -114,7 +114,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
 
     def _grid(self) -> Iterator[tuple[str, float, int]]:
         rates = {spec: self.rates(spec) for spec in self.specs}
-        # Seeds outermost: a study that is stopped early has every placement once before any twice.
+        # Seeds outermost: a study that stops early has every placement once before any twice.
         for seed in self.all_seeds:
             for row in zip_longest(*rates.values()):
                 for spec, rate in zip(rates, row, strict=True):
@@ -126,5 +126,5 @@ def _slug(spec: str) -> str:
     """A spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
     target = re.sub(r"[^(]*/", "", spec)
     slug = re.sub(r"[^\w.]+", "-", target).strip("-.")
-    # Two specs that differ in signs or folders only must not share a folder, whatever their order.
+    # Two specs that differ only in signs or folders must not share a folder, whatever their order.
     return slug if slug == spec else f"{slug}-{hashlib.sha256(spec.encode()).hexdigest()[:6]}"

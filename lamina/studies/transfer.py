@@ -34,21 +34,21 @@ else:
     Frame = pd.DataFrame
 
 SUMMARY = "transfer.json"
-# Which rates there are and how they are read may change; not what a trial computes.
+# The rates and how they are evaluated may change, but not what a trial computes.
 POLICY = replace(
     COMPARE_POLICY,
     free=(frozenset(COMPARE_POLICY.free) - {"placements"})
     | {"verify_rates", "verify_width", "hidden_size", "best_margin"},
 )
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")
-HEADROOM = 2.0  # a rate this factor below the first that fails is well inside
+HEADROOM = 2.0  # a rate more than this factor below the first failing rate is safe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A learning rate on one width: ``status`` is the worst of its seeds', ``eval_loss`` their mean where all finished.
+    """A learning rate at one width: the worst ``status`` of its seeds, and their mean ``eval_loss`` if all finished.
 
-    ``best``: within the margin of the lowest loss. ``risk`` says what to expect of it at another width.
+    ``best``: within the margin of the lowest loss. ``risk``: what to expect of the rate at another width.
     """
 
     learning_rate: float
@@ -61,9 +61,9 @@ class Rate:
 def transfer(
     settings: TransferSettings | Mapping[str, Any], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
 ) -> pd.DataFrame:
-    """Train the proxy at every rate (and a wider model at those to verify); returns results.csv's rows.
+    """Train the proxy at every rate (and a wider model at the rates to verify); returns the rows of results.csv.
 
-    ``settings`` are a whole record, or only what the user gave, by name.
+    ``settings`` are a whole record, or only the user's settings, by name.
 
     Raises:
         UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings that
@@ -81,12 +81,12 @@ def transfer(
         stored=stored_study,
     )
     complete, folder, trials = job.settings, job.folder, job.settings.trials()
-    plans = {trial.hidden_size: trial for trial in trials.values()}  # only the width decides what the modules can do
+    plans = {trial.hidden_size: trial for trial in trials.values()}  # the modules' limits depend on the width alone
     checked = {width: resolve_run(trial).plan for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
         refuse_another_trial(trial)
-    rates = role_rates(complete)  # a target that cannot be built is known before hours of training
+    factors = role_rates(complete)  # fails before hours of training if the target cannot be built
     _, tokenizer = prepare_blocks(
         complete.corpus,
         complete.tokenizer,
@@ -101,13 +101,13 @@ def transfer(
             results = run_study(complete, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
-                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), complete, rates)
+                summary = summarize(pd.read_csv((folder / "results.csv").absolute()), complete, factors)
                 write_json(folder / SUMMARY, summary)
     return results
 
 
 def role_rates(settings: TransferSettings) -> dict[str, float]:
-    """The factor on the learning rate of each kind of weight at the target's width."""
+    """For each kind of weight, the factor on its learning rate at the target's width."""
     trial = next(iter(settings.trials().values()))
     target = PretrainSettings(**{**trial.to_dict(), "hidden_size": settings.target_width})
     resolve_run(target, trained=False)
@@ -126,7 +126,7 @@ def role_rates(settings: TransferSettings) -> dict[str, float]:
 
 
 def summarize(results: Frame, settings: TransferSettings, factors: dict[str, float]) -> Json:
-    """What transfer.json holds: the rates by width, the intervals, the target's rates by role, how sure that is."""
+    """The content of transfer.json: rates by width, the intervals, the target's rates by role, and the risk."""
     narrow = judged(results[results["hidden_size"] == settings.proxy_width], settings.best_margin)
     wide = sorted(set(results["hidden_size"]) - {settings.proxy_width})
     others = {int(w): judged(results[results["hidden_size"] == w], settings.best_margin) for w in wide}
@@ -165,7 +165,7 @@ def summarize(results: Frame, settings: TransferSettings, factors: dict[str, flo
 
 
 def judged(results: Frame, margin: float) -> list[Rate]:
-    """The rates of one width from small to large, each with its status, its loss and its risk elsewhere."""
+    """The rates of one width from small to large, each with its status, loss and risk at other widths."""
     rates = []
     for rate, trials in results.groupby("learning_rate"):
         statuses = list(trials["status"])
@@ -196,7 +196,7 @@ def _risk(rates: list[Rate], rate: Rate) -> str:
 
 
 def _stable(rates: list[Rate]) -> list[Rate]:
-    """The unbroken stretch of finished rates that holds the best one."""
+    """The unbroken range of finished rates around the best one."""
     best = min((r for r in rates if r.best), key=lambda r: r.eval_loss, default=None)
     if best is None:
         return []
@@ -209,7 +209,7 @@ def _stable(rates: list[Rate]) -> list[Rate]:
 
 
 def _agrees(narrow: list[Rate], wide: Rate) -> bool | None:
-    """Whether a rate is stable at both widths or fails at both; None where the proxy was not trained at it."""
+    """Whether a rate is stable at both widths or fails at both; None if the proxy was not trained at it."""
     status = _status(narrow, wide.learning_rate)
     if status is None or {"failed", "interrupted", "short"} & {status, wide.status}:
         return None

@@ -24,7 +24,7 @@ from lamina.training.settings import PretrainSettings, RatesSettings, RunSetting
 
 
 def width_list(name: str, value: object) -> str:
-    """Hidden sizes with commas between them, two at least."""
+    """Comma-separated hidden sizes, at least two."""
     listed = comma_separated(name, value)
     if len(numbers(name, listed, int)) < 2:
         raise UserError(f"{name}: {listed!r} is one width (allowed: two or more, comma-separated)")
@@ -52,7 +52,7 @@ class CoordCheckSettings(
 
     widths: str = setting(
         "48,96,192,384",
-        "comma-separated hidden sizes, at least two; the feed-forward and the heads grow with them",
+        "comma-separated hidden sizes, at least two; the feed-forward and the heads scale with them",
         width_list,
     )
     num_layers: int = changed(6, help="number of blocks")
@@ -68,7 +68,7 @@ class CoordCheckSettings(
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
-        """Raise UserError for a value that a run of one of the widths cannot have."""
+        """Raise UserError for a value that is invalid at one of the widths."""
         super().check()
         self.runs()
 
@@ -83,7 +83,7 @@ class CoordCheckSettings(
         return self.base_width or self.all_widths[0]
 
     def runs(self) -> dict[tuple[int, int], PretrainSettings]:
-        """The run of each width and seed. Raises UserError for a value that one of them cannot have."""
+        """The run of each width and seed. Raises UserError for a value that is invalid in one of them."""
         common = self.shared_with(PretrainSettings)
         if self.width_scaling != "none":
             common["base_width"] = self.reference_width
@@ -95,7 +95,7 @@ class CoordCheckSettings(
 
 
 def rates_or_none(name: str, value: object) -> str:
-    """Learning rates with commas between them, or an empty text."""
+    """Comma-separated learning rates, or an empty text."""
     listed = comma_separated(name, value)
     if listed:
         numbers(name, listed, float)
@@ -112,27 +112,27 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     placement: str = changed("fusenorm")
     backbone: str = changed("llama-71m")
     hidden_size: int | None = changed(
-        None, help="the target's width (default: the backbone's); it is trained only where verify_rates asks for it"
+        None, help="the target's width (default: the backbone's); it is trained only for verify_rates"
     )
     proxy_width: int = setting(
-        64, "the proxy's hidden size, at which the rates are tried; also the base of the width scaling", at_least(1)
+        64, "the proxy's hidden size, at which the rates are tried; also the base of width scaling", at_least(1)
     )
     learning_rates: str | float | tuple[float | str, ...] = changed(
         "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", help="comma-separated peak learning rates to try on the proxy"
     )
     verify_rates: str = setting(
-        "", "comma-separated learning rates to try at verify_width, too (default: none)", rates_or_none
+        "", "comma-separated learning rates to try also at verify_width (default: none)", rates_or_none
     )
     verify_width: int | None = setting(None, "hidden size for these rates (default: the target's)", at_least(1))
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
     base_width: int | None = changed(None, help="always proxy_width")
     best_margin: float = setting(
-        0.02, "nats above the lowest eval loss within which a rate counts among the best", not_below(0.0)
+        0.02, "nats above the lowest eval loss up to which a rate counts among the best", not_below(0.0)
     )
     output: str = changed("runs/transfer")
 
     def check(self) -> None:
-        """Raise UserError for widths that contradict each other, and for a bad value in a trial."""
+        """Raise UserError for contradictory widths, and for an invalid value in a trial."""
         if self.width_scaling == "none":
             raise UserError("width_scaling: 'none' transfers nothing (allowed: standard, mup and their -no-alignment)")
         if self.base_width not in (None, self.proxy_width):
@@ -140,7 +140,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         object.__setattr__(self, "base_width", self.proxy_width)
         super().check()
         if self.num_heads is not None:
-            raise UserError(f"num_heads: {self.num_heads!r} (allowed: none; every width keeps the width of a head)")
+            raise UserError(f"num_heads: {self.num_heads!r} (allowed: none; the width of a head is fixed)")
         if self.proxy_width >= self.target_width:
             raise UserError(
                 f"proxy_width: {self.proxy_width} is not below the target's hidden_size {self.target_width} "
@@ -151,12 +151,12 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         self.trials()
 
     def trials(self) -> dict[str, PretrainSettings]:
-        """The trials by their ids, the proxy's first. Raises UserError for a bad value in one."""
+        """The trials by id, the proxy's first. Raises UserError for an invalid value in one."""
         grid = [(self.proxy_width, rate) for rate in numbers("learning_rates", self.learning_rates, float)]
         if self.verify_rates:
             wide = self.verify_width or self.target_width
             if wide == self.proxy_width:
-                raise UserError(f"verify_width: {wide} is proxy_width, too (allowed: another)")
+                raise UserError(f"verify_width: {wide} is also proxy_width (allowed: another)")
             grid += [(wide, rate) for rate in numbers("verify_rates", self.verify_rates, float)]
         common, trials = self.shared_with(PretrainSettings), {}
         for seed in self.all_seeds:
@@ -177,5 +177,5 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         return int(resolve_backbone(self.backbone).hidden_size)
 
     def command(self) -> str:
-        """The command line that gives these settings; the base width follows from the proxy's."""
+        """The command line for these settings; the base width follows from the proxy's."""
         return super().command().replace(f" --base-width {self.base_width}", "")

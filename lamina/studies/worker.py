@@ -1,6 +1,6 @@
 """What runs in a study's own processes: a server that each trial is forked from, and the trial.
 
-The driver (processes.py) starts this module in a new interpreter, so the script, notebook or shell that asked for the
+The driver (processes.py) starts this module in a new interpreter, so the script, notebook or shell that started the
 study is never imported again.
 """
 
@@ -31,22 +31,22 @@ ROUND_SECONDS = 0.05
 
 
 def serve(descriptor: int, driver: int) -> NoReturn:
-    """Fork a trial for each request that comes in, and tell the driver how each one ends; until the driver is gone.
+    """Fork a trial for each request, and send the driver each trial's exit code, until the driver ends.
 
-    ``descriptor`` is this end of a pipe, ``driver`` the process id at its other end. Torch and transformers are
-    imported once, so that a trial starts in milliseconds.
+    ``descriptor`` is this end of a pipe, ``driver`` the id of the process at the other end. Torch and transformers
+    are imported once, so that a trial starts in milliseconds.
     """
-    for number in STOP_SIGNALS:  # the driver tells each trial, and ends the server by leaving
+    for number in STOP_SIGNALS:  # the driver signals each trial; the server ends when the driver does
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)
     import lamina.training.pretrain  # noqa: F401  # loaded before the first fork
 
     server, running = os.getpid(), {}
-    with contextlib.suppress(EOFError, OSError):  # the driver is gone: the trials see that the server is, and stop
+    with contextlib.suppress(EOFError, OSError):  # the driver ended: the trials notice and stop
         while os.getppid() == driver:
             request = json.loads(connection.recv_bytes()) if connection.poll(ROUND_SECONDS) else {}
             if "settings" in request:
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the trial listens to them
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the trial handles them
                 if (pid := os.fork()) == 0:
                     connection.close()
                     orphans.watch(server)
@@ -67,7 +67,7 @@ def serve(descriptor: int, driver: int) -> NoReturn:
 
 
 def alone() -> int:
-    """Run the one trial that standard input asks for: where forking a process that has imported torch is not safe."""
+    """Run the trial described on standard input: for systems where forking after importing torch is not safe."""
     request = json.loads(sys.stdin.readline())
 
     def wait() -> None:
@@ -79,7 +79,7 @@ def alone() -> int:
 
 
 def run(request: Json) -> int:
-    """One trial as ``request`` says; returns the exit code. What it prints is kept in its folder's log.txt."""
+    """Run the trial of ``request``; returns the exit code. Its output goes to its folder's log.txt."""
     folder = Path(request["directory"]) / request["settings"]["output"]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -111,7 +111,7 @@ def run(request: Json) -> int:
 
 
 def _end_with(request: Json) -> NoReturn:
-    """Run a trial and end this process without freeing what it has of the server, which takes longer than to start."""
+    """Run a trial and end this process without freeing the server's memory, which takes longer than starting."""
     code = 1
     try:
         code = run(request)
@@ -123,7 +123,7 @@ def _end_with(request: Json) -> NoReturn:
 
 
 def _like_the_driver(request: Json) -> None:
-    """Take over what the driver's process has changed since the server was started."""
+    """Apply what the driver's process has changed since the server started: environment, paths, directory."""
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:], sys.argv[:] = request["path"], request["argv"]

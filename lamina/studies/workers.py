@@ -1,4 +1,4 @@
-"""Trials in local worker processes: each its own process, so that one that fails is a row and not a crash."""
+"""Trials in local worker processes: each in its own, so that a failed trial is a row and not a crash."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_trials(
     ended: Callable[[str, Json], None],
     tick: Callable[[list[str]], None],
 ) -> None:
-    """Run every trial, ``workers`` at a time; ``ended`` gets each one's id and result, ``tick`` the running ids.
+    """Run every trial, ``workers`` at a time; ``ended`` gets each trial's id and result, ``tick`` the running ids.
 
-    On KeyboardInterrupt the running trials are told to stop, save a checkpoint and end as `interrupted`; then it is
-    raised again. A trial whose process dies leaves a result with status `failed`.
+    On KeyboardInterrupt the running trials save a checkpoint and end as `interrupted`; then the exception is raised
+    again. A trial whose process dies gets a result with status `failed`.
 
     Raises:
         OSError: the disk is full; what was finished is kept.
@@ -69,7 +69,7 @@ def _run_all(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM: they act between two rounds, not in the middle of a write; a second acts at once."""
+    """Collect Ctrl-C and SIGTERM: the first acts between two rounds, not during a write; a second acts at once."""
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -105,7 +105,7 @@ def _reap(
 def _stop(running: Mapping[str, Process]) -> None:
     for process in running.values():
         process.terminate()
-    with contextlib.suppress(KeyboardInterrupt):  # asked twice: at once, then
+    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: kill at once
         _wait(running, GRACE_SECONDS)
     for process in running.values():
         if process.exit_code() is None:

@@ -1,4 +1,4 @@
-"""The Trainer's arguments that a run's settings stand for."""
+"""The Trainer's arguments for a run's settings."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ _FIXED = (
 
 
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
-    """The Trainer's arguments of these settings, ``settings.trainer`` included, for each of the run's ``processes``.
+    """The Trainer's arguments for these settings, including ``settings.trainer``, in each of the run's ``processes``.
 
-    Raises UserError that names a field.
+    Raises UserError that names the field.
     """
     if settings.batch_size % processes:
         raise UserError(
@@ -73,7 +73,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:
         arguments = TrainingArguments(**values)
-    except Exception as error:  # its checks raise what they like
+    except Exception as error:  # its checks raise any type
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     if settings.trainer:
         try_out(arguments, settings.trainer)
@@ -81,12 +81,12 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
 
 def _check_trainer(settings: PretrainSettings, known: set[str]) -> None:
-    """Raise UserError for an argument that a run sets itself, that its records rest on, or that does not exist."""
+    """Raise UserError for an argument that a run sets itself, that its records depend on, or that does not exist."""
     for name, value in settings.trainer.items():
         if name in _OURS:
             raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
         if name in _FIXED:
-            raise UserError(f"trainer.{name}: fixed, Lamina's records rest on it")
+            raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
         if name not in known:
             raise unknown("trainer argument", name, known & set(OPTIONS))
         check_value(name, value)
@@ -118,7 +118,7 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         "save_strategy": "steps" if settings.save_steps else "no",
         "save_steps": settings.save_steps or 500,
         "save_total_limit": settings.keep,
-        # TensorBoard's callback gets a writer of its own below: its folder would be read off the environment
+        # TensorBoard's callback gets its own writer later: it would take its folder from the environment
         "report_to": [r for r in settings.reports() if r != "tensorboard"] or "none",
         "logging_dir": None,
         "optim": "adamw_torch_fused",
@@ -126,13 +126,13 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         "fp16": settings.precision == "fp16",
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        # renamed in transformers 5.23; the name that this one does not have is dropped below
+        # renamed in transformers 5.23; the name that this version does not have is dropped below
         "activation_checkpointing": settings.gradient_checkpointing,
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
         "ddp_backend": ("nccl" if device == "cuda" else "gloo") if processes > 1 else None,
         "ddp_find_unused_parameters": False,
-        # the training order starts where a checkpoint ended, and its steps' tokens are those of all processes
+        # the training order starts where a checkpoint ended, and a step's tokens are those of all processes
         "ignore_data_skip": True,
         "average_tokens_across_devices": True,
         **settings.trainer,

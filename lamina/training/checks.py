@@ -1,4 +1,4 @@
-"""What can be known to be invalid about a run before its corpus is read."""
+"""Checks of a run's settings before its corpus is read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lamina.training.monitoring.experts import choose, find_routers
 from lamina.training.optimization.optimizer import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
-# those that treat every element of a weight by itself
+# optimizers that treat each element of a weight independently
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
-    """Raise UserError for settings that this machine or this placement cannot take; returns the Trainer's arguments."""
+    """Raise UserError for settings that are invalid on this machine or placement; returns the Trainer's arguments."""
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
@@ -37,7 +37,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     if width_scaling_of(settings) is not None:
         check_optimizer(arguments)
     if settings.precision == "fp16" and arguments.device.type == "cpu":
-        # accelerate has no loss scaler for it there, and would train in float32 without a word
+        # accelerate has no loss scaler on the CPU and would silently train in float32
         raise UserError("precision: 'fp16' needs a GPU and its loss scaler (allowed on the CPU: auto, fp32, bf16)")
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
@@ -53,9 +53,9 @@ def check_modules(
     *,
     trained: bool = True,
 ) -> None:
-    """Raise UserError for what only the modules know: groups that do not divide the width, norms that they have.
+    """Raise UserError for what only the modules show: groups that do not divide the width, norms of their own.
 
-    It shows in one layer of each kind, on the meta device. ``trained``: whether this machine trains the model as it is,
+    One layer of each kind is built on the meta device. ``trained``: whether this machine trains the model as it is,
     so that it has to fit into its memory.
     """
     kinds = tuple(layer for layer, _ in plan.kinds()[:4])
@@ -73,7 +73,7 @@ def check_modules(
 def _check_memory(
     settings: PretrainSettings, num_layers: int, small: PreTrainedModel, arguments: TrainingArguments, processes: int
 ) -> None:
-    """Raise UserError where the blocks alone, or the states that enter them, do not fit. A lower bound of what is used.
+    """Raise UserError if the blocks alone, or the states that enter them, do not fit: a lower bound of the memory used.
 
     ``small``: the model with fewer layers, on the meta device.
     """
@@ -83,7 +83,7 @@ def _check_memory(
     weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)
     weights = weights * num_layers // config.num_hidden_layers // parts
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
-    copies = 4 if optimizer.startswith("adamw_torch") else 2  # itself, its gradient, AdamW's two averages
+    copies = 4 if optimizer.startswith("adamw_torch") else 2  # the weight, its gradient, AdamW's two averages
     states = settings.batch_size // processes * settings.sequence_length * config.hidden_size * num_layers
     refuse_beyond_memory(
         "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device
@@ -98,7 +98,7 @@ def _check_memory(
 
 
 def check_sharded(settings: PretrainSettings) -> None:
-    """Raise UserError for what can't be done with a model that is shared out over several processes."""
+    """Raise UserError for settings that do not work with a model that is sharded over several processes."""
     if settings.probe_every:
         raise UserError(
             f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "

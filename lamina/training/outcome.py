@@ -1,4 +1,4 @@
-"""What result.json says of a run."""
+"""The content of a run's result.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
-    """The numbers of a run that ended with ``status``: a value for each measured column of ``lamina.jobs.columns``."""
+    """The numbers of a run that ended with ``status``: one value per measured column of ``lamina.jobs.columns``."""
     settings, plan, recorder, blocks = run.settings, run.resolved.plan, run.recorder, run.blocks
     steps = run.trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
@@ -56,7 +56,7 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
 
 
 def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
-    """How a run ended, and why; ``complete``: it has trained all its steps."""
+    """How a run ended, and why; ``complete``: it trained all its steps."""
     settings, recorder, step = run.settings, run.recorder, run.trainer.state.global_step
     if recorder.interrupted and not complete:
         return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
@@ -78,7 +78,7 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
-    """Model FLOPs a token of forward and backward: 6 a weight outside the embedding and 12 N d T for full attention."""
+    """Forward and backward FLOPs per token: 6 per weight outside the embedding and 12 N d T for full attention."""
     config = model.config.get_text_config()
     embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.numel()
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)

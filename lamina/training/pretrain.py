@@ -44,7 +44,7 @@ from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 30.0  # for a worker of a killed study that still writes its checkpoint
+GRACE_SECONDS = 30.0  # for a killed study's worker that still writes its checkpoint
 
 
 def pretrain(
@@ -54,18 +54,18 @@ def pretrain(
     overwrite: bool = False,
     bar: bool = True,
 ) -> Json:
-    """Train a model, from scratch or from a checkpoint, and leave the run's folder; returns what result.json holds.
+    """Train a model, from scratch or from a checkpoint, and write the run's folder; returns its result.json.
 
-    ``settings`` are a whole record, or only what the user gave, by name. A run that diverges, sticks or is interrupted
-    ends with that status, not with an exception. With ``resume`` a folder that holds a finished run is left as it is;
-    otherwise the run resumes from its newest whole checkpoint.
+    ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
+    interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run is left
+    unchanged; otherwise the run resumes from its newest whole checkpoint.
 
-    Where torchrun or accelerate launch started several processes, all call this with the same settings: the first one
-    writes the folder, and all return the same.
+    If torchrun or accelerate launch started several processes, all call this with the same settings: the first one
+    writes the folder, and all return the same result.
 
     Raises:
         UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings that differ
-            from those of the run to resume, a text that does.
+            from those of the run to resume, a text that has changed.
         OSError: the disk is full.
     """
     job = reported_once(lambda: _open(settings, resume=resume, overwrite=overwrite))
@@ -76,7 +76,7 @@ def pretrain(
         if earlier is not None and earlier["status"] in ENDED:
             return earlier
         # before the folder is touched: the corpus may be unreadable
-        blocks, tokenizer = processes.one_a_host_first(lambda: read_blocks(resolved.settings, bar))
+        blocks, tokenizer = processes.first_per_host(lambda: read_blocks(resolved.settings, bar))
         with ExitStack() as held:
             resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
             seconds = float((earlier or {}).get("seconds") or 0.0)
@@ -100,15 +100,15 @@ def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, ove
 
 
 def _resolve(job: Job[PretrainSettings], processes: Processes) -> ResolvedRun:
-    """The job's settings, with what the checkpoint of ``--from`` decides, as a run."""
+    """The run of the job's settings, completed by the checkpoint of ``--from``."""
     settings = source.with_checkpoint(job.settings, job.given)
     if job.resumes:
-        POLICY.merge(job.settings.to_dict(), settings.to_dict(), {})  # the checkpoint may be another by now
+        POLICY.merge(job.settings.to_dict(), settings.to_dict(), {})  # the checkpoint may have changed
     return resolve_run(settings, processes.size, parallel=processes.parallel)
 
 
 def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, blocks: Blocks) -> bool:
-    """Take the folder and write what the run is; returns whether it resumes."""
+    """Claim the folder and write what the run computes; returns whether it resumes."""
     identity = RunIdentity(resolved.settings, resolved.plan, blocks.stats.fingerprint)
     if job.resumes:
         identity.refuse_changes(job.folder)
@@ -130,7 +130,7 @@ def _recorded(
     resume: bool,
     bar: bool,
 ) -> Json:
-    """Run, and write result.json however it ends, unless the user is at fault. ``seconds``: spent before a resume."""
+    """Run, and write result.json unless a UserError ends it. ``seconds``: the run's time before it was resumed."""
     folder, began = Path(resolved.settings.output), time.monotonic()
 
     def write(result: Json) -> Json:
@@ -158,8 +158,8 @@ def _recorded(
 
 
 def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
-    """The blocks of the run's corpus and their tokenizer; ``bar``: show one while they are made."""
-    of: Json = {
+    """The blocks of the run's corpus and their tokenizer; ``bar``: show progress."""
+    read: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,
         "sequence_length": settings.sequence_length,
@@ -167,8 +167,10 @@ def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
         "text_field": settings.text_field,
     }
     if settings.streaming:
-        return stream_blocks(**of, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed)
-    return prepare_blocks(**of, progress=bar)
+        return stream_blocks(
+            **read, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed
+        )
+    return prepare_blocks(**read, progress=bar)
 
 
 def _run(
@@ -180,7 +182,7 @@ def _run(
     resume: bool,
     bar: bool,
 ) -> Json:
-    """Train until it ends, and as often as ``rollback`` allows again from where it was good."""
+    """Train until the run ends; after a divergence, roll back as often as ``rollback`` allows."""
     transformers.utils.logging.disable_progress_bar()
     settings = resolved.settings
     if settings.threads:
@@ -208,11 +210,11 @@ def _run(
 
 
 def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:
-    """Decide to which checkpoint, and note it."""
+    """Choose the checkpoint to roll back to, and record the rollback."""
     folder = Path(settings.output)
     checkpoint = newest_checkpoint(
         folder / "checkpoints",
-        lambda state: rollbacks.admits(state) and is_good(state) and state["step"] < diverged.step,
+        lambda state: rollbacks.allows(state) and is_good(state) and state["step"] < diverged.step,
     )
     step = step_of(checkpoint) if checkpoint else 0
     keep_abandoned(folder, step, len(rollbacks.done) + 1)
@@ -227,13 +229,13 @@ def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diver
         if step_of(path) > step:
             discard(path)
     logger.warning(
-        "rollback %d of %d: %s; back to step %d, leaving out the data of steps %d to %d, learning rates times %g",
+        "rollback %d of %d: %s; back to step %d, skipping the data of steps %d to %d, learning rates times %g",
         *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
     )
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, processes: Processes) -> None:
-    """Write the model whole or not at all; a sharded one is put together for it."""
+    """Write the model whole or not at all; a sharded model is gathered first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:
@@ -245,11 +247,11 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
         tokenizer.save_pretrained(draft)
         seal(draft)
         digests.note(folder / MANIFEST, entry_of(draft / MANIFEST))
-        gone = folder.with_name(".gone-model")
-        shutil.rmtree(gone, ignore_errors=True)
+        previous = folder.with_name(".gone-model")
+        shutil.rmtree(previous, ignore_errors=True)
         if folder.exists():
-            os.replace(folder, gone)
+            os.replace(folder, previous)
         os.replace(draft, folder)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
 
     processes.by_first(write)

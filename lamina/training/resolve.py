@@ -1,4 +1,4 @@
-"""The resolved run: settings, plan and backbone, worked out once, checked, frozen, and handed on."""
+"""The resolved run: settings, plan and backbone, worked out once, checked and frozen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lamina.training.execution.devices import device_of
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.settings import PretrainSettings
 
-SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # of runs older than these settings
+SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # for runs older than these settings
 POLICY = ResumePolicy(
     what="run",
     free=frozenset(
@@ -35,13 +35,12 @@ POLICY = ResumePolicy(
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run as it will be trained: every process has the same one.
+    """A run as it will be trained; the same in every process.
 
     Attributes:
         settings: complete and checked.
         plan: where the norms sit.
-        backbone: the backbone's configuration with the settings' sizes; its vocabulary is the tokenizer's only in
-            ``with_tokenizer``.
+        backbone: the backbone's configuration with the settings' sizes; ``with_tokenizer`` adds the vocabulary.
     """
 
     settings: PretrainSettings
@@ -50,12 +49,12 @@ class ResolvedRun:
 
     @property
     def device(self) -> str:
-        """The kind of device it trains on: cpu, cuda or mps."""
+        """The type of device that the run trains on: cpu, cuda or mps."""
         return device_of(self.settings.device)
 
     @property
     def width_scaling(self) -> WidthScaling | None:
-        """The scheme by which rates and weights go with the width, if any."""
+        """The scheme by which rates and weights scale with the width, if any."""
         return width_scaling_of(self.settings)
 
     @property
@@ -78,7 +77,7 @@ def resolve_run(
 
     Args:
         settings: of the run.
-        processes: that train it together.
+        processes: how many train it together.
         parallel: how they share the work, "ddp" or "fsdp2".
         trained: whether this machine trains the model as it is, so that it has to fit into its memory.
 
@@ -116,14 +115,14 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         ) from None
     if settings.untie_embeddings:
         config.tie_word_embeddings = False
-    # A preset's positions are those that the run trains; a folder's are its own, on which its windows and RoPE stand.
+    # A preset gets the run's positions; a folder keeps its own, since its windows and RoPE depend on them.
     if settings.backbone in PRESETS or settings.sequence_length > config.max_position_embeddings:
         config.max_position_embeddings = settings.sequence_length
     return config
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """A copy of a configuration for so many tokens; the vocabulary of a run that continues a checkpoint stays.
+    """A copy of a configuration with this vocabulary size; a run with ``from_model`` keeps the checkpoint's.
 
     Raises UserError for more tokens than the checkpoint ``from_model`` has.
     """

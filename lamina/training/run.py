@@ -1,4 +1,4 @@
-"""One training run: a model, its trainer, its records, and what of them is resumed."""
+"""One training run: a model, its trainer, its records, and the states that are resumed."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class TrainingRun:
     Args:
         resolved: the run.
         blocks: of its corpus.
-        tokenizer: theirs.
-        processes: this one and the run's others.
-        rollbacks: those so far.
+        tokenizer: of the blocks.
+        processes: this process and the run's others.
+        rollbacks: the run's so far.
         resume: whether to resume from the newest good checkpoint.
         bar: whether to show progress.
     """
@@ -81,7 +81,7 @@ class TrainingRun:
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
         self._probing = self._make_probing()
         self.states: list[Stateful] = [
-            self.recorder,  # first: it brings to the disk what the others know
+            self.recorder,  # first: it syncs to disk what the others refer to
             *([self.losses] if processes.first else []),
             rollbacks,
             RunIdentity(settings, resolved.plan, blocks.stats.fingerprint),
@@ -106,7 +106,7 @@ class TrainingRun:
         return model, None if scaling is None else rate_factors(model, scaling)
 
     def _find_checkpoint(self) -> tuple[Path | None, RunState]:
-        """The checkpoint to resume from and its run state; step -1: none, and what the folder holds is begun again."""
+        """The checkpoint to resume from and its run state; if there is none, step -1: the run begins again."""
         folder = self.folder / "checkpoints"
         checkpoint = self.processes.by_first(lambda: checkpoint_to_resume(folder, self.rollbacks))
         return checkpoint, run_state(checkpoint) if checkpoint else {"step": -1}
@@ -119,7 +119,7 @@ class TrainingRun:
             batch_size=settings.batch_size,
             gradient_accumulation=settings.gradient_accumulation,
             seed=settings.seed,
-            jumps=self.rollbacks.jumps,
+            skips=self.rollbacks.skips,
             done=done,
             rank=self.processes.rank,
             size=self.processes.size,
@@ -163,7 +163,7 @@ class TrainingRun:
             schedule=schedule_of(settings),
             rate_factor=self.rollbacks.learning_rate_factor,
             states=self.states,
-            spared=is_good if settings.rollback else None,
+            keep_also=is_good if settings.rollback else None,
         )
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
@@ -184,14 +184,14 @@ class TrainingRun:
         return [TensorBoardCallback(SummaryWriter(str(self.folder / "tensorboard")))]
 
     def train(self) -> bool | Diverged:
-        """Train; returns whether all steps are done, or what the guard said, the same in every process."""
+        """Train; returns whether all steps are done, or the guard's Diverged; the same in every process."""
         trainer, recorder = self.trainer, self.recorder
         complete = False
         self._warn_of_repetition()
         with stop_signals(recorder):
             try:
                 if self.checkpoint is not None and step_of(self.checkpoint) >= self.settings.steps:
-                    trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would take one step too many
+                    trainer._load_from_checkpoint(str(self.checkpoint))  # Trainer would take another step
                     trainer.state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
                 else:
                     trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
@@ -207,7 +207,7 @@ class TrainingRun:
         return complete
 
     def _warn_of_repetition(self) -> None:
-        """Say which corpora of a mix the run sees more than once."""
+        """Warn of corpora of a mix that the run sees more than once."""
         if not self.processes.first or self.checkpoint is not None:
             return
         for name, part in self.realized(self.settings.steps).items():
@@ -215,22 +215,22 @@ class TrainingRun:
                 logger.warning("corpus %s: its blocks are seen %.2f times in this run", name, epochs)
 
     def realized(self, steps: int) -> dict[str, PartShare]:
-        """What each corpus of a mix has given in the first ``steps`` steps; empty where the corpus is one."""
+        """What each corpus of a mix contributes in the first ``steps`` steps; empty for a single corpus."""
         return self.train_blocks.realized(self.order.spans(steps))
 
 
 class StreamPosition:
-    """Where a streamed corpus is resumed."""
+    """The position at which a streamed corpus resumes."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
 
     def state_dict(self) -> Json:
-        """The place of the block that follows the checkpoint's step."""
+        """The position of the first block after the checkpoint's step."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
         place = self.run.train_blocks.state_dict(following)
         return {} if place is None else {"stream": place}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Start reading there; at the corpus's beginning where the state knows no place."""
+        """Start reading at that position; at the corpus's beginning if the state has none."""
         self.run.train_blocks.load_state_dict(state.get("stream"), verbose=self.run.processes.first)

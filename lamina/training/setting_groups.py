@@ -45,14 +45,12 @@ class ModelSettings(Settings):
         None, "width (default: the backbone's); the feed-forward keeps its ratio", at_least(1)
     )
     num_heads: int | None = setting(
-        None, "attention heads (default: the backbone's, or as many as keep a head's width)", at_least(1)
+        None, "attention heads (default: the backbone's, or the number that keeps the width of a head)", at_least(1)
     )
-    untie_embeddings: bool = setting(
-        False, "give the readout a weight of its own where the backbone ties it to the embedding"
-    )
+    untie_embeddings: bool = setting(False, "give the readout its own weight if the backbone ties it to the embedding")
     init: str = setting(
         "recommended",
-        "initializer: recommended (that of the placement's main source), normal, scaled, deepnorm, xavier, small",
+        "initializer: recommended (by the placement's main source), normal, scaled, deepnorm, xavier, small",
     )
 
 
@@ -62,8 +60,8 @@ class BlockSettings(TextSettings):
 
     corpus: str = changed(
         "embedded",
-        help="embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; or a mix of them in fixed shares: "
-        "A:0.7,B:0.3",
+        help="embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME; or a mix of them in fixed "
+        "shares: A:0.7,B:0.3",
     )
     tokenizer: str = changed(
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
@@ -77,16 +75,16 @@ class StreamSettings(Settings):
     """Whether the text is read before the run or during it."""
 
     streaming: bool = setting(
-        False, "read, tokenize and pack the corpus during training, not before it; for one too large for that"
+        False, "read, tokenize and pack the corpus during training, not before; for very large corpora"
     )
     shuffle_buffer: int = setting(
-        2048, "with streaming, how many blocks are shuffled among themselves (1 for none)", at_least(1)
+        2048, "with streaming, the number of blocks that are shuffled together (1 for none)", at_least(1)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(BatchSettings):
-    """How many steps, and what a step is."""
+    """The number of steps, and the size of a step."""
 
     order = ("steps",)
 
@@ -108,7 +106,7 @@ class ScheduleSettings(StepSettings):
 
     schedule: Schedule = setting(
         "cosine",
-        "of the learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: constant until the decay)",
+        "learning rate after the warm-up: cosine, or wsd (warm-up, stable, decay: constant until the decay)",
     )
     min_learning_rate: float = setting(0.1, "the schedule's end, as a share of the peak", between(0.0, 1.0))
     warmup: float = setting(
@@ -116,20 +114,20 @@ class ScheduleSettings(StepSettings):
     )
     decay: float = setting(
         0.2,
-        "of the wsd schedule: how long the rate falls at the end, in steps (1 or more) or as a share (below 1)",
+        "with wsd, how long the rate falls at the end, in steps (1 or more) or as a share of all steps (below 1)",
         not_below(0.0),
     )
-    decay_shape: DecayShape = setting("linear", "of the wsd schedule: linear, 1-sqrt or cosine")
+    decay_shape: DecayShape = setting("linear", "with wsd, how the rate falls: linear, 1-sqrt or cosine")
 
     def check(self) -> None:
-        """Raise UserError for phases longer than the steps, and for a decay that the schedule does not have."""
+        """Raise UserError for phases longer than the steps, and for a decay without the wsd schedule."""
         super().check()
         if self.warmup >= 1 and self.warmup > self.steps:
             raise UserError(f"warmup: {self.warmup:g} steps are more than steps = {self.steps} (allowed: at most that)")
         if self.schedule != "wsd":
             for name in ("decay", "decay_shape"):
                 if (value := getattr(self, name)) != self.default(name):
-                    raise UserError(f"{name}: {value!r} is of no use here (allowed: with --schedule wsd)")
+                    raise UserError(f"{name}: {value!r} has no effect here (allowed: with --schedule wsd)")
             return
         if not self.decay > 0:
             raise UserError(f"decay: {self.decay!r} (allowed: a number above 0)")
@@ -163,7 +161,7 @@ class WidthSettings(Settings):
 
     width_scaling: str = setting(
         "none",
-        f"learning rates and initial weights by width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
+        f"how rates and initial weights scale with the width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
         width_scheme,
     )
     base_width: int | None = setting(
@@ -175,11 +173,11 @@ class WidthSettings(Settings):
 
     @property
     def reference_width(self) -> int | None:
-        """The hidden size at which nothing changes; None where it is needed and missing."""
+        """The hidden size at which width scaling changes nothing; None if it is missing."""
         return self.base_width
 
     def check(self) -> None:
-        """Raise UserError for a scheme without its base width, and for its numbers without a scheme."""
+        """Raise UserError for a scheme without a base width, and for a scheme's numbers without a scheme."""
         super().check()
         if self.width_scaling != "none":
             if self.reference_width is None:
@@ -191,7 +189,7 @@ class WidthSettings(Settings):
         for name in ("base_width", "k_embedding", "k_hidden", "k_readout"):
             if (value := getattr(self, name)) != self.default(name):
                 raise UserError(
-                    f"{name}: {value!r} is of no use without width_scaling (allowed: with one of {', '.join(SCHEMES)})"
+                    f"{name}: {value!r} has no effect without width_scaling (allowed: with one of {', '.join(SCHEMES)})"
                 )
 
 
@@ -207,7 +205,7 @@ class RecordSettings(Settings):
     save_steps: int = setting(0, "steps between two checkpoints (0 for the final model only)", at_least(0))
     keep: int = setting(2, "checkpoints to keep", at_least(1))
     monitor_blocks: int | None = setting(
-        None, "held-out blocks of the layer monitor (default: a quarter of the batch)", at_least(1)
+        None, "held-out blocks for the layer monitor (default: a quarter of the batch)", at_least(1)
     )
     probe_every: int = setting(
         0, "steps between two runs of the probes on a few held-out blocks (0 for none)", at_least(0)
@@ -232,22 +230,22 @@ class ExpertSettings(Settings):
     """How the load of a mixture's experts is balanced."""
 
     expert_balance: Balance = setting(
-        "auto", "of a backbone with experts: auto (bias where its routers have one, else loss), none, bias, loss"
+        "auto", "for a backbone with experts: auto (bias if its routers have one, else loss), none, bias, loss"
     )
     expert_balance_rate: float = setting(
-        1e-3, "the bias' change per step, or the auxiliary loss' factor", not_below(0.0)
+        1e-3, "the bias's change per step, or the auxiliary loss's factor", not_below(0.0)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedSettings(Settings):
-    """What trades time, memory and precision."""
+    """Trade-offs of time, memory and precision."""
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Precision = setting(
         "auto", "auto (what a short trial measures as faster), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
     )
-    compile: Compile = setting("auto", "auto, on or off: the blocks by torch.compile, one graph per kind of layer")
+    compile: Compile = setting("auto", "auto, on or off: torch.compile the blocks, one graph per kind of layer")
 
 
 def trackers(name: str, value: object) -> str:
@@ -260,7 +258,7 @@ def trackers(name: str, value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(Settings):
-    """What goes to transformers' Trainer as it is."""
+    """Options that go to transformers' Trainer unchanged."""
 
     report_to: str = setting("none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers)
     trainer: Json = setting(

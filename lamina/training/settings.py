@@ -45,7 +45,7 @@ class RunSettings(
     ThreadSettings,
     TrainerSettings,
 ):
-    """What all runs of a study have in common."""
+    """The settings that all runs of a study share."""
 
     probes: str = changed(
         "hidden_states,angular_distance,gradients",
@@ -71,7 +71,7 @@ class SourceSettings(Settings):
     from_model: str | None = setting(
         None,
         "continue training from this model's weights with new data and a new schedule: a run's folder, a Lamina "
-        "checkpoint, or a transformers one that lamina convert takes; it decides placement, sizes and tokenizer",
+        "checkpoint, or a transformers one that lamina convert supports; it decides placement, sizes and tokenizer",
         place,
     )
 
@@ -96,7 +96,7 @@ class RollbackSettings(Settings):
 
     rollback: int = setting(
         0,
-        "times to go back to the last good checkpoint after a divergence instead of ending (0 for never)",
+        "how often a run may roll back to the last good checkpoint after a divergence, rather than end (0: never)",
         at_least(0),
     )
     rollback_factor: float = setting(
@@ -104,7 +104,7 @@ class RollbackSettings(Settings):
     )
     rollback_skip: int | None = setting(
         None,
-        "steps' worth of data to skip then (default: from the checkpoint to the step that diverged)",
+        "steps' worth of data to skip at a rollback (default: from the checkpoint to the step that diverged)",
         at_least(0),
     )
 
@@ -126,10 +126,10 @@ class PretrainSettings(
     command_name = "pretrain"
 
     output: str = changed("runs/pretrain")
-    seed: int = changed(0, help="of the weights, the data's order and everything else that is drawn")
+    seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
 
     def check(self) -> None:
-        """Raise UserError for settings that need one another."""
+        """Raise UserError for a setting without another one that it needs."""
         super().check()
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
             raise UserError(
@@ -137,12 +137,12 @@ class PretrainSettings(
             )
         if self.rollback and not self.save_steps:
             raise UserError(
-                f"rollback: {self.rollback} needs checkpoints to go back to (allowed: 0, or this with --save-steps)"
+                f"rollback: {self.rollback} needs checkpoints to roll back to (allowed: 0, or this with --save-steps)"
             )
 
 
 def placement_list(name: str, value: object) -> str:
-    """Placements with commas between them, at least one and none twice."""
+    """Comma-separated placements, at least one and none twice."""
     listed = comma_separated(name, value)
     specs = split_specs(listed)
     if not specs:
@@ -165,12 +165,12 @@ class PlacementsSettings(Settings):
 
     @property
     def specs(self) -> list[str]:
-        """The placements, one by one."""
+        """The placements as a list."""
         return split_specs(str(self.placements))
 
 
 def rate_list(name: str, value: object) -> str:
-    """Learning rates with commas between them, at least one and none twice."""
+    """Comma-separated learning rates, at least one and none twice."""
     listed = comma_separated(name, value)
     numbers(name, listed, float)
     return listed

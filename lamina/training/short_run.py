@@ -1,7 +1,7 @@
-"""The first steps of a run without its folder: the run's own Trainer, with no record, evaluation or checkpoint.
+"""The first steps of a run without a folder: the run's own Trainer, with no records, evaluations or checkpoints.
 
-What looks at a run before it is started trains here, so that batches, losses, clipping, precision, accumulation, expert
-balance, optimizer and learning rates are those of the run.
+Jobs that examine a run before it starts train here, so that batches, losses, clipping, precision, accumulation, expert
+balance, optimizer and learning rates are the run's own.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
 
 AfterStep = Callable[[int], bool]
-"""Takes the number of steps done; whether to take another one."""
+"""Takes the number of steps done; returns whether to take another step."""
 
 
 class ShortRun(TrainerCallback):
     """A run that ends when its caller has seen enough, or when a loss or a gradient is not finite.
 
     Args:
-        settings: of the run; what they leave to a trial of the speed is fp32 and not compiled.
-        model: new, as the run would build it; it is moved to the device.
+        settings: of the run; ``auto`` means fp32 and not compiled.
+        model: new, as the run would build it; it is moved to ``device``.
         train: the blocks to train on.
-        in_order: whether item ``i`` of ``train`` is the i-th block of the run; else the run's order shuffles them.
+        in_order: whether item ``i`` of ``train`` is the run's i-th block; otherwise the run's order shuffles them.
         device: cpu or cuda.
-        rate_factors: of width scaling: each parameter's factor on the learning rate.
+        rate_factors: with width scaling, each parameter's factor on the learning rate.
         schedule: the share of the peak rate by steps done; None for the Trainer's own schedule of the settings.
 
     Attributes:
-        losses: the training loss of every step so far, its mean over the micro-batches.
+        losses: the training loss of every step so far, averaged over the micro-batches.
         gradient_norms: the gradient's norm of every step before clipping.
         learning_rates: the learning rate of every step (of the parameters whose factor is nearest to 1).
-        stopped: why it ended early, if it did.
+        stopped: why the run ended early; empty if it did not.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class ShortRun(TrainerCallback):
         self._series = _StepNumbers()
 
     def train(self, after_step: AfterStep) -> None:
-        """Take steps as long as ``after_step`` asks for more; at most the run's own."""
+        """Take steps while ``after_step`` returns True, at most the run's own."""
         settings, self._after = self.settings, after_step
-        with TemporaryDirectory() as folder:  # the Trainer makes its output folder, whether it is used or not
+        with TemporaryDirectory() as folder:  # Trainer creates its output folder even if it is unused
             trainer = LaminaTrainer(
                 model=self.model,
                 args=_silent(training_arguments(replace(settings, output=folder))),
@@ -108,7 +108,7 @@ class ShortRun(TrainerCallback):
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """The model as it was built: without the autocast that mixed precision puts around its forward pass."""
+        """Use the model as it was built: without mixed precision's autocast around its forward pass."""
         attributes = vars(self.model)
         wrapped, plain = attributes.get("forward"), attributes.get("_original_forward")
         if plain is not None:
@@ -122,7 +122,7 @@ class ShortRun(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Note the step's learning rate."""
+        """Record the step's learning rate."""
         optimizer = kwargs["optimizer"]
         assert isinstance(optimizer, torch.optim.Optimizer)
         group = optimizer.param_groups[0]
@@ -131,7 +131,7 @@ class ShortRun(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Note the step's loss and gradient, and ask whether another step is wanted."""
+        """Record the step's loss and gradient norm, and ask whether to take another step."""
         self._end_step()
         if self.stopped or not self._after(len(self.losses)):
             control.should_training_stop = True
@@ -146,7 +146,7 @@ class ShortRun(TrainerCallback):
 
 
 class _StepNumbers(StepSeries):
-    """The loss and the gradient's norm of the step under way, as plain numbers."""
+    """The current step's loss and gradient norm as plain numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _StepNumbers(StepSeries):
         self._gradient = float(norm)
 
     def take(self) -> tuple[float, float]:
-        """The two numbers; the next step begins at 0."""
+        """Return the two numbers and reset them to 0."""
         numbers = self._total, self._gradient
         self._total, self._gradient = 0.0, 0.0
         return numbers

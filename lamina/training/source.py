@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what it decides, and its model."""
+"""Continue training from a checkpoint: the settings that it decides, and its model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def _folder(source: str) -> str:
-    """The folder with the model: as it was written, where that is no run's."""
+    """The folder with the model; ``source`` unchanged if it is not a run's folder."""
     inner = model_folder(source)
     return source if inner == Path(source) else str(inner)
 
 
 def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None = None) -> PretrainSettings:
-    """The settings with what the checkpoint of ``from_model`` decides filled in; the same ones where there is none.
+    """The settings, completed by the checkpoint of ``from_model``; unchanged if there is none.
 
-    ``given``: what the user gave; if not known, whatever differs from its default. Raises UserError for a given value
-    that is not the checkpoint's, a checkpoint that cannot be read, an output folder that holds it.
+    ``given``: the user's settings; if unknown, those that differ from their defaults. Raises UserError for a user's
+    setting that differs from the checkpoint's, a checkpoint that can't be read, an output folder that holds it.
     """
     if settings.from_model is None:
         return settings
@@ -43,7 +43,7 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
     refuse_as_output(settings.output, settings.from_model)
     plan, config = _read(folder)
     options = ", ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in plan.options.items())
-    found: Json = {
+    stored: Json = {
         "placement": plan.placement + (f"({options})" if options else ""),
         "backbone": folder,
         "num_layers": config.num_hidden_layers,
@@ -57,55 +57,55 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
         defaults = {f.name: f.default for f in fields(settings) if f.default is not MISSING}
         given = {name: getattr(settings, name) for name in DECIDED if getattr(settings, name) != defaults.get(name)}
     for name in DECIDED:
-        if name in given and given[name] != found[name] and not _same(name, given[name], found, plan, config):
+        if name in given and given[name] != stored[name] and not _same(name, given[name], stored, plan, config):
             raise UserError(
-                f"{name}: {given[name]!r}, but the checkpoint {settings.from_model!r} has {found[name]!r} "
+                f"{name}: {given[name]!r}, but the checkpoint {settings.from_model!r} has {stored[name]!r} "
                 "(allowed with --from: none, or the same)"
             )
-    return replace(settings, **found)
+    return replace(settings, **stored)
 
 
 def refuse_as_output(output: str, from_model: str) -> None:
-    """Raise UserError where the output folder is, or holds, the checkpoint to train further."""
+    """Raise UserError if the output folder is, or holds, the checkpoint to continue from."""
     folder = Path(_folder(from_model))
     target, path = Path(output).resolve(), folder.resolve()
     if folder.exists() and target in (path, *path.parents):
-        raise UserError(f"output: {output!r} holds the model to go on from (allowed: another folder)")
+        raise UserError(f"output: {output!r} holds the model to continue from (allowed: another folder)")
 
 
-def _same(name: str, value: Any, found: Json, plan: Plan, config: Any) -> bool:
-    """Whether a value written another way means what the checkpoint has."""
+def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
+    """Whether a value that is written differently means the same as the checkpoint's."""
     if value is None:
         return True
     if name == "placement":
         return conversion.computed(make_plan(value, plan.num_layers)) == conversion.computed(plan)
     if name == "backbone":
-        sizes = {"num_layers": found["num_layers"], "hidden_size": found["hidden_size"]}
-        other = resolve_backbone(value, **sizes, num_heads=found["num_heads"])
+        sizes = {"num_layers": stored["num_layers"], "hidden_size": stored["hidden_size"]}
+        other = resolve_backbone(value, **sizes, num_heads=stored["num_heads"])
         return all(getattr(other, field, None) == getattr(config, field, None) for field in _SHAPE)
     if name == "untie_embeddings":
         return not value or not config.tie_word_embeddings
-    if name == "tokenizer" and value != found["tokenizer"]:
+    if name == "tokenizer" and value != stored["tokenizer"]:
         from lamina.data.encoding import Encoder
         from lamina.data.tokenizers import load_tokenizer
 
         if value.startswith("bpe:"):
-            return False  # trained on the new text, it would not be the old one
+            return False  # trained on the new text, it would be another tokenizer
         return (
-            Encoder(load_tokenizer(value)).content_hash() == Encoder(load_tokenizer(found["tokenizer"])).content_hash()
+            Encoder(load_tokenizer(value)).content_hash() == Encoder(load_tokenizer(stored["tokenizer"])).content_hash()
         )
     return False
 
 
 def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
-    """The checkpoint's plan as it was saved; without one the placement's."""
+    """The checkpoint's plan as it was saved; without a checkpoint, the placement's."""
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers)
     return _read(_folder(settings.from_model))[0]
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
-    """The checkpoint's backbone. Raises UserError for a tokenizer with more tokens than it has."""
+    """The checkpoint's backbone. Raises UserError for a tokenizer with more tokens than the backbone."""
     config: Any = resolve_backbone(_read(_folder(source))[1])
     if vocab_size is not None:
         check_vocabulary(config, vocab_size, source)
@@ -113,7 +113,7 @@ def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
 
 
 def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> None:
-    """Raise UserError for a tokenizer with more tokens than a checkpoint's backbone has."""
+    """Raise UserError for a tokenizer with more tokens than a checkpoint's backbone."""
     if vocab_size > config.vocab_size:
         raise UserError(
             f"tokenizer: it has {vocab_size} tokens, the checkpoint {source!r} has {config.vocab_size} "
@@ -147,7 +147,7 @@ def _read(folder: str) -> tuple[Plan, Any]:
 
 def _has_tokenizer(folder: str) -> bool:
     if not Path(folder).is_dir():
-        return True  # on the hub: what is missing there is said when it is loaded
+        return True  # on the hub: loading reports a missing tokenizer
     return any(
         (Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     )

@@ -31,18 +31,18 @@ from lamina.training.optimization.order import TrainOrder
 
 
 class LaminaTrainer(LayerGradNorms, Trainer):
-    """Trainer for pretraining: weight decay on matrices only, every step's loss seen by the guard, experts balanced.
+    """Trainer for pretraining: weight decay on matrices only, a guard for every step's loss, balanced experts.
 
     Args:
-        guard: sees every step's loss and gradient norm.
+        guard: checks every step's loss and gradient norm.
         order: which blocks each step trains on.
-        processes: this one and the run's others; a model that ``sharding.shard`` shared out is used as it is.
-        experts: balances and counts them.
-        rate_factors: (of width scaling) each parameter's factor on the learning rate.
-        schedule: of the learning rate: its share of the peak by steps done; else the arguments' own.
-        rate_factor: on all learning rates, after rollbacks.
-        states: what else a checkpoint's run state holds, and is resumed with the trainer.
-        spared: which older checkpoint is not pruned, by its run state.
+        processes: this process and the run's others; a model that ``sharding.shard`` has sharded is used unchanged.
+        experts: counts and balances the experts' tokens.
+        rate_factors: with width scaling, each parameter's factor on the learning rate.
+        schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
+        rate_factor: the rollbacks' factor on all learning rates.
+        states: further objects in a checkpoint's run state, resumed with the trainer.
+        keep_also: whether an older checkpoint is not pruned, by its run state.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
         states: Sequence[Stateful] = (),
-        spared: Callable[[Json], bool] | None = None,
+        keep_also: Callable[[Json], bool] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             unwrapped = partial(prepare, device_placement=False, evaluation_mode=True)
             self.accelerator.prepare_model = lambda model, *_, **__: unwrapped(model)  # pyright: ignore
         self.series = StepSeries(self.processes)
-        self.order, self.states, self.spared = order, states, spared
+        self.order, self.states, self.keep_also = order, states, keep_also
         self.rate_factor = rate_factor
         self._resumed: RunState = {}
         self.rate_factors, self.schedule = rate_factors, schedule
@@ -103,7 +103,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer; with width scaling over a group for each role's learning rate."""
+        """Trainer's optimizer; with width scaling, with one group per role's learning rate."""
         if self.optimizer is None and self.rate_factors is not None:
             whole: Any = self.model if model is None else model
             groups = parameter_groups(
@@ -129,7 +129,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's loss; in training with the experts' auxiliary loss, where they are balanced by one."""
+        """The model's loss; in training, plus the experts' auxiliary loss if they are balanced by one."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sequences = len(inputs["input_ids"])
@@ -138,13 +138,13 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         extra = self.experts.loss(sequences)
         if extra is None:
             return result
-        # A loss over the whole step's tokens is not divided by the micro-batches any more: their mean is ours to take.
+        # Trainer does not divide a loss over the whole step's tokens by the micro-batches, so we average ours here.
         if (self.model_accepts_loss_kwargs and num_items_in_batch is not None) or self.compute_loss_func is not None:
             extra = extra / self.current_gradient_accumulation_steps
         return (result[0] + extra, result[1]) if return_outputs else result + extra
 
     def training_step(self, model: nn.Module, inputs: Json, num_items_in_batch: Any = None) -> torch.Tensor:
-        if self.sharded:  # gradients are reduced once a step, not once a micro-batch
+        if self.sharded:  # gradients are reduced once per step, not once per micro-batch
             model.set_requires_gradient_sync(self.accelerator.sync_gradients)  # type: ignore[operator]
         loss = super().training_step(model, inputs, num_items_in_batch)
         assert self.series is not None
@@ -158,9 +158,9 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The loss over the held-out blocks, each once, however many processes share them.
+        """The loss over the held-out blocks, each counted once, for any number of processes.
 
-        Trainer's own evaluation fills up the processes' last batch with blocks that it has seen.
+        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted.
         """
         if self.processes.size == 1 or any(args) or any(kwargs.values()):
             return super().evaluate(*args, **kwargs)
@@ -175,7 +175,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             for start in range(0, len(held_out), batch):
                 chunk = range(start, min(start + batch, len(held_out)))
                 mine = chunk[rank::size]
-                # one without a block computes all the same: a sharded model needs every process
+                # a process without a block computes anyway: a sharded model needs every process
                 inputs = self._prepare_inputs(self.data_collator([held_out[i] for i in mine or chunk[:1]]))
                 with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
                     total += float(self.compute_loss(model, inputs)) * len(mine)
@@ -187,20 +187,20 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         return metrics
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint that is whole or not there, then prune the old ones."""
+        """Write a checkpoint, whole or not at all, then prune the old ones."""
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
         own = self.state_dict()
-        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU not every step's loss is looked at
+        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
             self.guard.see_loss(step, loss)
         self.store_flos()
         state = {**own, **collected((self.guard, *self.states))}
         with checkpoints.draft(folder, step, self.processes) as path:
             saving.write(self, self.processes, path, state)
         keep = self.args.save_total_limit or 1
-        self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.spared))
+        self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.keep_also))
 
     def state_dict(self) -> Json:
-        """Its part of a checkpoint's run state: every process' loss since the last record, and the learning rate."""
+        """Its part of a checkpoint's run state: every process's loss since the last record, and the rate factor."""
         return {
             "step": self.state.global_step,
             "losses": self.processes.everyones(float(self._tr_loss)),
@@ -209,10 +209,10 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         }
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with a checkpoint's run state: itself when training begins, the guard and the ``states`` now."""
+        """Resume with a checkpoint's run state: the guard and ``states`` now, the trainer when training begins."""
         self._resumed = state
-        for each in (self.guard, *self.states):
-            each.load_state_dict(state)
+        for stateful in (self.guard, *self.states):
+            stateful.load_state_dict(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         saving.read_model(self, self.processes, Path(resume_from_checkpoint))
@@ -227,7 +227,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             saving.read_random_state(self, self.processes, Path(checkpoint))
 
     def continue_records(self) -> None:
-        """Resume the loss gathered since the last record before the checkpoint; call when training begins."""
+        """Restore the loss collected since the last record before the checkpoint; call when training begins."""
         losses = self._resumed.get("losses")
         if losses is None or self._resumed["step"] != self.state.global_step:
             return
@@ -236,6 +236,6 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         self._globalstep_last_logged = self._resumed["logged_step"]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Trainer's, uncompiled: evaluations are few, and their batches' shapes several."""
+        """Trainer's evaluation, uncompiled: evaluations are rare and their batches have several shapes."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)

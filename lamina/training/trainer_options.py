@@ -1,4 +1,4 @@
-"""Which of transformers' training arguments a run takes as ``--trainer.NAME VALUE``, and what they may be."""
+"""Which of transformers' training arguments a run accepts as ``--trainer.NAME VALUE``, and their allowed values."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Check = Callable[[Any], bool]
 
 
 def _whole(low: int, high: int = 2**31 - 1) -> tuple[Check, str]:
-    def good(v: Any) -> bool:
+    def is_allowed(v: Any) -> bool:
         return isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
 
-    return good, f"a whole number from {low} to {high}"
+    return is_allowed, f"a whole number from {low} to {high}"
 
 
 def _one_of(*values: Any) -> tuple[Check, str]:
-    return lambda v: any(v is x or (type(v) is type(x) and v == x) for x in values), ", ".join(map(_shown, values))
+    return lambda v: any(v is x or (type(v) is type(x) and v == x) for x in values), ", ".join(map(_as_text, values))
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -35,10 +35,10 @@ def _or_none(kind: tuple[Check, str]) -> tuple[Check, str]:
 
 
 def _number(low: float, high: float) -> tuple[Check, str]:
-    def good(v: Any) -> bool:
+    def is_allowed(v: Any) -> bool:
         return isinstance(v, int | float) and not isinstance(v, bool) and low <= v < high
 
-    return good, f"a number of at least {low:g} and below {high:g}"
+    return is_allowed, f"a number of at least {low:g} and below {high:g}"
 
 
 _BOOL = _one_of(True, False)
@@ -79,23 +79,23 @@ OPTIONS: dict[str, tuple[Check, str]] = {
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise UserError for an option that a run does not take, or a value that it can't have."""
+    """Raise UserError for an option that a run does not accept, or an invalid value."""
     if name not in OPTIONS:
-        raise UserError(f"trainer.{name}: of no use in a run of Lamina (allowed: {', '.join(OPTIONS)})")
+        raise UserError(f"trainer.{name}: has no effect in a run of Lamina (allowed: {', '.join(OPTIONS)})")
     if name == "lr_scheduler_type" and value == "warmup_stable_decay":
         raise UserError(
             "trainer.lr_scheduler_type: 'warmup_stable_decay' is a schedule of Lamina's (allowed: --schedule wsd)"
         )
-    good, allowed = OPTIONS[name]
-    if not good(value):
+    is_allowed, allowed = OPTIONS[name]
+    if not is_allowed(value):
         raise UserError(f"trainer.{name}: {value!r} (allowed: {allowed})")
 
 
 def check_together(options: Mapping[str, Any], schedule: str) -> None:
     """Raise UserError for options that contradict each other or the run's own schedule."""
-    given = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
-    if schedule != "cosine" and given:
-        raise UserError(f"trainer.{given[0]}: the run's schedule is {schedule!r} (allowed: with --schedule cosine)")
+    clash = [name for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if name in options]
+    if schedule != "cosine" and clash:
+        raise UserError(f"trainer.{clash[0]}: the run's schedule is {schedule!r} (allowed: with --schedule cosine)")
     if not options.get("dataloader_num_workers"):
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
             if options.get(name):
@@ -105,7 +105,7 @@ def check_together(options: Mapping[str, Any], schedule: str) -> None:
 
 
 def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
-    """Make the optimizer and the schedule that were asked for, and take a step. Raises UserError where they can't."""
+    """Build the requested optimizer and schedule, and take a step. Raises UserError if that fails."""
     chosen = "optim" in options or "optim_args" in options
     weight = torch.nn.Parameter(torch.ones(2, 2, device=arguments.device if chosen else None))
     name = str(getattr(arguments.optim, "value", arguments.optim))
@@ -117,11 +117,11 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
             optimizer.step()
     except Exception as error:  # each optimizer's library raises its own
         raise UserError(f"trainer.optim: {name!r} can't be used here ({_line(error)})") from None
-    kind_of = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
+    scheduler = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
     steps = arguments.max_steps
     try:
         schedule: Any = get_scheduler(
-            kind_of,
+            scheduler,
             optimizer=torch.optim.SGD([weight], lr=arguments.learning_rate),
             num_warmup_steps=arguments.get_warmup_steps(steps),
             num_training_steps=steps,
@@ -130,9 +130,9 @@ def try_out(arguments: TrainingArguments, options: Mapping[str, Any]) -> None:
         warmup = arguments.get_warmup_steps(steps)
         shares = [float(schedule.lr_lambdas[0](s)) for s in {0, 1, warmup, warmup + 1, steps // 2, steps - 1, steps}]
         if not all(math.isfinite(share) and share >= 0 for share in shares):
-            raise ValueError(f"it gives the shares {', '.join(f'{s:g}' for s in shares)} of the rate")
-    except Exception as error:  # whatever its arguments break
-        raise UserError(f"trainer.lr_scheduler_type: {kind_of!r} can't be used so ({_line(error)})") from None
+            raise ValueError(f"it returns the shares {', '.join(f'{s:g}' for s in shares)} of the rate")
+    except Exception as error:  # whatever its arguments cause
+        raise UserError(f"trainer.lr_scheduler_type: {scheduler!r} can't be used like that ({_line(error)})") from None
 
 
 def _line(error: BaseException) -> str:

@@ -138,7 +138,7 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
         ({"seeds": "1,1"}, "seeds: '1,1' is not"),
         ({"tolerance": 0.0}, "tolerance: 0.0"),
         ({"steps": 0}, "steps: 0 is not a whole number of at least 1"),
-        ({"width_scaling": "none", "base_width": 48}, "base_width: 48 is of no use"),
+        ({"width_scaling": "none", "base_width": 48}, "base_width: 48 has no effect"),
     ],
 )
 def test_settings_without_meaning_are_one_line(given, message):

@@ -117,7 +117,7 @@ def test_a_manifest_that_cannot_be_read_says_why(run, runs, caplog):
     path.unlink()
     path.mkdir()
     assert go_on(run) == 0
-    assert "checkpoint-6: manifest.json: Is a directory; going on from the one before" in caplog.text
+    assert "checkpoint-6: manifest.json: Is a directory; resuming from the one before" in caplog.text
     assert records(run) == records(runs / "whole")
 
 

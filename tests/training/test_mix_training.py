@@ -74,9 +74,9 @@ def test_what_is_seen_more_than_once_is_said(trained, tmp_path, mix, caplog):
 
 
 def test_the_spans_are_the_blocks_that_the_steps_trained_on():
-    """Against the order itself: without jumps, after one, and where a second one goes back before the first."""
-    for jumps in ((), ((3, 2),), ((3, 2), (5, 4)), ((5, 2), (3, 4))):
-        order = TrainOrder(10**9, steps=8, batch_size=2, gradient_accumulation=3, jumps=jumps, shuffled=False)
+    """Against the order itself: without skips, after one, and where a second one goes back before the first."""
+    for skips in ((), ((3, 2),), ((3, 2), (5, 4)), ((5, 2), (3, 4))):
+        order = TrainOrder(10**9, steps=8, batch_size=2, gradient_accumulation=3, skips=skips, shuffled=False)
         blocks = [i for batch in order for i in batch]
         for steps in range(9):
             spans = [i for start, end in order.spans(steps) for i in range(start, end)]

@@ -193,8 +193,8 @@ def test_jumps_leave_out_what_was_seen_and_never_bring_it_back(tmp_path):
     rollbacks = Rollbacks(folder=tmp_path)
     rollbacks.add(step=4, diverged_at=7, reason="", factor=0.5, skip=None)
     rollbacks.add(step=8, diverged_at=12, reason="", factor=0.5, skip=2)
-    order = TrainOrder(100, steps=20, batch_size=1, jumps=Rollbacks.read(tmp_path).jumps)
+    order = TrainOrder(100, steps=20, batch_size=1, skips=Rollbacks.read(tmp_path).skips)
     assert [order.data_step(step) for step in (4, 5, 8, 9)] == [4, 8, 11, 14]
     rollbacks.add(step=4, diverged_at=10, reason="", factor=0.5, skip=None)
-    order = TrainOrder(100, steps=20, batch_size=1, jumps=rollbacks.jumps)
+    order = TrainOrder(100, steps=20, batch_size=1, skips=rollbacks.skips)
     assert [order.data_step(step) for step in (4, 5, 6)] == [4, 16, 17]

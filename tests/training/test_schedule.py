@@ -70,5 +70,5 @@ def test_the_decay_and_the_warm_up_must_fit_into_the_steps():
         PretrainSettings(schedule="wsd", decay_shape="sqrt")
     with pytest.raises(UserError, match="decay: 0"):
         PretrainSettings(schedule="wsd", decay=0)
-    with pytest.raises(UserError, match=r"decay: 0\.3 is of no use here \(allowed: with --schedule wsd"):
+    with pytest.raises(UserError, match=r"decay: 0\.3 has no effect here \(allowed: with --schedule wsd"):
         PretrainSettings(decay=0.3)

@@ -44,7 +44,7 @@ def test_no_value_of_any_argument_is_a_traceback(name):
 
 def test_every_argument_is_ours_or_fixed_or_an_option_or_refused_with_the_list():
     assert not set(OPTIONS) & (set(_OURS) | set(_FIXED))
-    with pytest.raises(UserError, match=r"trainer\.push_to_hub: of no use in a run of Lamina \(allowed: optim, "):
+    with pytest.raises(UserError, match=r"trainer\.push_to_hub: has no effect in a run of Lamina \(allowed: optim, "):
         training_arguments(PretrainSettings(trainer={"push_to_hub": True}))
 
 
@@ -59,7 +59,10 @@ def test_the_schedules_that_are_allowed_train(trained, scheduler):
         ({"lr_scheduler_type": "warmup_stable_decay"}, "--schedule wsd"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "allowed: linear, cosine,"),
         ({"lr_scheduler_type": "greedy"}, "allowed: linear, cosine,"),
-        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "'polynomial' can't be used so"),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}},
+            "'polynomial' can't be used like",
+        ),
         ({"lr_scheduler_kwargs": {"no_such": 1}}, "no_such"),
         ({"optim": "sgd", "optim_args": "momentum=x"}, r"trainer\.optim: 'sgd' can't be used here"),
         ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers of at least 1"),

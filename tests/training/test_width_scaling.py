@@ -131,8 +131,8 @@ def test_tied_embeddings_are_refused_and_untied_on_request(tmp_path, corpus, cap
     [
         ({"width_scaling": "standart"}, "did you mean 'standard'"),
         ({"width_scaling": "standard"}, "base_width: none given"),
-        ({"base_width": 16}, "base_width: 16 is of no use without width_scaling"),
-        ({"k_hidden": 2.0}, "k_hidden: 2.0 is of no use without"),
+        ({"base_width": 16}, "base_width: 16 has no effect without width_scaling"),
+        ({"k_hidden": 2.0}, "k_hidden: 2.0 has no effect without"),
         ({"width_scaling": "mup", "base_width": 0}, "base_width: 0 is not a whole number of at least 1"),
         ({"width_scaling": "mup", "base_width": 8, "k_readout": 0.0}, "k_readout: 0.0 .*above 0"),
     ],

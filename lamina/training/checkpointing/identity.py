@@ -1,4 +1,4 @@
-"""That a resumed run is the run that it was: the same settings, placement, and text."""
+"""The check that a resumed run is the same run: its settings, placement and text."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DATA = "data.json"  # which text the run began with
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run computes, as its checkpoints and its folder keep it.
+    """What a run computes, as stored in its checkpoints and its folder.
 
     Attributes:
         settings: of the run.
-        plan: its placement's.
+        plan: of its placement.
         fingerprint: of the text and its tokenizer.
     """
 
@@ -41,15 +41,15 @@ class RunIdentity:
         return {"settings": self.settings.to_dict(), "plan": plan_digest(self.plan), "text": self.fingerprint}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Nothing: ``refuse_changes`` has compared it, before the folder was touched."""
+        """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
 
     @property
     def text(self) -> dict[str, str]:
-        """What data.json holds."""
+        """The content of data.json."""
         return {"corpus": self.settings.corpus, "fingerprint": self.fingerprint}
 
     def refuse_changes(self, folder: Path) -> None:
-        """Raise UserError where the text or the placement is not what it was when the run in ``folder`` began."""
+        """Raise UserError if the text or the placement has changed since the run in ``folder`` began."""
         known = known_of(folder)
         stored = known["text"] if "text" in known else _stored(folder / DATA, self.text).get("fingerprint")
         if stored is not None and stored != self.fingerprint:
@@ -74,12 +74,12 @@ class RunIdentity:
 
 
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of everything that a plan says."""
+    """SHA-256 of a plan's whole content."""
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def known_of(folder: Path) -> Json:
-    """The identity in the newest checkpoint of a run's folder that has one; empty where none has."""
+    """The identity in the newest checkpoint of a run's folder that holds one; empty if none does."""
     for path in reversed(checkpoints(folder / "checkpoints")):
         state = listed_state(path)
         if state is not None and "settings" in state:
@@ -88,7 +88,7 @@ def known_of(folder: Path) -> Json:
 
 
 def _changed(settings: PretrainSettings, noted: Path) -> str:
-    """The corpus' files that are newer than the run's last start, as a part of a sentence."""
+    """A clause with the corpus's files that are newer than the run's last start; empty if there are none."""
     if not noted.is_file():
         return ""
     newer = [str(path) for path in Corpus.parse(settings.corpus).changed_since(noted.stat().st_mtime)]
@@ -96,7 +96,7 @@ def _changed(settings: PretrainSettings, noted: Path) -> str:
 
 
 def _stored(path: Path, now: Json) -> Json:
-    """What a file of the run holds; of a damaged one ``now``, if that is what was written. Raises UserError if not."""
+    """A file's content; if it is damaged, ``now`` if that is what was written. Raises UserError if it is not."""
     if words := digests.differs(path):
         if was_written(path, now):
             return json.loads(json.dumps(now))

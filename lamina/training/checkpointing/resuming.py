@@ -1,4 +1,4 @@
-"""What a resumed run goes on from, and that it is the same run: checked against what its checkpoints hold of it."""
+"""The state from which a run resumes, checked against its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CONFIG = "config.yaml"
 
 
 def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
-    """The settings of the run in a folder: its config.yaml's, or the newest checkpoint's where that file is not whole.
+    """The settings of the run in a folder: from config.yaml, or from the newest checkpoint if that file is not whole.
 
-    None where there is neither. Raises UserError where the file is not whole and no checkpoint holds the settings, and
-    where both are there and differ in more than the ``free`` ones: somebody has edited the file.
+    None if there is neither. Raises UserError if the file is not whole and no checkpoint holds the settings, and if
+    both exist and differ in more than the ``free`` settings, since somebody edited the file.
     """
     path = folder / CONFIG
     known = known_of(folder)
@@ -60,15 +60,15 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
 
 
 def result_to_keep(folder: Path) -> Json | None:
-    """The result of a run that has ended and is as it was written; None where there is something to resume or fix.
+    """The result of a run in a folder; None, or of status interrupted, if there is something to resume or fix.
 
-    The log names every file that is not as it was written and is not said of where it is read.
+    The log names every damaged file that is not reported where it is read.
     """
     result = read_result(folder)
     ended = result is not None and result["status"] in ENDED
-    said = () if ended else ("config.yaml", "rollbacks.json", "metrics.jsonl", "layers/", "probes/", "result.json")
+    elsewhere = () if ended else ("config.yaml", "rollbacks.json", "metrics.jsonl", "layers/", "probes/", "result.json")
     for line in digests.differences(folder):
-        if not line.startswith(said):
+        if not line.startswith(elsewhere):
             logger.warning("%s: %s", folder, line)
     if result is not None and ended and (model := folder / "model").is_dir():
         try:
@@ -83,34 +83,34 @@ def result_to_keep(folder: Path) -> Json | None:
 
 
 def checkpoint_to_resume(folder: Path, rollbacks: Rollbacks) -> Path | None:
-    """The checkpoint to go on from; None to begin at step 0, where there is none or a return went back to there.
+    """The checkpoint to resume from; None to begin at step 0: there is none, or the run rolled back to the beginning.
 
-    Raises UserError where there are checkpoints and none of them can be used: to begin again would lose the run.
+    Raises UserError if there are checkpoints but none is usable: beginning again would lose the run.
     """
-    found = newest_checkpoint(folder, rollbacks.admits)
-    if found is None:
+    checkpoint = newest_checkpoint(folder, rollbacks.allows)
+    if checkpoint is None:
         _refuse_to_begin_again(folder, rollbacks)
     else:
-        rollbacks.load_state_dict(run_state(found))
-    return found
+        rollbacks.load_state_dict(run_state(checkpoint))
+    return checkpoint
 
 
 def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
-    there = checkpoints(folder)
-    given_up = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # a return to the start, killed before it cleared
-    if there and not (given_up and all(what_is_broken(path) is None for path in there)):
+    existing = checkpoints(folder)
+    abandoned = bool(rollbacks.done) and rollbacks.done[-1].step == 0  # killed during a rollback to the beginning
+    if existing and not (abandoned and all(what_is_broken(path) is None for path in existing)):
         raise UserError(
-            f"resume: none of {', '.join(path.name for path in there)} in {str(folder)!r} can be resumed from, see "
+            f"resume: none of {', '.join(path.name for path in existing)} in {str(folder)!r} can be resumed from, see "
             "above (allowed: their files as they were; --overwrite to begin again)"
         )
 
 
 def _whole(path: Path) -> Json | None:
-    """A run's config.yaml; None where it is missing. Raises UserError where it is cut short."""
+    """A run's config.yaml; None if it is missing. Raises UserError if it is cut short."""
     if not path.is_file():
         return None
     stored = read_yaml(path)
-    last = PretrainSettings.names()[-1]  # settings are written in their order, so a cut takes the last ones
+    last = PretrainSettings.names()[-1]  # settings are written in order, so a cut loses the last ones
     if last not in stored or not path.read_text(encoding="utf-8").endswith("\n"):
         raise UserError(f"{str(path)!r}: cut short, it should end with {last!r}")
     return stored

@@ -1,4 +1,4 @@
-"""Going back after a divergence: to the last good checkpoint, past the data that did it, at a lower learning rate."""
+"""Rollback after a divergence: to the last good checkpoint, skipping the data that led to it, at a lower rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lamina.jobs import digests
 from lamina.jobs.files import was_written, write_json
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.checkpointing.store import checkpoints, listed_state
-from lamina.training.optimization.order import Jump, ahead
+from lamina.training.optimization.order import Skip, ahead
 
 logger = logging.getLogger(__name__)
 
@@ -21,33 +21,33 @@ FILE = "rollbacks.json"
 
 
 def _restore(path: Path) -> None:
-    """Write the file again from the checkpoint that knows what it held. Raises ValueError where none does."""
+    """Restore rollbacks.json from a checkpoint that holds its content. Raises ValueError if none does."""
     for checkpoint in reversed(checkpoints(path.parent / "checkpoints")):
         state = listed_state(checkpoint) or {}
         if "returns" in state and was_written(path, state["returns"]):
             logger.warning("%s is altered or missing: written again from %s", path, checkpoint.name)
             write_json(path, state["returns"])
             return
-    raise ValueError("no checkpoint knows it")
+    raise ValueError("no checkpoint holds it")
 
 
 def is_good(state: RunState) -> bool:
-    """Whether a checkpoint's run state is of a time when the loss was not on its way up."""
+    """Whether the loss was not rising when the checkpoint with this run state was taken."""
     return state["guard"]["above_since"] is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """One return.
+    """One rollback.
 
     Attributes:
         number: from 1.
-        step: of the checkpoint gone back to; 0 for the initial weights.
-        diverged_at: the step at which the guard gave up.
+        step: of the checkpoint that was restored; 0 for the initial weights.
+        diverged_at: the step at which the guard stopped the run.
         reason: the guard's.
-        skipped: first and last place in the data's order, in steps, of what is left out.
-        ahead: how many steps further on the order is after ``step`` from now on.
-        learning_rate_factor: of all rollbacks so far.
+        skipped: first and last position of the skipped data in the training order, in steps.
+        ahead: by how many steps the order is ahead after ``step`` from now on.
+        learning_rate_factor: the product of all rollbacks so far.
     """
 
     number: int
@@ -61,16 +61,16 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Rollbacks:
-    """All returns of a run, kept in its folder: a run that is killed goes on with them."""
+    """All rollbacks of a run, stored in its folder so that a killed run resumes with them."""
 
     folder: Path
     done: list[Rollback] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """Those that a folder's run has made so far; where the file is damaged, by the newest checkpoint.
+        """The rollbacks so far of a folder's run; from the newest checkpoint if the file is damaged.
 
-        Raises UserError where it is damaged and no checkpoint was taken after the last of them.
+        Raises UserError if the file is damaged and no checkpoint was taken after the last rollback.
         """
         path = folder / FILE
         try:
@@ -82,16 +82,16 @@ class Rollbacks:
             return cls(folder=folder)
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"resume: {str(path)!r} is cut short or altered, so where the run goes on is not known (allowed: the "
+                f"resume: {str(path)!r} is cut short or altered, so where to resume is unknown (allowed: the "
                 "file as it was; else another --output, or --overwrite)"
             ) from None
 
     def state_dict(self) -> Json:
-        """How many there are, and all of them: rollbacks.json may be lost."""
+        """Their number and all of them, since rollbacks.json may be lost."""
         return {"rollbacks": len(self.done), "returns": self.to_list()}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Raise UserError where the checkpoint was taken after more rollbacks than rollbacks.json has."""
+        """Raise UserError if the checkpoint was taken after more rollbacks than rollbacks.json holds."""
         if (taken_after := int(state.get("rollbacks", 0))) > len(self.done):
             raise UserError(
                 f"resume: checkpoint-{state['step']} was taken after {taken_after} rollbacks, "
@@ -100,34 +100,34 @@ class Rollbacks:
             )
 
     @property
-    def jumps(self) -> list[Jump]:
-        """The data left out, for the training order."""
-        kept: list[Jump] = []
+    def skips(self) -> list[Skip]:
+        """The skipped data, for the training order."""
+        kept: list[Skip] = []
         for entry in self.done:
-            kept = [jump for jump in kept if jump[0] < entry.step] + [(entry.step, entry.ahead)]
+            kept = [skip for skip in kept if skip[0] < entry.step] + [(entry.step, entry.ahead)]
         return kept
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the schedule's learning rates are multiplied by."""
+        """The factor on the schedule's learning rates."""
         return self.done[-1].learning_rate_factor if self.done else 1.0
 
-    def admits(self, state: RunState) -> bool:
-        """Whether a checkpoint lies on the line of training that goes on: none after a step that was gone back to."""
+    def allows(self, state: RunState) -> bool:
+        """Whether a checkpoint is still valid: not later than a step that the run has since rolled back to."""
         return all(state["step"] <= entry.step for entry in self.done[int(state["rollbacks"]) :])
 
     def add(self, *, step: int, diverged_at: int, reason: str, factor: float, skip: int | None) -> Rollback:
-        """Note a return, on disk before anything follows from it.
+        """Add a rollback; it is on disk before anything acts on it.
 
         Args:
-            step: of the checkpoint to go back to.
+            step: of the checkpoint to restore.
             diverged_at: the step of the divergence.
             reason: the guard's.
-            factor: of the learning rate.
-            skip: steps' worth of data to leave out; None for all up to the step that diverged.
+            factor: on the learning rate.
+            skip: steps' worth of data to skip; None for all up to the step that diverged.
         """
-        before = ahead(self.jumps, step + 1)
-        until = diverged_at + ahead(self.jumps, diverged_at) if skip is None else step + before + skip
+        before = ahead(self.skips, step + 1)
+        until = diverged_at + ahead(self.skips, diverged_at) if skip is None else step + before + skip
         entry = Rollback(
             number=len(self.done) + 1,
             step=step,
@@ -142,5 +142,5 @@ class Rollbacks:
         return entry
 
     def to_list(self) -> list[Json]:
-        """For result.json and the folder's file."""
+        """The rollbacks for result.json and rollbacks.json."""
         return [asdict(entry) for entry in self.done]

@@ -1,4 +1,4 @@
-"""FSDP2: a model shared out over the processes, its weights and its optimizer's states written and read by name."""
+"""FSDP2: shard a model over the processes; write and read its weights and optimizer states by name."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ STATES = "states.safetensors"
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
-    """Share out a model's parameters by FSDP2: every block a unit, the rest (embedding, final norm, readout) another.
+    """Shard a model's parameters by FSDP2: each block is a unit, the rest (embedding, final norm, readout) another.
 
     The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
     gradients reduced in float32, which is what autocast computes in one process; norms, learned scales and the stream
-    keep float32 (a bfloat16 embedding would make a bfloat16 stream of it).
+    stay in float32 (a bfloat16 embedding would make the stream bfloat16).
     """
     mesh = init_device_mesh(device, (processes.size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in body_of(model, "parallel").layers:
         norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, LaminaNorm) and m.weight is not None]
-        apart = {id(norm.weight) for norm in norms}
-        matrices = all(p.ndim >= 2 or id(p) in apart for p in block.parameters())
+        norm_weights = {id(norm.weight) for norm in norms}
+        matrices = all(p.ndim >= 2 or id(p) in norm_weights for p in block.parameters())
         if bf16 and matrices:
-            if norms:  # one unit, so that one all-gather serves them all
+            if norms:  # one unit, so that one all-gather serves all of them
                 fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
             fully_shard(block, mesh=mesh, mp_policy=policy)
         else:
@@ -57,16 +57,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def settle(model: nn.Module) -> None:
-    """Give back what a forward pass without a backward pass leaves gathered: parameters are their shards again."""
+def reshard(model: nn.Module) -> None:
+    """Reshard the parameters that a forward pass without a backward pass leaves gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict without the second name of a tied weight: what is stored, in place."""
-    settle(model)
+    """The state dict without the second name of a tied weight; its tensors are the model's own."""
+    reshard(model)
     tied: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), name)
@@ -75,15 +75,15 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A sharded model's whole tensors, on the CPU of the first process (empty elsewhere); all must call it."""
-    settle(model)
+    """A sharded model's whole tensors, on the first process's CPU (empty elsewhere); all processes must call it."""
+    reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return state
 
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """FSDP2 makes a class of its own of a model's, whose files and name must not be saved as the model's."""
+    """Restore the model's own class meanwhile: FSDP2 replaces it by a subclass, which must not be saved."""
     kind = type(model)
     if isinstance(model, FSDPModule):
         object.__setattr__(model, "__class__", kind.__mro__[kind.__mro__.index(FSDPModule) + 1])
@@ -94,19 +94,19 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors of sharded ones into a folder through torch.distributed.checkpoint, a safetensors file a process.
+    """Write sharded tensors into a folder by torch.distributed.checkpoint, one safetensors file per process.
 
-    Raises the first process' error in all, OSError where a disk is full.
+    Raises the first process's error in all processes; OSError if a disk is full.
     """
     storage = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(dict(tensors), storage_writer=storage)
-    except CheckpointException as failed:  # no Exception, and it hides what happened
+    except CheckpointException as failed:  # not an Exception, and it hides the cause
         raise next(iter(failed.failures.values()))[0] from None
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads the given safetensors files, where its base takes every one that lies in the folder."""
+    """Reads the given safetensors files; its base class would read all in the folder."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(str(files[0].parent) if files else ".")
@@ -116,12 +116,12 @@ class _Reader(HuggingFaceStorageReader):
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
     """Fill tensors, whole or sharded, in place from a checkpoint's safetensors files, whole or sharded in any way.
 
-    Names are today's; the files may have a former version's.
+    ``tensors`` have today's names; the files may have those of an older version.
     """
     stored = {current_key(name): name for name in _stored(files)}
     tensors = {stored.get(name, name): tensor for name, tensor in tensors.items()}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process loads alone is what we asked for
+        warnings.simplefilter("ignore")  # that one process loads alone is intended
         try:
             load(tensors, storage_reader=_Reader(files), no_dist=alone)
         except CheckpointException as failed:
@@ -129,7 +129,7 @@ def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alo
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], folder: Path) -> None:
-    """Raise UserError where a tensor is not in a checkpoint's files, or has another shape there."""
+    """Raise UserError if a tensor is not in a checkpoint's files, or has another shape there."""
     stored = shapes(files)
     for name, tensor in tensors.items():
         if name not in stored:
@@ -142,7 +142,7 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
 
 
 def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Name (today's) and whole shape of every tensor in safetensors files."""
+    """The name (today's) and whole shape of every tensor in safetensors files."""
     return {current_key(name): shape for name, shape in _stored(files).items()}
 
 
@@ -152,8 +152,8 @@ def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
-    """An optimizer's state by its parameters' names: what can be sharded, and the rest (step counts, settings)."""
-    settle(model)
+    """An optimizer's state by parameter name: the tensors that can be sharded, and the rest (step counts, settings)."""
+    reshard(model)
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
     rest: Json = {"state": {}, "groups": []}
@@ -166,7 +166,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     if isinstance(value, DTensor) and value.shape != parameter.shape:
                         raise UserError(
-                            f"trainer.optim: its {key} has not its weight's shape, so it can't be saved sharded "
+                            f"trainer.optim: its {key} does not have its weight's shape, so it can't be saved sharded "
                             "(allowed with --parallel fsdp2: optimizers like adamw_torch)"
                         )
                     tensors[f"{name}/{key}"] = value
@@ -178,34 +178,34 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
 def load_optimizer(
     model: nn.Module, optimizer: Any, files: Sequence[Path], rest: Mapping[str, Any], *, alone: bool
 ) -> None:
-    """Give an optimizer the state that ``optimizer_tensors`` described. Raises UserError where the weights differ."""
-    settle(model)
+    """Load the state that ``optimizer_tensors`` returned into an optimizer. Raises UserError if the weights differ."""
+    reshard(model)
     names = _names(model)
-    kept = {current_key(name): entries for name, entries in rest["state"].items()}
+    stored_state = {current_key(name): entries for name, entries in rest["state"].items()}
     state: dict[int, Json] = {}
     groups: list[Json] = []
-    wanted: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     stored = shapes(files) if files else {}
     by_name: dict[str, list[str]] = {}
     for entry in stored:
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    # Found by name, so their order is free: a former version had another.
+    # Compared by name: an older version had another order.
     saved_names = [[current_key(name) for name in saved["params"]] for saved in rest["groups"]]
     if [sorted(group) for group in named] != [sorted(group) for group in saved_names]:
         raise UserError("resume: the checkpoint's optimizer has other weights: it is another model's")
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):
-            entries = dict(kept[name])
+            entries = dict(stored_state[name])
             for entry in by_name.get(name, ()):
                 shape = stored[entry]
-                made = torch.zeros_like(parameter) if shape == parameter.shape else torch.zeros(shape)
-                wanted[entry] = entries[entry.rpartition("/")[2]] = made.detach()
+                tensor = torch.zeros_like(parameter) if shape == parameter.shape else torch.zeros(shape)
+                tensors[entry] = entries[entry.rpartition("/")[2]] = tensor.detach()
             state[len(state)] = entries
         groups.append({**{k: v for k, v in saved.items() if k != "params"}, "params": list(range(first, len(state)))})
-    if wanted:
-        read_tensors(wanted, files, alone=alone)
+    if tensors:
+        read_tensors(tensors, files, alone=alone)
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 

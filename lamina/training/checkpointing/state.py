@@ -1,8 +1,8 @@
-"""A checkpoint's contents: what a Trainer holds, written and read for one process, DDP and FSDP2 alike.
+"""A checkpoint's contents: a Trainer's state, written and read in the same way for one process, DDP and FSDP2.
 
 One process, or DDP: model.safetensors beside config.json, as transformers loads them, and optimizer/states.safetensors.
-FSDP2: a safetensors file a process in model/ and optimizer/, through torch.distributed.checkpoint. Either is read by
-either, over any number of processes: tensors are found by name and cut as the reader needs them.
+FSDP2: one safetensors file per process in model/ and optimizer/, by torch.distributed.checkpoint. Each reads the
+other's files, with any number of processes: tensors are found by name and split as the reader needs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> None:
-    """Write a checkpoint's files into ``folder``, each process its own; an error in one is raised in all."""
+    """Write a checkpoint's files into ``folder``, each process its own; an error in one process is raised in all."""
     model = _bare(trainer)
     sharded = sharding.is_sharded(model)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -55,7 +55,7 @@ def write(trainer: Trainer, processes: Processes, folder: Path, state: Json) -> 
 
 
 def _bare(trainer: Trainer) -> PreTrainedModel:
-    """The model without what accelerate or DDP put around it."""
+    """The model without the wrappers of accelerate and DDP."""
     assert trainer.model is not None
     return trainer.accelerator.unwrap_model(trainer.model)
 
@@ -64,12 +64,12 @@ def _write_trainer_state(trainer: Trainer, folder: Path) -> None:
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     for callback in callbacks:
         if isinstance(callback, ExportableState):
-            kept: Any = trainer.state.stateful_callbacks
+            callback_states: Any = trainer.state.stateful_callbacks
             name = type(callback).__name__
-            if isinstance(kept[name], list):
-                kept[name].append(callback.state())
+            if isinstance(callback_states[name], list):
+                callback_states[name].append(callback.state())
             else:
-                kept[name] = callback.state()
+                callback_states[name] = callback.state()
     trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
 
@@ -83,7 +83,7 @@ def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None
 
 
 def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:
-    """The safetensors files that a checkpoint's manifest lists in one of its folders; what else lies there is none."""
+    """The safetensors files that a checkpoint's manifest lists in one of its folders; others are ignored."""
     names = [Path(name) for name in listed(checkpoint)]
     return [checkpoint / name for name in names if name.suffix == ".safetensors" and name.parent == Path(folder)]
 
@@ -111,7 +111,7 @@ def scale_learning_rate(trainer: Trainer, factor: float) -> None:
 
 
 def read_random_state(trainer: Trainer, processes: Processes, checkpoint: Path) -> None:
-    """Restore the random state of this process; where the processes were others, start one from seed and step."""
+    """Restore this process's random state; if the number of processes has changed, seed a new one by seed and step."""
     name = f"rng_state_{processes.rank}.pth" if processes.size > 1 else "rng_state.pth"
     written = sum(name.startswith("rng_state") for name in listed(checkpoint))
     if written == processes.size and (checkpoint / name).is_file():
@@ -119,8 +119,8 @@ def read_random_state(trainer: Trainer, processes: Processes, checkpoint: Path) 
         return
     if processes.first:
         logger.warning(
-            "%s was written by %d processes, this run has %d: weights and optimizer are shared out anew; what is drawn "
-            "at random in training (dropout) is drawn anew",
+            "%s was written by %d processes, this run has %d: weights and optimizer are redistributed; random numbers "
+            "of training (dropout) start anew",
             checkpoint, written, processes.size,
         )  # fmt: skip
     seed = trainer.args.seed + 1_000_003 * (trainer.state.global_step + 1)

@@ -1,4 +1,4 @@
-"""What can be resumed: an object that puts its part into a checkpoint's run state and takes it back."""
+"""The protocol of what can be resumed: an object that stores its part of a checkpoint's run state and loads it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, Protocol
 from lamina.core.json_types import Json
 
 RunState = Mapping[str, Any]
-"""What run_state.json of a checkpoint holds: JSON by name. An empty one stands for the beginning of the run."""
+"""The content of a checkpoint's run_state.json: JSON by name. Empty at the beginning of the run."""
 
 
 class Stateful(Protocol):
-    """One more thing to resume is one more of these in ``TrainingRun.states``."""
+    """An object to resume; add another one to ``TrainingRun.states``."""
 
     def state_dict(self) -> Json:
-        """Its part of the run state: JSON by names of its own."""
+        """Its part of the run state: JSON under its own names."""
         ...
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume from a checkpoint's whole run state; ``state["step"]`` is the step it was taken at."""
+        """Resume from a checkpoint's whole run state; ``state["step"]`` is the checkpoint's step."""
         ...
 
 
 def collected(states: Iterable[Stateful]) -> Json:
-    """The parts of all, in their order."""
-    return {name: value for each in states for name, value in each.state_dict().items()}
+    """The parts of all objects, in order."""
+    return {name: value for stateful in states for name, value in stateful.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: drafts with checksums, renamed when they are on disk, verified when read."""
+"""Checkpoints that are whole or absent: drafts with checksums, renamed once they are on disk, verified when read."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 RUN_STATE = "run_state.json"
 
 
-def newest_checkpoint(folder: Path, admitted: Callable[[Json], bool] = lambda state: True) -> Path | None:
-    """The newest whole checkpoint whose run state is ``admitted``; the log names those that are not whole.
+def newest_checkpoint(folder: Path, allowed: Callable[[Json], bool] = lambda state: True) -> Path | None:
+    """The newest whole checkpoint whose run state is ``allowed``; the log names those that are not whole.
 
-    It also names files in the one found that its manifest does not list: they are not read.
+    The log also names files in that checkpoint that its manifest does not list: they are not read.
     """
     for path in reversed(checkpoints(folder)):
         broken = what_is_broken(path)
         if broken is not None:
-            logger.warning("%s: %s; going on from the one before", path, broken)
-        elif admitted(run_state(path)):
+            logger.warning("%s: %s; resuming from the one before", path, broken)
+        elif allowed(run_state(path)):
             if others := strays(path):
                 logger.warning("%s: not one of its files, so not read: %s", path, ", ".join(others[:3]))
             return path
@@ -48,9 +48,9 @@ def newest_checkpoint(folder: Path, admitted: Callable[[Json], bool] = lambda st
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, by step. Raises OSError for a folder that can't be read."""
-    there = folder.iterdir() if folder.is_dir() else ()  # glob would find nothing where reading is not allowed
-    return sorted((p for p in there if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
+    """The checkpoints in a folder, whole or not, sorted by step. Raises OSError for a folder that can't be read."""
+    children = folder.iterdir() if folder.is_dir() else ()  # glob would find nothing in a folder that can't be read
+    return sorted((p for p in children if re.fullmatch(r"checkpoint-(0|[1-9]\d*)", p.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -59,12 +59,12 @@ def step_of(path: Path) -> int:
 
 
 def run_state(path: Path) -> Json:
-    """What a whole checkpoint says of the run beyond its tensors: the guard, what was logged, the rollbacks so far."""
+    """A whole checkpoint's state of the run beyond its tensors: the guard, the records, the rollbacks so far."""
     return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
 
 
 def listed_state(path: Path) -> Json | None:
-    """A checkpoint's run state if that file is as its manifest lists it, whatever became of the others; else None."""
+    """A checkpoint's run state if that file is intact by its manifest, even if other files are not; else None."""
     try:
         state = run_state(path) if listed(path)[RUN_STATE][1] == sha256(path / RUN_STATE) else None
         return state if state is not None and state["step"] == step_of(path) else None
@@ -73,22 +73,22 @@ def listed_state(path: Path) -> Json | None:
 
 
 def what_is_broken(path: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file: missing, cut short or altered. None where it is whole.
+    """The first fault of a checkpoint: the file that is missing, cut short or altered. None if it is whole.
 
-    One whose folder has another step's name is not whole.
+    A checkpoint whose folder is named after another step is not whole.
     """
     broken = manifest.what_is_broken(path)
     if broken is None and (step := run_state(path)["step"]) != step_of(path):
-        return f"it was taken at step {step}, so it is not what its name says"
+        return f"it was taken at step {step}, so its name is not its own"
     return broken
 
 
 @contextmanager
 def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
-    """A folder to write a checkpoint into; at the end it becomes checkpoint-STEP, or is gone where writing failed.
+    """A folder to write a checkpoint into; at the end it becomes checkpoint-STEP, or is deleted if writing failed.
 
-    Every process writes its part. The files' checksums are taken, all is brought to the disk, and only then does the
-    checkpoint get its name. An error in one process is raised in all.
+    Every process writes its part. The checkpoint gets its name only once all files are hashed and synced to disk. An
+    error in one process is raised in all.
     """
     path, final = folder / f".draft-{step}", folder / f"checkpoint-{step}"
 
@@ -107,32 +107,32 @@ def draft(folder: Path, step: int, processes: Processes) -> Iterator[Path]:
         processes.by_first(lambda: _publish(path, final, entries))
     except BaseException:
         if processes.first:
-            shutil.rmtree(path, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(path, ignore_errors=True)  # a full disk needs the space
         raise
 
 
-def prune(folder: Path, step: int, keep: int, spared: Callable[[Json], bool] | None = None) -> None:
-    """Once checkpoint-STEP is whole, leave ``keep`` up to it, and none after it: those are of a line given up.
+def prune(folder: Path, step: int, keep: int, keep_also: Callable[[Json], bool] | None = None) -> None:
+    """Once checkpoint-STEP is whole, keep the last ``keep`` up to it and none after it: a rollback abandoned those.
 
-    ``spared``: the newest one whose run state it accepts stays, too. So does one with another step's name: it is none
-    of this line's, and perhaps the only copy of what it holds.
+    The newest one whose run state ``keep_also`` accepts stays, too. So does one that is named after another step: it
+    may be the only copy of its content.
     """
-    found = [path for path in checkpoints(folder) if _of_its_step(path)]
-    kept = [p for p in found if step_of(p) <= step][-keep:]
-    if spared is not None:
-        kept += [p for p in reversed(found) if step_of(p) <= step and _accepts(spared, p)][:1]
-    for path in found:
-        if path not in kept:
+    named_right = [path for path in checkpoints(folder) if _of_its_step(path)]
+    retained = [p for p in named_right if step_of(p) <= step][-keep:]
+    if keep_also is not None:
+        retained += [p for p in reversed(named_right) if step_of(p) <= step and _accepts(keep_also, p)][:1]
+    for path in named_right:
+        if path not in retained:
             discard(path)
-    replaced.drop(folder.parent)  # what --overwrite keeps until there is a first checkpoint
+    replaced.drop(folder.parent)  # old content that --overwrite keeps until the first checkpoint
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint; a kill meanwhile leaves no torn one behind."""
-    going = path.with_name(f".gone-{path.name}")
-    shutil.rmtree(going, ignore_errors=True)
-    os.replace(path, going)
-    shutil.rmtree(going, ignore_errors=True)
+    """Delete a checkpoint; a kill meanwhile leaves no partial one behind."""
+    doomed = path.with_name(f".gone-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
@@ -141,9 +141,9 @@ def clear(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _accepts(spared: Callable[[Json], bool], path: Path) -> bool:
+def _accepts(keep_also: Callable[[Json], bool], path: Path) -> bool:
     try:
-        return spared(run_state(path))
+        return keep_also(run_state(path))
     except (OSError, ValueError):
         return False
 
@@ -155,14 +155,14 @@ def _seen(path: Path) -> None:
 
 def _publish(path: Path, final: Path, entries: dict[str, Entry]) -> None:
     seal(path, entries)
-    if final.exists():  # broken, or of a line that was given up: a whole one would have been resumed
+    if final.exists():  # broken, or abandoned by a rollback: a whole one would have been resumed
         discard(final)
     os.replace(path, final)
     sync(final.parent)
 
 
 def _of_its_step(path: Path) -> bool:
-    """False for a folder that was renamed; one whose state can't be read counts as what its name says."""
+    """Whether a checkpoint is named after its own step; assumed if its state can't be read."""
     try:
         return run_state(path)["step"] == step_of(path)
     except (OSError, *NOT_A_MANIFEST):

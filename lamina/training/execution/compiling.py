@@ -1,8 +1,8 @@
-"""Blocks compiled where they stand: torch.compile a block at a time, so that depth costs no compile time.
+"""Blocks compiled in place: torch.compile one block at a time, so that depth costs no compile time.
 
-All blocks share the code of one forward function, and what differs by layer alone (weights, indices, scales) is an
-input of its graph. So a model compiles one graph for each *kind* of layer, that is each wiring and, in some backbones,
-each kind of attention; a scale that takes many values (1/sqrt(l)) costs one more, compiled for any value of it.
+All blocks share the code of one forward function, and what differs only by layer (weights, indices, scales) is an
+input of its graph. So a model compiles one graph per *kind* of layer, that is per wiring and, in some backbones, per
+kind of attention. A scale with many values (1/sqrt(l)) costs one more graph, compiled for any value.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lamina.modeling.modeling_lamina import Block, Residual
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     """Compile every Block of ``model`` in place; returns the number of structural kinds.
 
-    The parameters keep their names. The graphs are made at the first step, for that step's shape: a batch of another
-    shape should run under `uncompiled`.
+    The parameters keep their names. The first step compiles the graphs for its batch's shape: a batch of another shape
+    should run under `uncompiled`.
     """
     blocks = _blocks(model)
     kinds = len({structure(block) for block in blocks})
-    # A plan may have more kinds than the 8 graphs after which dynamo gives up and runs the rest uncompiled.
+    # A plan may have more than 8 kinds; after 8 graphs, dynamo gives up and runs the rest uncompiled.
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * kinds + 2)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
-    # Inputs of matrix products (a norm's output, the gated activations) are computed again in the backward pass, from
-    # what is kept anyway: a quarter of the activations' memory for a little elementwise work.
+    # Recompute inputs of matrix products (a norm's output, the gated activations) in the backward pass from tensors
+    # that are kept anyway: this saves a quarter of the activations' memory for a little elementwise work.
     functorch: Any = torch._functorch.config  # type: ignore[attr-defined]
     if hasattr(functorch, "ban_recompute_materialized_backward"):
         functorch.ban_recompute_materialized_backward = False
@@ -48,7 +48,7 @@ def discard(model: nn.Module) -> None:
 
 
 def structure(block: Block) -> tuple:
-    """What a block's graph depends on: its modules and their shapes and settings, not the values of weights or scales.
+    """What a block's graph depends on: its modules, their shapes and settings, but not the values of weights or scales.
 
     Two blocks with equal structures share a graph.
     """
@@ -66,7 +66,7 @@ def structure(block: Block) -> tuple:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run the blocks as they are written: a compiled block calls no hooks inside it, and compiles anew by shape."""
+    """Run the blocks eagerly: a compiled block calls no hooks inside it, and recompiles for each shape."""
     calls = {block: block._compiled_call_impl for block in _blocks(model)}
     for block in calls:
         block._compiled_call_impl = None
@@ -83,7 +83,7 @@ def compiled(model: nn.Module) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Why nothing can be compiled for ``device`` here, if so."""
+    """Why nothing can be compiled for ``device`` here; None if it can."""
     if device.type == "cuda":
         import importlib.util
 

@@ -1,4 +1,4 @@
-"""The processes of one run: who they are, what they agree on, and how they end together."""
+"""The processes of one run: their ranks, what they agree on, and how they end together."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PATIENCE = timedelta(hours=2)  # a process may wait for another to read a corpus
 class Processes:
     """This process (``rank`` of ``size``) and what it shares with the others of its run.
 
-    Decisions that all must take alike (stop, diverged, failed) go through CPU collectives of their own, so that no
-    process waits for one that has left, and none waits for a device.
+    Decisions that must be the same in all (stop, diverged, failed) use their own CPU collectives, so that no process
+    waits for one that has left, and none waits for a device.
     """
 
     rank: int = 0
@@ -57,7 +57,7 @@ class Processes:
         return bool(flag.item())
 
     def mean(self, value: float) -> float:
-        """The mean of a number over all processes; not finite where one is not."""
+        """The mean of a number over all processes; not finite if the number is not finite in one of them."""
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64)
@@ -65,7 +65,7 @@ class Processes:
         return float(total) / self.size
 
     def everyones(self, value: T) -> list[T]:
-        """Every process' ``value``, by rank."""
+        """Every process's ``value``, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -73,27 +73,27 @@ class Processes:
         return values
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every process' equally shaped tensor, one after the other along the first dimension, on the CPU."""
+        """Every process's equally shaped tensor, concatenated along the first dimension, on the CPU."""
         return torch.cat(self.everyones(tensor.detach().cpu()))
 
     def together(self, act: Callable[[], T]) -> T:
-        """Do ``act`` in every process; where it fails in one it fails in all, with the lowest rank's error."""
+        """Call ``act`` in every process; if it fails in one, it fails in all, with the lowest rank's error."""
         answer, error = _attempt(act)
         self._raise_first(error)
         return cast(T, answer)
 
     def by_first(self, act: Callable[[], T]) -> T:
-        """What ``act`` gives (or raises) in the first process, which alone does it, in all of them."""
+        """Call ``act`` in the first process only; all processes return its result or raise its error."""
         answer, error = _attempt(act) if self.first else (None, None)
         self._raise_first(error)
         if self.size > 1:
-            sent = [answer]
-            distributed.broadcast_object_list(sent, src=0, group=self.group)
-            answer = sent[0]
+            answers = [answer]
+            distributed.broadcast_object_list(answers, src=0, group=self.group)
+            answer = answers[0]
         return cast(T, answer)
 
-    def one_a_host_first(self, act: Callable[[], T]) -> T:
-        """Do ``act`` in one process of each host, then in the others: what it leaves on disk is made once."""
+    def first_per_host(self, act: Callable[[], T]) -> T:
+        """Call ``act`` in one process per host, then in the others: files that it leaves on disk are made once."""
         if self.size == 1:
             return act()
         answer, error = _attempt(act) if self.local_rank == 0 else (None, None)
@@ -139,12 +139,12 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """An exception that surely survives being sent to another process."""
+    """An equivalent exception that can be pickled and sent to another process."""
     if isinstance(error, UserError):
         return UserError(str(error))
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror, error.filename)
-    if disk_full(error):  # what a library makes of it does not travel
+    if disk_full(error):  # a library's own type may not be picklable
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt()
@@ -152,24 +152,24 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def launched() -> tuple[int, int, int, int]:
-    """(rank, processes, rank on this host, processes on this host) as torchrun or accelerate launch set them.
+    """(rank, processes, rank on this host, processes on this host) as set by torchrun or accelerate launch.
 
-    Raises UserError for values that are no such numbers.
+    Raises UserError for invalid values.
     """
-    found = []
+    values = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "")):
         text = os.environ.get(name, default) or (os.environ.get("WORLD_SIZE") or "1")
         if not text.isdigit():
             raise UserError(f"{name}: {text!r} in the environment (allowed: the number that torchrun sets)")
-        found.append(int(text))
-    rank, size, local_rank, local_size = found
+        values.append(int(text))
+    rank, size, local_rank, local_size = values
     if size < 1 or rank >= size:
         raise UserError(f"RANK: {rank} of WORLD_SIZE = {size} processes (allowed: 0 to WORLD_SIZE - 1)")
     return rank, size, local_rank, local_size
 
 
 def reported_once(act: Callable[[], T]) -> T:
-    """Do ``act``, which fails alike in every process, before they have met: the first one reports its UserError."""
+    """Call ``act``, which fails alike in every process before they have met: only the first reports its UserError."""
     try:
         return act()
     except UserError as error:
@@ -187,8 +187,8 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
         parallel: as the settings have it: "auto", "ddp" or "fsdp2".
 
     Raises:
-        UserError: for more processes than GPUs, a device that can't be shared out, processes that could not meet.
-        OSError: another process has ended while this one waited for it; that one has said why.
+        UserError: for more processes than GPUs, a device that only one process can use, processes that could not meet.
+        OSError: another process ended while this one waited for it; that process has reported why.
     """
     rank, size, local_rank, local_size = launched()
     device, parallel = reported_once(lambda: (device_of(device), parallel_of(parallel)))
@@ -198,11 +198,11 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
     if device == "mps":
         raise UserError("device: 'mps' trains in one process (allowed with several: cpu, cuda)")
     if device == "cuda":
-        there = torch.cuda.device_count()
-        if local_size > there:
+        gpus = torch.cuda.device_count()
+        if local_size > gpus:
             raise UserError(
-                f"WORLD_SIZE: {local_size} processes on this host are more than its {there} GPUs "
-                f"(allowed: at most {there}, or --device cpu)"
+                f"WORLD_SIZE: {local_size} processes on this host are more than its {gpus} GPUs "
+                f"(allowed: at most {gpus}, or --device cpu)"
             )
         torch.cuda.set_device(local_rank)
     ours = not distributed.is_initialized()
@@ -221,26 +221,26 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
             raise
         raise OSError(errno.ECONNRESET, GONE) from error
     finally:
-        if ours and not failed:  # one that fails leaves at once: the others may wait in a collective of their own
+        if ours and not failed:  # a failed process leaves at once: the others may wait in another collective
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 distributed.destroy_process_group()
 
 
 def parallel_of(parallel: str) -> str:
-    """Ddp or fsdp2: what the settings say, or else the configuration of accelerate launch.
+    """The value of the settings, ddp or fsdp2, or else that of accelerate launch's configuration.
 
-    Accelerate's own switch is turned off, since the model is sharded here, before Trainer sees it. Raises UserError for
-    a configuration that asks for something else.
+    Accelerate's own switch is turned off, since we shard the model before Trainer sees it. Raises UserError for a
+    configuration that asks for something else.
     """
-    wanted = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
-    asked = [name for name, value in wanted.items() if value.lower() in ("1", "true", "yes")]
-    if asked and asked != ["FSDP"]:
-        raise UserError(f"accelerate's configuration asks for {', '.join(asked)} (allowed: none, FSDP version 2)")
-    if asked and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+    switches = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "") for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+    requested = [name for name, value in switches.items() if value.lower() in ("1", "true", "yes")]
+    if requested and requested != ["FSDP"]:
+        raise UserError(f"accelerate's configuration asks for {', '.join(requested)} (allowed: none, FSDP version 2)")
+    if requested and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise UserError(f"fsdp_version: {version!r} in accelerate's configuration (allowed: 2)")
-    if asked and parallel == "ddp":
+    if requested and parallel == "ddp":
         raise UserError("parallel: 'ddp', and accelerate's configuration asks for FSDP (allowed: auto, fsdp2)")
     if parallel != "auto":
         return parallel
-    return "fsdp2" if asked else "ddp"
+    return "fsdp2" if requested else "ddp"

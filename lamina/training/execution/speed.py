@@ -1,4 +1,4 @@
-"""A run's precision, and whether its blocks are compiled: as told, or what a short trial finds faster."""
+"""A run's precision, and whether its blocks are compiled: as requested, or as a short trial finds faster."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from lamina.training.settings import PretrainSettings, RunSettings
 
 logger = logging.getLogger(__name__)
 
-SHORT_RUN = 300  # steps below which nothing is tried
-SHORT_TIME = 120.0  # seconds that the rest of a run must take for a compiler's tens of seconds to be worth a try
+SHORT_RUN = 300  # steps below which there is no trial
+SHORT_TIME = 120.0  # seconds that a run must take for a trial to pay off: compiling takes tens of seconds
 TRIAL_STEPS = 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-GIVE_UP = 1.5  # times the best step: a candidate so slow is not timed to the end
+GIVE_UP = 1.5  # times the best step: the timing of a slower candidate ends early
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A candidate's seconds: of its first step, which compiles, and of a step after that."""
+    """A candidate's seconds for its first step, which compiles, and for each later step."""
 
     precision: str
     compile: str
@@ -44,12 +44,12 @@ class Timed:
     step: float
 
     def __str__(self) -> str:
-        return f"{_named(self.precision, self.compile)} {self.step:.3g} s a step (the first {self.first:.3g} s)"
+        return f"{_named(self.precision, self.compile)} {self.step:.3g} s per step (the first {self.first:.3g} s)"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a run is trained and why."""
+    """A run's precision and compilation, and the reason."""
 
     precision: str
     compile: str
@@ -60,30 +60,29 @@ class Choice:
         return f"{_named(self.precision, self.compile)}: {self.why}"
 
     def to_dict(self) -> Json:
-        """For speed.json."""
+        """The choice for speed.json."""
         return asdict(self)
 
 
 def is_open(settings: RunSettings) -> bool:
-    """Whether anything is left to choose."""
+    """Whether precision or compilation is still to be chosen."""
     return "auto" in (settings.precision, settings.compile)
 
 
 def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: torch.device) -> Choice:
-    """The precision and compilation for these settings, by a trial on ``device`` where one is worth its time.
+    """Choose the precision and compilation for these settings, by a trial on ``device`` if one is worth its time.
 
     The trial runs forward and backward on random tokens of a batch's shape. It changes neither the weights nor the
-    random state; the compiled blocks that it leaves are those that the run goes on with. ``make_model`` is asked for
-    the model only if there is a trial.
+    random state; the run uses the blocks that it compiled. ``make_model`` is called only if there is a trial.
     """
     plain = (_or(settings.precision, "fp32"), _or(settings.compile, "off"))
     if not is_open(settings):
-        return Choice(*plain, why="as asked for")
+        return Choice(*plain, why="as requested")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A model that only fits sharded could not be tried here, and all processes have to decide alike.
+        # A model that only fits sharded cannot be tried here, and all processes must decide alike.
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
         plain = (_or(settings.precision, "bf16" if fast else "fp32"), plain[1])
-        return Choice(*plain, why="nothing is tried with several processes (--precision, --compile)")
+        return Choice(*plain, why="there is no trial with several processes (--precision, --compile)")
     if settings.steps < SHORT_RUN:
         why = f"{settings.steps} steps are too few to try what is faster (--precision, --compile)"
         return Choice(*plain, why=why)
@@ -93,9 +92,9 @@ def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: t
 def decide(
     settings: PretrainSettings, model: nn.Module, device: torch.device, processes: Processes, *, bar: bool
 ) -> PretrainSettings:
-    """The settings with precision and compilation decided, as the run's folder keeps them from now on.
+    """The settings with precision and compilation decided, as stored in the run's folder from now on.
 
-    A resumed run does not try again. ``bar``: say on the terminal what was chosen.
+    A resumed run does not try again. ``bar``: print the choice on the terminal.
     """
     if not is_open(settings):
         return settings
@@ -115,7 +114,7 @@ def decide(
 
 
 def prepare(model: nn.Module, settings: RunSettings) -> None:
-    """Make ``model`` train as ``settings`` say; their precision is the Trainer's to apply."""
+    """Set up ``model`` to train as ``settings`` say, except for the precision, which the Trainer applies."""
     on = settings.compile == "on"
     keep_freed_memory()
     if hasattr(model, "linear_loss"):
@@ -126,10 +125,10 @@ def prepare(model: nn.Module, settings: RunSettings) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed for the next step, in allocations of up to 32 MiB (the most that it can).
+    """Make glibc keep freed memory for the next step, in allocations of up to 32 MiB (its maximum).
 
-    By itself it hands the memory of freed activations back to the system, which must fill it with zeros page by page
-    when the next step takes it again: 3 to 8 % of a step on a CPU. Does nothing where there is no glibc.
+    By default it returns the memory of freed activations to the system, which must zero it page by page when the next
+    step allocates it again: 3 to 8 % of a step on a CPU. Does nothing without glibc.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -142,7 +141,7 @@ def keep_freed_memory() -> None:
 
 
 def half_precision_pays(device: torch.device) -> bool:
-    """Whether a matrix product in bfloat16 is faster than in float32: on a CPU without its instructions it is not."""
+    """Whether a matrix product is faster in bfloat16 than in float32; it is not on a CPU without its instructions."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
@@ -178,14 +177,14 @@ def _try(settings: RunSettings, model: nn.Module, plain: tuple[str, str], device
         best = min(timed.step for timed in seconds)
         try:
             seconds.append(_time(model, settings, *candidate, device, limit=best * GIVE_UP))
-        except Exception as error:  # a compiler can fail in many ways; the plain path is there
+        except Exception as error:  # a compiler can fail in many ways; the plain path remains
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             remarks.append(f"{_named(*candidate)} failed ({reason[:200]})")
             logger.warning("%s left out: %s", _named(*candidate), reason)
     discard(model)
     quickest = min(seconds, key=lambda timed: timed.first + settings.steps * timed.step)
-    found = "; ".join([*map(str, seconds), *remarks])
-    return Choice(quickest.precision, quickest.compile, f"the fastest for {settings.steps} steps of: {found}", seconds)
+    trials = "; ".join([*map(str, seconds), *remarks])
+    return Choice(quickest.precision, quickest.compile, f"the fastest for {settings.steps} steps of: {trials}", seconds)
 
 
 def _time(
@@ -214,7 +213,7 @@ def _time(
 
 @contextmanager
 def _undisturbed(model: Any, settings: RunSettings, device: torch.device):
-    """Training mode with its random draws, given back as they were."""
+    """Training mode; mode, gradients and random state are restored afterwards."""
     was_training = model.training
     model.train()
     if settings.gradient_checkpointing:

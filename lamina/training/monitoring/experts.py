@@ -1,15 +1,15 @@
-"""Expert balance for mixture-of-experts feed-forwards, as the DeepSeek papers do it, and the load of every expert.
+"""Expert balance for mixture-of-experts feed-forwards, as in the DeepSeek papers, and the load of every expert.
 
 Bias (DeepSeek-V3, arXiv 2412.19437 Section 2.1.2; Wang et al., arXiv 2408.15664 Algorithm 1): after each optimizer step
 
     bias_e += rate * sign(mean load - load_e)
 
-on the bias that the router adds to the scores when it chooses experts. No gradient, and the experts' weights in the sum
-do not see it. Auxiliary loss (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20): for each sequence
+on the bias that the router adds to the scores when it chooses experts. The bias has no gradient and does not enter the
+experts' weights in the sum. Auxiliary loss (DeepSeek-V2, arXiv 2405.04434 Eq 23-25; DeepSeek-V3 Eq 17-20): per sequence
 
     rate * sum_e f_e P_e    f_e = num_experts / (top_k tokens) * (tokens that chose e)    P_e = mean share of e's score
 
-averaged over the sequences and added up over the layers.
+averaged over the sequences and summed over the layers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lamina.training.setting_groups import Balance
 def find_routers(model: nn.Module) -> dict[int, Any]:
     """The router of every layer (0-based) whose feed-forward chooses experts; none in a dense model.
 
-    A router is the feed-forward's ``gate`` that knows ``num_experts`` and ``top_k`` and returns
-    (logits, weights, chosen experts), as those of transformers' DeepSeek models and their kin do.
+    A router is a feed-forward's ``gate`` that has ``num_experts`` and ``top_k`` and returns (logits, weights, chosen
+    experts), as in transformers' DeepSeek models and similar ones.
     """
     routers: dict[int, Any] = {}
     for index, sublayer, residual in sublayers(body_of(model, "expert_balance")):
@@ -44,14 +44,14 @@ def find_routers(model: nn.Module) -> dict[int, Any]:
 
 
 def has_bias(router: nn.Module) -> bool:
-    """Whether a router corrects its scores by a bias when it chooses (DeepSeek-V3's does)."""
+    """Whether a router adds a bias to its scores when it chooses experts (DeepSeek-V3's does)."""
     return isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
 
 
 def choose(mode: str, routers: dict[int, Any]) -> str:
     """What ``mode`` means for these routers: "none", "bias" or "loss".
 
-    Raises UserError for a mode that they can't have, and for an unknown one.
+    Raises UserError for an unknown mode, and for one that the routers do not support.
     """
     one_of("expert_balance", mode, get_args(Balance))
     biased = bool(routers) and all(has_bias(router) for router in routers.values())
@@ -69,8 +69,8 @@ class ExpertBalance(TrainerCallback):
 
     Args:
         model: a built Lamina model; a dense one has no routers, and nothing happens.
-        mode: "auto" (bias where the routers have a correction bias, else loss), "none" (only count), "bias" or "loss".
-        rate: the bias' step u, or the loss' factor alpha.
+        mode: "auto" (bias if the routers have a correction bias, else loss), "none" (only count), "bias" or "loss".
+        rate: the bias's step u, or the loss's factor alpha.
     """
 
     def __init__(self, model: nn.Module, mode: str = "auto", rate: float = 1e-3):
@@ -84,14 +84,14 @@ class ExpertBalance(TrainerCallback):
             router.register_forward_hook(self._remember)
 
     def _remember(self, router: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        # Nothing is computed here: a checkpointed block would have to compute it again. And nothing names the layer:
+        # Compute nothing here: a checkpointed block would have to compute it again. And do not name the layer:
         # torch.compile would compile every layer anew.
         if self._watching:
             router.seen = (output[0], output[-1])
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what the routers choose in a forward pass: not in evaluations, nor when activations are recomputed."""
+        """Count the routers' choices in a forward pass, but not in evaluations or when activations are recomputed."""
         self._watching = True
         try:
             yield
@@ -106,7 +106,7 @@ class ExpertBalance(TrainerCallback):
         self._tokens += tokens
 
     def loss(self, sequences: int) -> torch.Tensor | None:
-        """The auxiliary loss of the watched forward pass over that many ``sequences``; None where it isn't wanted."""
+        """The auxiliary loss of the watched forward pass over ``sequences`` sequences; None if the mode has none."""
         losses = []
         for router in self.routers.values():
             if hasattr(router, "seen"):
@@ -119,12 +119,12 @@ class ExpertBalance(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Trainer's call right after the optimizer's step."""
+        """Trainer calls this right after the optimizer's step."""
         self.finish_step()
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Turn the step's counts into loads, over all processes, and move the biases by them."""
+        """Turn the step's counts, over all processes, into loads, and update the biases."""
         if not self._counts:
             return
         layers, tokens = list(self._counts), self._tokens
@@ -142,9 +142,9 @@ class ExpertBalance(TrainerCallback):
                 bias += self.rate * torch.sign(count.mean() - count).to(bias)
 
     def rows(self, step: int) -> list[Row]:
-        """The tidy rows of the last step's load: the share of the step's tokens that chose the expert ``index``.
+        """The tidy rows of the last step's loads: the share of the step's tokens that chose the expert ``index``.
 
-        A layer's loads add up to ``top_k``; each is top_k / num_experts where they are balanced.
+        A layer's loads add up to ``top_k``; if they are balanced, each is top_k / num_experts.
         """
         return [
             (step, layer, "feed_forward", "expert", expert, "expert_load", value)
@@ -166,9 +166,9 @@ def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> 
     """sum_e f_e P_e, averaged over sequences; 1 where both are uniform.
 
     Args:
-        shares: scores [sequences * tokens, num_experts], each token's adding up to 1.
-        chosen: experts [sequences * tokens, top_k]; where the router's bias is 0 they are those of the best scores.
-        sequences: how many equally long ones the tokens belong to.
+        shares: scores [sequences * tokens, num_experts] that add up to 1 for each token.
+        chosen: experts [sequences * tokens, top_k]; with a bias of 0, those with the best scores.
+        sequences: the number of equally long sequences that the tokens belong to.
     """
     num_experts = shares.shape[-1]
     by_sequence = chosen.unflatten(0, (sequences, -1))
@@ -178,7 +178,7 @@ def balance_loss(shares: torch.Tensor, chosen: torch.Tensor, sequences: int) -> 
 
 @torch.no_grad()
 def _count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How often each expert was chosen, without waiting for a device: [groups, tokens, top_k] -> [groups, experts]."""
+    """How often each expert was chosen: [groups, tokens, top_k] -> [groups, experts]; does not wait for the device."""
     flat = chosen.flatten(1)
     counts = torch.zeros(flat.shape[0], num_experts, device=flat.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))

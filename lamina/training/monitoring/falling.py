@@ -1,4 +1,4 @@
-"""Whether a run ended while its loss was still falling: then it was too short to tell whether it is stuck."""
+"""Whether a run ended while its loss still fell: then it was too short to tell whether it is stuck."""
 
 from __future__ import annotations
 
@@ -12,78 +12,78 @@ from typing import Any
 from lamina.core.json_types import Json
 from lamina.training.checkpointing.stateful import RunState
 
-STILL_FALLING = 0.2  # nats that as many steps again would take off the loss, at the pace of the run's last fifth
-WINDOW = 0.2  # of the run: what a pace is measured over
-NOTICED = 0.005  # nats in the last fifth below which nothing falls
-UNSLOWED = 0.25  # of the whole run's mean pace: a run that is not down at the unigram entropy falls as it did before
-_SURE = 2.0  # standard errors of a difference of mean training losses, below which it is noise
+STILL_FALLING = 0.2  # nats by which as many steps again would lower the loss, at the pace of the last fifth
+WINDOW = 0.2  # share of the run over which a pace is measured
+NOTICED = 0.005  # nats: a smaller fall in the last fifth does not count
+UNSLOWED = 0.25  # share of the run's mean pace: a run above the unigram entropy that keeps it is still falling
+_SURE = 2.0  # standard errors: a smaller difference of mean training losses is noise
 
 Point = tuple[float, float]  # step, loss
 
 
 def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: float = math.inf) -> str | None:
-    """A clause with two losses where the loss still falls at the end of a run of ``steps``; else None.
+    """A clause with two losses if the loss still falls at the end of a run of ``steps``; else None.
 
-    It does where as many steps again would take STILL_FALLING nats off it at the pace of the end; or, for a loss that
-    is above ``entropy`` (the plateau on which runs get stuck), where that pace is at least UNSLOWED of the whole run's.
+    It still falls if, at the pace of the end, as many steps again would lower it by STILL_FALLING nats; or, for a loss
+    above ``entropy`` (the plateau on which runs get stuck), if that pace is at least UNSLOWED of the whole run's.
 
     ``records`` are the lines of metrics.jsonl. The pace of the end is that of the eval loss over the last fifth of the
-    run (up to two fifths where none was measured in between); without such evaluations, that of the training loss,
-    averaged over the last fifth and the one before. A run that recorded one loss only counts as still falling.
+    run (up to two fifths if none was measured in between); without such evaluations, that of the training loss,
+    averaged over the last fifth and the one before. A run with a single recorded loss counts as still falling.
     """
     records = list(records)
     evaluated, trained = _points(records, "eval_loss"), _points(records, "loss")
     if len({step for step, _ in (*evaluated, *trained)}) < 2:
         return "only one loss was recorded"
     pair = _evaluations(evaluated, steps)
-    what = "eval loss" if pair else "training loss"
+    kind = "eval loss" if pair else "training loss"
     pair = pair or _means(trained, steps) or trained[-2:]
     if len(pair) < 2:
         return None
     (first, before), (last, after) = pair
     fallen, pace = before - after, (before - after) / (last - first)
-    (start, highest), *_ = evaluated if what == "eval loss" else trained
+    (start, highest), *_ = evaluated if kind == "eval loss" else trained
     unslowed = after > entropy and fallen >= NOTICED and pace * (last - start) >= UNSLOWED * (highest - after)
     if pace * steps < STILL_FALLING and not unslowed:
         return None
-    return f"the {what} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
+    return f"the {kind} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
 
 
 def deciding(records: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str, float]]:
-    """What ``still_falling`` looks at of the records so far, for a checkpoint: the records themselves may be lost."""
-    kept: dict[float, dict[str, float]] = {}
+    """The part of the records that ``still_falling`` uses, for a checkpoint: the records themselves may be lost."""
+    by_step: dict[float, dict[str, float]] = {}
     records = list(records)
     for name in ("eval_loss", "loss"):
         points = _points(records, name)
         for step, loss in (*points[:1], *(p for p in points[1:] if p[0] > (1 - 3 * WINDOW) * steps), *points[-2:]):
-            kept.setdefault(step, {"step": step})[name] = loss
-    return [kept[step] for step in sorted(kept)]
+            by_step.setdefault(step, {"step": step})[name] = loss
+    return [by_step[step] for step in sorted(by_step)]
 
 
 class RecordedLosses:
-    """The losses that decide whether a run is short, kept in its checkpoints: the records themselves may be lost."""
+    """The losses that decide whether a run is short, stored in its checkpoints: its records may be lost."""
 
     def __init__(self, folder: Path, steps: int):
         self.folder, self.steps = folder, steps
         self._resumed: list[Json] = []
 
     def state_dict(self) -> Json:
-        """Those recorded so far."""
+        """The losses recorded so far."""
         return {"recorded_losses": deciding(self.records(), self.steps)}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with those that the checkpoint holds."""
+        """Resume with the checkpoint's losses."""
         self._resumed = state.get("recorded_losses", [])
 
     def records(self) -> list[Json]:
-        """The run's records, and of those that were lost what its checkpoint has kept."""
+        """The run's records, and for lost ones, what its checkpoint holds."""
         return merged(self._resumed, read_metrics(self.folder))
 
 
-def merged(first: Iterable[Mapping[str, Any]], then: Iterable[Mapping[str, Any]]) -> list[Json]:
-    """The records of both by step; ``then`` counts where both have a value."""
+def merged(first: Iterable[Mapping[str, Any]], later: Iterable[Mapping[str, Any]]) -> list[Json]:
+    """The records of both by step; if both have a value, that of ``later`` counts."""
     by_step: dict[Any, Json] = {}
-    for record in (*first, *then):
+    for record in (*first, *later):
         if record.get("step") is not None:
             by_step.setdefault(record["step"], {}).update(record)
     return [by_step[step] for step in sorted(by_step)]
@@ -102,7 +102,7 @@ def read_metrics(folder: Path) -> list[Json]:
 
 
 def _evaluations(points: list[Point], steps: int) -> list[Point]:
-    """The last evaluation and the latest one that lies a fifth to two fifths of the run before it."""
+    """The last evaluation, and the latest one that is a fifth to two fifths of the run earlier."""
     for step, loss in reversed(points[:-1]):
         if WINDOW * steps <= points[-1][0] - step:
             return [(step, loss), points[-1]] if points[-1][0] - step <= 2 * WINDOW * steps else []
@@ -110,7 +110,7 @@ def _evaluations(points: list[Point], steps: int) -> list[Point]:
 
 
 def _means(points: list[Point], steps: int) -> list[Point]:
-    """The mean losses of the last two fifths of the run; a difference within their noise counts as none."""
+    """The mean losses of the last two fifths of the run; a difference within their noise counts as 0."""
     last = [p for p in points if p[0] > (1 - WINDOW) * steps]
     before = [p for p in points if (1 - 2 * WINDOW) * steps < p[0] <= (1 - WINDOW) * steps]
     if not last or not before:

@@ -1,4 +1,4 @@
-"""The divergence guard: decides that a run is over, and names the step and the layer that left first."""
+"""The divergence guard: decides that a run has diverged, and names the step and the layer that left first."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Diverged(Exception):
 class DivergenceGuard:
     """Watches losses and layer statistics.
 
-    A run has diverged on a loss or gradient that is not finite, or when the loss stays more than ``margin`` nats above
-    its best for ``patience`` steps. A layer has left when a watched statistic of it is not finite or exceeds ``factor``
-    times its median over the last ``window`` records; it is back when the statistic is in range again.
+    A run has diverged when a loss or gradient is not finite, or when the loss stays more than ``margin`` nats above
+    its best for ``patience`` steps. A layer has left when one of its watched statistics is not finite or exceeds
+    ``factor`` times its median over the last ``window`` records; it is back when the statistic is in range again.
     """
 
     margin: float
@@ -40,10 +40,10 @@ class DivergenceGuard:
     best: float = math.inf
     above_since: int | None = None
     recent: dict[Key, deque[float]] = field(default_factory=dict)
-    left: dict[Key, tuple[int, float]] = field(default_factory=dict)
+    departed: dict[Key, tuple[int, float]] = field(default_factory=dict)
 
     def see_layers(self, rows: Iterable[Row]) -> None:
-        """Take the monitor's rows of one step and note the layers that left at it, or came back."""
+        """Read the monitor's rows of one step and note the layers that left at it, or came back."""
         for step, layer, sublayer, _, _, metric, value in rows:
             if metric not in WATCHED or layer < 0 or sublayer == "block":
                 continue
@@ -52,16 +52,16 @@ class DivergenceGuard:
             usual = statistics.median(recent) if len(recent) >= 3 else math.inf
             ratio = value / usual if math.isfinite(value) and usual > 0 else 0.0
             if not math.isfinite(value):
-                self.left[key] = (step, math.inf)
+                self.departed[key] = (step, math.inf)
             elif ratio > self.factor:
-                self.left[key] = (self.left.get(key, (step, 0.0))[0], ratio)
+                self.departed[key] = (self.departed.get(key, (step, 0.0))[0], ratio)
             else:
-                self.left.pop(key, None)
+                self.departed.pop(key, None)
             if math.isfinite(value):
                 recent.append(value)
 
     def see_loss(self, step: int, loss: float) -> None:
-        """Take a step's loss. Raises Diverged."""
+        """Check a step's loss. Raises Diverged."""
         if not math.isfinite(loss):
             raise Diverged(step, f"the loss is {loss} at step {step}; {self.first_to_leave()}")
         self.best = min(self.best, loss)
@@ -77,48 +77,48 @@ class DivergenceGuard:
             )
 
     def see_gradient(self, step: int, norm: float, rows: Sequence[Row]) -> None:
-        """Take the total gradient norm before clipping and, where it isn't finite, its layers. Raises Diverged."""
+        """Check the total gradient norm before clipping and, if it isn't finite, its layers. Raises Diverged."""
         if math.isfinite(norm):
             return
         self.see_layers(rows)
         raise Diverged(step, f"the gradient's norm is {norm} at step {step}; {self.first_to_leave()}")
 
     def state_dict(self) -> Json:
-        """What it has seen, for a checkpoint."""
+        """Its observations so far, for a checkpoint."""
         seen = {
             "best": self.best,
             "above_since": self.above_since,
             "recent": [[*key, list(values)] for key, values in self.recent.items()],
-            "left": [[*key, *where] for key, where in self.left.items()],
+            "left": [[*key, *where] for key, where in self.departed.items()],
         }
         return {"guard": seen}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume with what it had seen at a checkpoint."""
+        """Resume with the observations of a checkpoint."""
         if (seen := state.get("guard")) is None:
             return
         self.best, self.above_since = seen["best"], seen["above_since"]
         self.recent = {(a, b, c): deque(values, maxlen=self.window) for a, b, c, values in seen["recent"]}
-        self.left = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}
+        self.departed = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}
 
     def first_to_leave(self) -> str:
-        """A clause that names the layer whose statistics left first, and when: those not finite before all others."""
-        if not self.left:
+        """A clause that names the layer that left first, and when; values that are not finite come before others."""
+        if not self.departed:
             return "no layer's recorded statistics left before it"
-        broken = {key: where for key, where in self.left.items() if math.isinf(where[1])} or self.left
+        broken = {key: where for key, where in self.departed.items() if math.isinf(where[1])} or self.departed
         first = min(step for step, _ in broken.values())
         key = max(
             (key for key, where in broken.items() if where[0] == first), key=lambda key: _blame(key, broken[key][1])
         )
         layer, sublayer, metric = key
         ratio = broken[key][1]
-        how = f"{ratio:.0f} times its recent median" if math.isfinite(ratio) else "not finite"
+        excess = f"{ratio:.0f} times its recent median" if math.isfinite(ratio) else "not finite"
         where = f"model.model.layers[{layer}], block {layer + 1} ({sublayer})"
-        return f"{where}, left first: its {metric} was {how} at step {first}"
+        return f"{where}, left first: its {metric} was {excess} at step {first}"
 
 
 def _blame(key: Key, ratio: float) -> tuple[float, int, int]:
-    """The largest excess; of those not finite, where it arose: states spread upwards, gradients downwards."""
+    """Rank by excess; if not finite, by where it arose: states spread to later layers, gradients to earlier ones."""
     layer, sublayer, metric = key
     order = 2 * layer + (sublayer == "feed_forward")
     return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)

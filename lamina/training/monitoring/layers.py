@@ -1,4 +1,4 @@
-"""The layer monitor: what every layer's gradients, states and norm gains do while a model trains."""
+"""The layer monitor: every layer's gradients, states and norm gains while a model trains."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lamina.training.execution.compiling import uncompiled
 
 Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
-TOP = 100  # as many of the largest |x| as Peri-LN's Figure 11 shows
+TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 
 
 class GradientNorms:
     """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
 
-    Under FSDP2 each parameter's squared local part is summed over the mesh, so the norms are those of one process.
+    Under FSDP2, each parameter's squared local part is summed over the mesh, so the norms are those of one process.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -59,7 +59,7 @@ class GradientNorms:
         return sums
 
     def _index(self, groups: list[int], device: torch.device) -> torch.Tensor:
-        """``groups`` on the device; kept, as sending them there waits for it."""
+        """``groups`` on the device; cached, since sending them waits for the device."""
         if self._sent is None or self._sent[0] != groups:
             self._sent = (groups, torch.tensor(groups, device=device))
         return self._sent[1]
@@ -76,12 +76,12 @@ class GradientNorms:
 
 
 def state_statistics(x: torch.Tensor) -> torch.Tensor:
-    """Variance and mean over all elements, mean |x|, largest |x| of a state [batch, tokens, hidden_size]."""
+    """Variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
     return _statistics(x)[0]
 
 
 def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
-    """The ``count`` largest |x| of a state [batch, tokens, hidden_size] (all, where it has fewer), largest first.
+    """The ``count`` largest |x| of a state [batch, tokens, hidden_size] (all, if it has fewer), largest first.
 
     NaN counts as the largest. Does not wait for the device.
     """
@@ -93,45 +93,45 @@ def _statistics(x: torch.Tensor, count: int = TOP) -> tuple[torch.Tensor, torch.
     magnitude = x.abs().flatten(0, -2)
     peaks = magnitude.amax(-1)
     statistics = torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), peaks.max()])
-    # the largest lie in the tokens with the largest peaks, so that only those tokens' elements are sorted
+    # the largest lie in the tokens with the largest peaks, so only those tokens' elements are sorted
     tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
     values = magnitude.index_select(0, tokens).flatten()
     return statistics, values.topk(min(count, len(values)), sorted=False).values
 
 
 def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
-    """The statistics of x^0 and of the stream after every sub-layer, for one batch, and the largest |x| of them all.
+    """The statistics of x^0 and of the stream after every sub-layer, for one batch, and the largest |x| of all.
 
-    ``inputs`` is what the model is called with, or its main input alone: token ids [batch, tokens], pixel values
-    [batch, channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is
-    sharded in bfloat16, in float32; leaves its mode as it was.
+    ``inputs`` are the model's arguments, or only its main input: token ids [batch, tokens] or pixel values [batch,
+    channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is sharded
+    in bfloat16, in float32; restores its mode.
 
     The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
-    sequence's tokens and channels) of x^0 and of the streams behind every sub-layer together, in row ``index`` 0 the
-    largest. One element that stays large through several sub-layers counts in each of them.
+    sequence's tokens and channels) of x^0 and of the stream after every sub-layer; the row with ``index`` 0 is the
+    largest. An element that stays large through several sub-layers counts in each of them.
     """
     base = body_of(model, "layer monitor")
     if isinstance(inputs, torch.Tensor):
         inputs = {base.main_input_name: inputs}
-    found: dict[tuple[int, str], torch.Tensor] = {}
+    statistics: dict[tuple[int, str], torch.Tensor] = {}
     top: list[torch.Tensor] = []
 
-    def see(key: tuple[int, str], x: torch.Tensor) -> None:
-        found[key], largest = _statistics(x)
+    def measure(key: tuple[int, str], x: torch.Tensor) -> None:
+        statistics[key], largest = _statistics(x)
         top.append(largest)
 
     def behind(key: tuple[int, str]) -> Callable[..., None]:
-        return lambda module, args, output: see(key, output)
+        return lambda module, args, output: measure(key, output)
 
     handles = []
     for index, name, residual in sublayers(base):
         handles.append(residual.register_forward_hook(behind((index, name))))
-    handles.append(base.layers[0].register_forward_pre_hook(lambda m, args: see((-1, "block"), args[0])))
+    handles.append(base.layers[0].register_forward_pre_hook(lambda m, args: measure((-1, "block"), args[0])))
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), uncompiled(base):
-            if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must be here
+            if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must call it
                 model(**inputs, use_cache=False, logits_to_keep=1)
             else:
                 base(**inputs, use_cache=False)
@@ -141,14 +141,14 @@ def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torc
             handle.remove()
     values = torch.cat(top)
     largest = values.topk(min(TOP, len(values))).values
-    flat = torch.cat([torch.stack(list(found.values())).flatten(), largest]).tolist()  # one wait for the device
+    flat = torch.cat([torch.stack(list(statistics.values())).flatten(), largest]).tolist()  # one wait for the device
     rows: list[Row] = []
-    for number, (layer, sublayer) in enumerate(found):
+    for number, (layer, sublayer) in enumerate(statistics):
         rows += [
             (step, layer, sublayer, "all", 0, metric, flat[number * len(STATE_METRICS) + place])
             for place, metric in enumerate(STATE_METRICS)
         ]
-    top_values = flat[len(found) * len(STATE_METRICS) :]
+    top_values = flat[len(statistics) * len(STATE_METRICS) :]
     return rows + [(step, -1, "model", "all", rank, "hidden_top_abs", value) for rank, value in enumerate(top_values)]
 
 

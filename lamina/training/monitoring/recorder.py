@@ -1,4 +1,4 @@
-"""What a run writes while it trains, and how Ctrl-C ends it."""
+"""The records that a run writes while it trains, and how Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class RunRecorder(TrainerCallback):
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
-        self.realized = realized  # by the step: each corpus' part of a mix so far
+        self.realized = realized  # by step: each corpus's share of a mix so far
         self.interrupted: str | None = None
         self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
-        # Evaluations, records and checkpoints are not the training's time: the clock stands still in them.
+        # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
         self._logged = (0, 0.0)
@@ -115,7 +115,7 @@ class RunRecorder(TrainerCallback):
         self.guard.see_loss(step, loss)
 
     def mix(self, step: int) -> dict[str, PartShare] | None:
-        """What each corpus of a mix has given by ``step``; None where the corpus is one."""
+        """What each corpus of a mix has contributed by ``step``; None for a single corpus."""
         return self.realized(step) or None
 
     def on_evaluate(
@@ -133,7 +133,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
 
     def state_dict(self) -> Json:
-        """Step and loss of the last evaluation, the best loss, and what the writers have brought to the disk."""
+        """Step and loss of the last evaluation, the best loss, and what the writers have synced to disk."""
         self._take_series()
         self.layers.flush()
         self.metrics.sync()
@@ -158,23 +158,23 @@ class RunRecorder(TrainerCallback):
         self._take_series()
 
     def _take_series(self) -> None:
-        """Record the loss and the gradient norm of each step since the last time; all processes at the same step."""
+        """Record each step's loss and gradient norm since the last call; all processes call it at the same step."""
         assert self.trainer is not None
         assert self.trainer.series is not None
         self.layers.add(self.trainer.series.rows())
 
     def record_divergence(self, diverged: Diverged) -> None:
-        """Keep what was seen at the step that ended the run: it is what one wants to look at."""
+        """Record the measurements of the step that ended the run, for the diagnosis."""
         assert self.trainer is not None
         assert self.trainer.series is not None
-        self.trainer.series.end_step(diverged.step)  # that of the step which was not ended
+        self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
         tokens = diverged.step * self.tokens_per_step
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def close(self) -> None:
-        """Write what has gathered and take the progress bar away; may be called twice."""
+        """Write the collected rows and close the progress bar; may be called twice."""
         try:
             self.layers.flush()
         finally:
@@ -204,7 +204,7 @@ class RunRecorder(TrainerCallback):
 
 
 def safe_exp(loss: float) -> float:
-    """The perplexity of a loss in nats; infinite where it overflows."""
+    """The perplexity of a loss in nats; infinite if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -213,16 +213,16 @@ def safe_exp(loss: float) -> float:
 
 @contextmanager
 def stop_signals(recorder: RunRecorder) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step it is in, with a checkpoint; the second at once.
+    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after its current step, with a checkpoint; a second, at once.
 
-    SIGUSR1 is what Slurm can be told to send before a job's time is up.
+    Slurm can be configured to send SIGUSR1 before a job's time is up.
     """
     first = 0.0
 
     def stop(number: int) -> None:
         nonlocal first
         now = time.monotonic()
-        # torchrun passes on the Ctrl-C that the terminal has sent to its processes already
+        # torchrun forwards the Ctrl-C that the terminal has already sent to its processes
         if recorder.interrupted and (recorder.processes.size == 1 or now - first > TWICE_SECONDS):
             raise KeyboardInterrupt
         first = now if not recorder.interrupted else first

@@ -1,4 +1,4 @@
-"""Probes on a model while it trains: on a few held-out blocks, and without the training noticing."""
+"""Probes on a model while it trains: on a few held-out blocks, without any effect on the training."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ _REFUSED = "not measured: "
 
 
 class ScheduledProbes(TrainerCallback):
-    """Runs probes at the first step, at every ``every``-th and at the last; RUN/probes/NAME/part-STEP.parquet.
+    """Runs probes before the first step, at every ``every``-th step and at the last; RUN/probes/NAME/part-STEP.parquet.
 
-    A probe that does not apply to the model, or that fails at a step, says so in probes/NAME/notes.jsonl; neither ends
-    the run. In a run of several processes the first one probes; a model whose
-    weights are spread over processes is not probed.
+    A probe that does not apply to the model, or that fails at a step, leaves a note in probes/NAME/notes.jsonl; neither
+    ends the run. In a run of several processes, the first one probes; a model whose weights are sharded is not probed.
     """
 
     def __init__(
@@ -69,11 +68,11 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Nothing: the ledger knows the parts."""
+        """Nothing: the ledger lists the parts."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: what was measured after the checkpoint is dropped, and parts it does not know are set aside."""
+        """Resume: drop measurements after the checkpoint, and set aside parts that it does not list."""
         if "step" in state:
             checked_parts(self.folder.parent, "probes/*/part-*.parquet", state.get("files"))
             forget(self.folder, after=state["step"], files=state.get("files"))
@@ -87,7 +86,7 @@ class ScheduledProbes(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        # Trainer has stepped and cleared the gradients by now, and the recorder, called before, has stopped its clock.
+        # Trainer has already stepped and cleared the gradients, and the recorder, called before, has stopped its clock.
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._probe(state)
 
@@ -124,11 +123,11 @@ class ScheduledProbes(TrainerCallback):
         )
 
     def _measure(self, context: Context) -> list[tuple[Probe, pd.DataFrame | None, list[str]]]:
-        """All probes in one pass; where one of them breaks, each in a pass of its own, so that the others measure."""
-        found: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
+        """Run all probes in one pass; if one of them fails, each in its own pass, so that the others measure."""
+        results: list[tuple[Probe, pd.DataFrame | None, list[str]]] = []
 
         def done(probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
-            found.append((probe, frame, [note for note in context.notes if " left out: " not in note]))
+            results.append((probe, frame, [note for note in context.notes if " left out: " not in note]))
             context.notes[:] = [note for note in context.notes if " left out: " in note]
 
         probes = make_all(self.specs)
@@ -137,7 +136,7 @@ class ScheduledProbes(TrainerCallback):
         except Exception as error:
             if disk_full(error):
                 raise
-            found.clear()
+            results.clear()
             context.notes.clear()
             for probe in make_all(self.specs):
                 try:
@@ -148,12 +147,12 @@ class ScheduledProbes(TrainerCallback):
                     context.notes.append(f"{probe.name} left out: {type(error).__name__}: {error}")
         for probe in probes:
             start = f"{probe.name} left out: "
-            said = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
-            found += [(probe, None, [f"{_REFUSED}{reason}" for reason in said])] if said else []
-        return found
+            reasons = [" ".join(n.removeprefix(start).split()) for n in context.notes if n.startswith(start)]
+            results += [(probe, None, [f"{_REFUSED}{reason}" for reason in reasons])] if reasons else []
+        return results
 
     def _describe(self, probe: Probe) -> None:
-        """What the page says of a probe, in the folder with its numbers: it may be one of the user's own."""
+        """Store the page's texts about a probe beside its numbers, since it may be the user's own."""
         path = self.folder / probe.name / "about.json"
         if not path.is_file():
             words = {key: getattr(probe, key) for key in ("title", "summary", "source")}
@@ -172,7 +171,7 @@ class ScheduledProbes(TrainerCallback):
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
-    """Write one step's rows under a temporary name, then put them into place."""
+    """Write one step's rows under a temporary name, then move them into place."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{step:08d}.parquet"
     rows = frame.assign(step=step)[["step", *frame.columns.drop("step", errors="ignore")]]
@@ -181,9 +180,9 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
 
 
 def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) -> None:
-    """Drop what was measured after a step that a run goes on from, and set aside what its checkpoint does not know.
+    """Drop measurements after the step that a run resumes from, and set aside what its checkpoint does not list.
 
-    ``files``: the run's by that checkpoint; None where it does not say.
+    ``files``: the run's files according to that checkpoint; None if it does not list them.
     """
     for path in folder.glob("*/part-*.parquet"):
         number = path.stem.removeprefix("part-")
@@ -193,20 +192,20 @@ def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) 
             set_aside(path)
     for path in folder.glob("*/notes.jsonl"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if _step(line) <= after]
-        write_text(path, "".join(f"{line}\n" for line in kept))
+        lines = [line for line in lines if _step(line) <= after]
+        write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def _step(line: str) -> float:
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a torn last line goes
+        return float("inf")  # a partial last line is dropped
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, eager, no gradients held; afterwards mode, gradients and random states are what they were."""
+    """Evaluation mode, eager, without gradients; mode, gradients and random states are restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     compiled = [(module, module._compiled_call_impl) for module, _ in modes if module._compiled_call_impl is not None]
     held = [(p, p.grad, p.requires_grad) for p in model.parameters()]

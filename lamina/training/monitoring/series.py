@@ -1,4 +1,4 @@
-"""Every step's loss and gradient norm, between two records kept on the device, and the spikes among them."""
+"""Every step's loss and gradient norm, kept on the device between two records, and the spikes among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lamina.training.monitoring.layers import Row
 logger = logging.getLogger(__name__)
 
 LOSS, NORM = "step_loss", "step_gradient_norm"
-_CHUNK = 1000  # steps whose values are put together, so that a rare record keeps few tensors
+_CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
 
 
 class StepSeries:
@@ -34,16 +34,16 @@ class StepSeries:
         self._values: dict[str, list[torch.Tensor]] = {LOSS: [], NORM: []}
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Take a micro-batch's share of its step's loss."""
+        """Add a micro-batch's share of its step's loss."""
         loss = loss.detach()
         self._loss = loss if self._loss is None else self._loss + loss
 
     def add_norm(self, norm: Any) -> None:
-        """Take the gradient's norm of the step, a tensor or a number."""
+        """Set the step's gradient norm, a tensor or a number."""
         self._norm = torch.as_tensor(norm).detach()
 
     def end_step(self, step: int, *, skipped: bool = False) -> None:
-        """The step is over; the norm of one that the loss scaler ``skipped`` is none."""
+        """End the step; one that the loss scaler ``skipped`` has no norm."""
         for name, value in ((LOSS, self._loss), (NORM, None if skipped else self._norm)):
             if value is not None:
                 self._steps[name].append(step)
@@ -70,16 +70,17 @@ class StepSeries:
 def spike_columns(folder: Path) -> Json:
     """Spike counts and scores of a run's steps, by the names of ``SPIKES``, from its layers/.
 
-    None for a series of no more than the ``FEWEST`` steps that can't be judged.
+    None for a series of at most ``FEWEST`` steps, which is too short to judge.
     """
-    found: Json = dict.fromkeys(SPIKES)
+    values_by_column: Json = dict.fromkeys(SPIKES)
     series = _read(folder)
     for name, column in ((LOSS, "loss"), (NORM, "gradient")):
         values = [series[name][step] for step in sorted(series[name])]
         if len(values) > FEWEST:
             marked = spikes(values)
-            found[f"{column}_spikes"], found[f"{column}_spike_score"] = int(marked.sum()), float(marked.mean())
-    return found
+            values_by_column[f"{column}_spikes"] = int(marked.sum())
+            values_by_column[f"{column}_spike_score"] = float(marked.mean())
+    return values_by_column
 
 
 def _read(folder: Path) -> dict[str, dict[int, float]]:

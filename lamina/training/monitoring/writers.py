@@ -24,7 +24,7 @@ LAYER_COLUMNS = ("step", "layer", "sublayer", "role", "index", "metric", "value"
 
 
 class MetricsWriter:
-    """metrics.jsonl: one line per record, written through at once.
+    """metrics.jsonl: one line per record, written at once.
 
     Args:
         folder: the run's.
@@ -40,11 +40,11 @@ class MetricsWriter:
         self._unsynced = 0
 
     def state_dict(self) -> Json:
-        """How many records there are beside the rollbacks', and their SHA-256."""
+        """The number of records, without the rollbacks', and their SHA-256."""
         return {"records": (self._count, self._records.hexdigest())}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: no record stays that is later than the checkpoint, and those that it knows are checked."""
+        """Resume: drop records later than the checkpoint, and check those that it knows."""
         logged_step = int(state.get("logged_step", 0))
         if "step" not in state or not (self.path.exists() or logged_step):
             return
@@ -73,7 +73,7 @@ class MetricsWriter:
         self._sum.update(content)
         self._size += len(content)
         self._count_in(line)
-        digests.note(self.path, (self._size, self._sum.hexdigest()), settle=False)
+        digests.note(self.path, (self._size, self._sum.hexdigest()), sync=False)
         with self.path.open("ab") as file:
             file.write(content)
         self._unsynced += 1
@@ -81,7 +81,7 @@ class MetricsWriter:
             self.sync()
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Sync the file to disk."""
         if self.path.exists():
             sync(self.path)
             digests.rewrite(self.path.parent)
@@ -93,37 +93,37 @@ class MetricsWriter:
 
 
 def _known_lines(path: Path, step: int, known: tuple[int, str] | None) -> list[str]:
-    """The records up to ``step`` without the rollbacks', by step; a file that is not as ``known`` is set aside."""
+    """The records up to ``step`` by step, without the rollbacks'; a file that differs from ``known`` is set aside."""
     everything = _lines(path)
     lines = [line for line in everything if _step(line) <= step]
     lines = sorted((line for line in lines if "rollback" not in json.loads(line)), key=_step)
     if known is not None:
         count, digest = known
-        once = list(dict.fromkeys(lines))  # lines that were doubled are known by that
+        once = list(dict.fromkeys(lines))  # without duplicated lines
         lines = once if digest_of(once[:count]) == digest else lines
         altered = digest_of(lines[:count]) != digest
-        lines = lines if altered else lines[:count]  # what comes after the checkpoint is recorded again
+        lines = lines if altered else lines[:count]  # what follows the checkpoint is recorded again
     else:
-        altered = any(_step(line) == math.inf for line in everything[:-1])  # a kill cuts the last one only
+        altered = any(_step(line) == math.inf for line in everything[:-1])  # a kill cuts only the last line
     if altered and path.exists():
         set_aside(path, copy=True)
     return lines
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """The SHA-256 of lines, each with its end."""
+    """The SHA-256 of lines, each with its newline."""
     return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def keep_abandoned(folder: Path, step: int, number: int) -> None:
-    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl: a return takes them out of metrics.jsonl."""
+    """Copy the records after ``step`` to metrics-rollback-NUMBER.jsonl: a rollback removes them from metrics.jsonl."""
     lines = _lines(folder / "metrics.jsonl")
     gone = [line for line in lines if step < _step(line) < math.inf]
     write_text(folder / f"metrics-rollback-{number}.jsonl", "".join(f"{line}\n" for line in gone))
 
 
 class NoWriter:
-    """In place of the writers in every process but the first."""
+    """Replaces the writers in every process but the first."""
 
     best_eval = math.inf
     last_eval = (-1, math.inf)
@@ -143,7 +143,7 @@ class NoWriter:
 
 
 def set_aside(path: Path, *, copy: bool = False) -> None:
-    """Move (or copy) a damaged file of a run to NAME.damaged, where nothing reads it, and say so."""
+    """Move (or copy) a damaged file of a run to NAME.damaged, where nothing reads it, and log that."""
     aside = path.with_name(f"{path.name}.damaged")
     if aside.is_dir():
         shutil.rmtree(aside)
@@ -160,25 +160,25 @@ def _lines(path: Path) -> list[str]:
 
 
 def checked_parts(folder: Path, pattern: str, files: Mapping[str, Any] | None) -> list[Path]:
-    """The parts of a run's table as a checkpoint knows them: altered ones are set aside, missing ones are named.
+    """The intact parts of a run's table, by a checkpoint: altered parts are set aside, missing ones are logged.
 
     Args:
         folder: the run's.
-        pattern: which files are parts, from there.
-        files: the checkpoint's sizes and digests; None where it has none, and then all parts are as they should be.
+        pattern: the glob pattern of the parts, relative to the folder.
+        files: the checkpoint's sizes and digests; None if it has none, and then all parts count as intact.
     """
-    found = sorted(folder.glob(pattern))
+    parts = sorted(folder.glob(pattern))
     if files is None:
-        return found
+        return parts
     expected = {name: tuple(entry) for name, entry in files.items() if Path(name).match(pattern)}
     for name in expected:
         if not (folder / name).exists():
             logger.warning("%s is missing: what it held is left out", folder / name)
-    for part in found:
+    for part in parts:
         name = part.relative_to(folder).as_posix()
         if name in expected and (not part.is_file() or entry_of(part) != expected[name]):
             set_aside(part)
-    return [part for part in found if part.exists()]
+    return [part for part in parts if part.exists()]
 
 
 def _number(part: Path) -> int:
@@ -190,11 +190,11 @@ def _text(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError:
-        return ""  # no record
+        return ""  # not a record
 
 
 def _step(line: str) -> float:
-    """The step of a record; infinite for a torn or altered line, which goes."""
+    """The step of a record; infinite for a partial or altered line, which is dropped."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -203,7 +203,7 @@ def _step(line: str) -> float:
 
 
 class LayersWriter:
-    """layers/part-*.parquet: rows are gathered and written in parts, so that a kill loses at most the last one."""
+    """layers/part-*.parquet: rows are collected and written in parts, so that a kill loses at most the last part."""
 
     rows_per_part = 20_000
 
@@ -214,11 +214,11 @@ class LayersWriter:
         self.next = 1 + max(map(_number, self.folder.glob("part-*.parquet")), default=-1)
 
     def state_dict(self) -> Json:
-        """What the run's files hold, these parts among them; call it when they are on the disk."""
+        """The sizes and digests of the run's files, including these parts; call it once they are on disk."""
         return {"files": digests.entries(self.run)}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: no row stays that is later than the checkpoint, and parts that are not as it knows are set aside."""
+        """Resume: drop rows later than the checkpoint, and set aside parts that differ from what it lists."""
         files = state.get("files")
         parts = checked_parts(self.run, "layers/part-*.parquet", files)
         self.next = 1 + max(map(_number, parts), default=-1)
@@ -230,7 +230,7 @@ class LayersWriter:
         import pyarrow.parquet as pq
 
         try:
-            with part.open("rb") as file:  # a path with a colon would be taken for an address
+            with part.open("rb") as file:  # a path with a colon would be read as a URI
                 table = pq.read_table(file)
             rows = table.filter(ds.field("step") <= step)
         except (OSError, ValueError):  # ArrowInvalid is a ValueError
@@ -239,8 +239,8 @@ class LayersWriter:
         if rows.num_rows == 0:
             digests.remove(part)
         elif not known:
-            # All that the run had measured by then is in the parts that the checkpoint knows: this one repeats it (a
-            # divergence records its last rows again), or is somebody else's.
+            # The parts that the checkpoint lists hold all measurements up to it. So this part repeats them (a
+            # divergence records its last rows again), or the run did not write it.
             if digests.differs(part):
                 set_aside(part)
             else:
@@ -249,13 +249,13 @@ class LayersWriter:
             self._write(part, rows)
 
     def add(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Take rows of (step, layer, sublayer, role, index, metric, value)."""
+        """Add rows of (step, layer, sublayer, role, index, metric, value)."""
         self.rows += rows
         if len(self.rows) >= self.rows_per_part:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has gathered as one part."""
+        """Write the collected rows as one part."""
         import pyarrow as pa
 
         if not self.rows:

@@ -1,1 +1,1 @@
-"""How a run's weights are updated: parameter groups, learning rates, and which blocks each step trains on."""
+"""How a run updates its weights: parameter groups, learning rates, and the blocks of each step."""

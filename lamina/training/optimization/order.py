@@ -1,4 +1,4 @@
-"""Which blocks a step trains on: one endless order, the same for any number of processes, with windows left out."""
+"""The blocks that each step trains on: one endless order, the same for any number of processes, with skips."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from functools import lru_cache
 import torch
 from torch.utils.data import Sampler
 
-Jump = tuple[int, int]  # (step, how many steps' worth of data the order is ahead after it)
+Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is ahead after it)
 
 
 class TrainOrder(Sampler[list[int]]):
     """The indices of every micro-batch of a run, for one of its processes.
 
-    The corpus' blocks are shuffled anew each time all were seen, and step ``s`` (from 1) takes the next
-    ``gradient_accumulation * batch_size`` of them, whole also where one pass ends and the next begins. A micro-batch'
-    ``batch_size`` blocks are split over the processes, so that a step's blocks do not depend on their number.
+    The corpus's blocks are reshuffled after each pass, and step ``s`` (from 1) takes the next ``gradient_accumulation
+    * batch_size`` of them, across the end of a pass if needed. The ``batch_size`` blocks of a micro-batch are split
+    over the processes, so a step's blocks do not depend on the number of processes.
 
     Args:
-        blocks: how many there are.
+        blocks: the number of blocks.
         steps: of the run.
         batch_size: blocks in a micro-batch of all processes; a multiple of ``size``.
         gradient_accumulation: micro-batches in a step.
         seed: of the shuffles.
-        jumps: data left out: after ``step`` the order is ``ahead`` steps further on (the last entry before a step
-            counts).
-        done: steps trained already: the first micro-batch is the one after them.
+        skips: skipped data as pairs (step, ahead): after ``step`` the order is ``ahead`` steps ahead. For each step,
+            the last pair before it counts.
+        done: steps already trained: the first micro-batch is the one after them.
         rank: of this process, among ``size``.
-        shuffled: False for blocks that come in an order of their own without end (a mix, which keeps its shares).
+        shuffled: False for blocks that come in their own endless order (a mix, which keeps its shares).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TrainOrder(Sampler[list[int]]):
         batch_size: int,
         gradient_accumulation: int = 1,
         seed: int = 0,
-        jumps: Sequence[Jump] = (),
+        skips: Sequence[Skip] = (),
         done: int = 0,
         rank: int = 0,
         size: int = 1,
@@ -47,7 +47,7 @@ class TrainOrder(Sampler[list[int]]):
     ):
         assert blocks > 0
         assert batch_size % size == 0
-        self.blocks, self.steps, self.done, self.seed, self.jumps = blocks, steps, done, seed, tuple(jumps)
+        self.blocks, self.steps, self.done, self.seed, self.skips = blocks, steps, done, seed, tuple(skips)
         self.batch_size, self.gradient_accumulation = batch_size, gradient_accumulation
         self.shuffled = shuffled
         self.share = slice(rank * (batch_size // size), (rank + 1) * (batch_size // size))
@@ -61,24 +61,24 @@ class TrainOrder(Sampler[list[int]]):
                 yield self.micro_batch(step, micro_batch)[self.share]
 
     def data_step(self, step: int) -> int:
-        """The place of a step's data in the order, in steps from 1."""
-        return step + ahead(self.jumps, step)
+        """The position of a step's data in the order, in steps from 1."""
+        return step + ahead(self.skips, step)
 
     def start(self, step: int) -> int:
-        """The place of a step's first block in the order, from 0."""
+        """The position of a step's first block in the order, from 0."""
         return (self.data_step(step) - 1) * self.gradient_accumulation * self.batch_size
 
     def spans(self, steps: int) -> list[tuple[int, int]]:
-        """The stretches of the order, in blocks from 0, that the first ``steps`` steps train on."""
-        found, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
-        later = [after for after, _ in self.jumps[1:]]
-        kept = [jump for i, jump in enumerate(self.jumps) if all(jump[0] < after for after in later[i:])]
-        for after, ahead in [*kept, (steps, 0)]:
+        """The spans of the order, in blocks from 0, that the first ``steps`` steps train on."""
+        spans, done, skipped, size = [], 0, 0, self.batch_size * self.gradient_accumulation
+        later = [after for after, _ in self.skips[1:]]
+        valid = [skip for i, skip in enumerate(self.skips) if all(skip[0] < after for after in later[i:])]
+        for after, ahead in [*valid, (steps, 0)]:
             upto = min(after, steps)
             if upto > done:
-                found.append(((done + skipped) * size, (upto + skipped) * size))
+                spans.append(((done + skipped) * size, (upto + skipped) * size))
             done, skipped = max(done, upto), ahead
-        return found
+        return spans
 
     def micro_batch(self, step: int, micro_batch: int) -> list[int]:
         """The indices of one micro-batch of all processes."""
@@ -93,9 +93,9 @@ class TrainOrder(Sampler[list[int]]):
         return indices
 
 
-def ahead(jumps: Sequence[Jump], step: int) -> int:
-    """How many steps' worth of data have been left out before a step's data."""
-    return next((skipped for after, skipped in reversed(jumps) if step > after), 0)
+def ahead(skips: Sequence[Skip], step: int) -> int:
+    """How many steps' worth of data are skipped before a step's data."""
+    return next((skipped for after, skipped in reversed(skips) if step > after), 0)
 
 
 @lru_cache(maxsize=2)

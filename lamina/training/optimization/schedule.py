@@ -1,4 +1,4 @@
-"""The learning rate's schedules that are settings of their own."""
+"""The learning-rate schedules of Lamina's own settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lamina.training.settings import RunSettings
 
 
 def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
-    """The share of the peak rate by steps done, for ``wsd``; None for ``cosine``, which is the Trainer's own."""
+    """The share of the peak rate by steps done, for ``wsd``; None for ``cosine``, which is Trainer's own."""
     if settings.schedule == "cosine":
         return None
     return partial(
@@ -28,7 +28,7 @@ def schedule_of(settings: RunSettings) -> Callable[[int], float] | None:
 
 
 def planned_shares(settings: RunSettings) -> Callable[[int], float]:
-    """The share of the peak rate by steps done, whether the schedule is the Trainer's or the run's own."""
+    """The share of the peak rate by steps done, for Trainer's schedule and for Lamina's own."""
     schedule = schedule_of(settings)
     if schedule is not None:
         return schedule
@@ -40,19 +40,23 @@ def planned_shares(settings: RunSettings) -> Callable[[int], float]:
 
 
 def with_shorter_warmup(shares: Callable[[int], float], done: int, *, warmup: int, planned_warmup: int) -> float:
-    """The share of the peak rate after ``done`` steps of a schedule whose warm-up takes fewer steps than planned."""
+    """The share of the peak rate after ``done`` steps of a schedule with a warm-up shorter than planned."""
     return done / warmup if done < warmup else shares(done - warmup + planned_warmup)
 
 
 def warmup_stable_decay(done: int, *, warmup: int, decay: int, steps: int, low: float, shape: str) -> float:
-    """The share of the peak rate after ``done`` steps: up from 0, level, and down to ``low`` over the last ``decay``.
+    """The share of the peak rate after ``done`` steps: up from 0, constant, down to ``low`` over the last ``decay``.
 
-    With u, the share of the decay that is over, the rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or
+    With u, the completed share of the decay, the rate falls as 1 - u (linear), 1 - sqrt(u) (1-sqrt) or
     (1 + cos(pi u)) / 2 (cosine), scaled to end at ``low``. MiniCPM (arXiv 2404.06395) named the schedule; 1-sqrt is
     Hägele et al.'s (arXiv 2405.18392).
     """
     if done < warmup:
         return done / warmup
     over = min(1.0, max(0.0, (done - (steps - decay)) / max(1, decay)))
-    left = {"linear": 1.0 - over, "1-sqrt": 1.0 - math.sqrt(over), "cosine": 0.5 * (1.0 + math.cos(math.pi * over))}
-    return low + (1.0 - low) * left[shape]
+    share = {
+        "linear": 1.0 - over,
+        "1-sqrt": 1.0 - math.sqrt(over),
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * over)),
+    }
+    return low + (1.0 - low) * share[shape]
