@@ -14,6 +14,7 @@ from string import Template
 from plotly.offline import get_plotlyjs
 
 from lamina.jobs import digests
+from lamina.jobs.manifest import sync
 from lamina.reports.style import FONT
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, se
     )
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(page, encoding="utf-8")
+    sync(partial)
     os.replace(partial, path)
     return path
 

@@ -23,6 +23,7 @@ from lamina.errors import UserError
 from lamina.jobs import orphans
 from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, write_json
+from lamina.jobs.kinds import Kind
 from lamina.jobs.signals import STOP_SIGNALS
 from lamina.training.settings import PretrainSettings
 
@@ -92,7 +93,7 @@ def run(request: Json) -> int:
         from lamina.training.pretrain import pretrain
 
         # marks the folder as ours before the log is in it
-        write_json(folder / "environment.json", environment(settings.seed))
+        write_json(folder / "environment.json", environment(settings.seed, Kind.RUN))
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             sys.stdout.flush()
             for stream in (1, 2):

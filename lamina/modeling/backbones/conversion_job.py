@@ -18,6 +18,7 @@ from lamina.errors import UserError
 from lamina.jobs import folder as job_folder
 from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
+from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones import conversion
 from lamina.modeling.configuration_lamina import LaminaConfig
@@ -74,7 +75,7 @@ def convert(
         if verify:
             record["largest_difference"] = _verified_difference(model, draft, record["model_type"])
         write_json(draft / "conversion.json", record)
-        write_json(draft / "environment.json", environment(seed=0))
+        write_json(draft / "environment.json", environment(seed=0, kind=Kind.MODEL))
         with job_folder.lock(output):
             job_folder.claim(output, resume=False, overwrite=overwrite)
             for path in sorted(draft.iterdir()):

@@ -19,8 +19,7 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import digests
-from lamina.jobs.files import disk_full, write_json, write_text
+from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.probes.engine.measure import make_context
 from lamina.probes.engine.registry import Probe
 from lamina.probes.engine.running import run
@@ -101,9 +100,8 @@ class Measuring:
 
     def _done(self, probe: Probe, frame: pd.DataFrame, seconds: float) -> None:
         """Write a probe's frame and figures, then list them in result.json."""
-        path = self.folder / f"{probe.name}.parquet"
-        frame.to_parquet(path.with_name(f".{path.name}").absolute(), index=False)
-        digests.replace(path.with_name(f".{path.name}"), path)
+        with writing(self.folder / f"{probe.name}.parquet") as temporary:
+            frame.to_parquet(temporary.absolute(), index=False)
         error = probe.standard_error()
         self.results[probe.name] = {
             **self._words(probe),

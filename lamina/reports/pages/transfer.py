@@ -10,10 +10,12 @@ from lamina.jobs.kinds import Kind
 from lamina.reports import figures, tables
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, prose, write_page
+from lamina.reports.pages.study import study_report
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
 from lamina.reports.style import PALETTE, to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, text
+from lamina.studies.record import has_study
 
 _FIGURE = (
     "Eval loss against the learning rate of the settings, before the factors of the width: with the right scaling, the "
@@ -24,8 +26,13 @@ _FIGURE = (
 
 @report_of(Kind.TRANSFER)
 def transfer_report(folder: Path) -> Path:
-    """Write ``folder/report.html`` of a transfer. Raises UserError where its numbers are missing."""
+    """Write ``folder/report.html`` of a transfer; of one that was killed before it had numbers, the page of its trials.
+
+    Raises UserError where its numbers are damaged.
+    """
     folder = Path(folder)
+    if not (folder / "transfer.json").exists() and has_study(folder):
+        return study_report(folder)
     try:
         summary = json.loads((folder / "transfer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
