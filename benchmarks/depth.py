@@ -133,7 +133,7 @@ def main() -> None:
             training.append(row)
             print(
                 f"{placement}, {row['num_layers']} blocks, {row['parameters']:,} parameters: "
-                f"{row['step_seconds']} s a step, {row['peak_memory_mib']} MiB, losses {row['losses']}"
+                f"{row['step_seconds']} s per step, {row['peak_memory_mib']} MiB, losses {row['losses']}"
             )
     if arguments.output:
         record = {"benchmark": "depth", **settings_of_machine(), "compiling": compiling, "training": training}

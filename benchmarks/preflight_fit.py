@@ -56,7 +56,7 @@ class Record:
 
     def last(self, fitted: dict[str, Any]) -> Features:
         """What `lamina preflight` would judge: the burn-in's end, or a later measurement while that is open."""
-        for seen in self.courses[1:]:  # the first is half-way
+        for seen in self.courses[1:]:  # the first is halfway
             if kind_of(seen, fitted) in ("fine", "will not train"):
                 return seen
         return self.courses[-1]
@@ -150,7 +150,7 @@ def fit(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
 def fit_collapse(known: list[Record]) -> dict[str, float]:
     """The gain below which no run trained whose input was worth next to nothing, with room on both sides.
 
-    The border stands half-way between the smallest gain of one that trained and the next smaller one of those that did
+    The border stands halfway between the smallest gain of one that trained and the next smaller one of those that did
     not, at 1e-3 at most: Adam evens out three orders of magnitude, and such runs were seen to come back.
     """
     limit = 0.002
