@@ -45,6 +45,6 @@ class ResumePolicy:
                 others = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
                     f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "
-                    f"another {others}; else another --output)"
+                    f"another of {others}; else another --output)"
                 )
         return {**known, **given}

@@ -108,7 +108,7 @@ def test_missing_and_broken_trial_files_do_not_break_the_page(study):
 def test_a_study_with_results_alone_is_a_page(study):
     shutil.rmtree(study / "trials")
     page = report(study).read_text(encoding="utf-8")
-    assert "No records by layer in this folder" in page
+    assert "This folder has no records by layer" in page
     assert "fusenorm" in page
 
 
@@ -116,7 +116,7 @@ def test_a_trials_name_cannot_lead_out_of_the_study(study):
     results = pd.read_csv(study / "results.csv")
     results["trial"] = "../../elsewhere"
     results.to_csv(study / "results.csv", index=False)
-    assert "No records by layer" in report(study).read_text(encoding="utf-8")
+    assert "no records by layer" in report(study).read_text(encoding="utf-8")
 
 
 def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path):

@@ -184,7 +184,7 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 def test_a_compiler_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr("lamina.training.resolve.missing_compiler", lambda device: "there is no C++ compiler")
+    monkeypatch.setattr("lamina.training.checks.missing_compiler", lambda device: "there is no C++ compiler")
     with pytest.raises(UserError, match=r"compile: 'on', but there is no C\+\+ compiler \(allowed here: auto, off\)"):
         resolve_run(of(compile="on"))
     resolve_run(of(compile="auto"))
@@ -192,7 +192,7 @@ def test_a_compiler_asked_for_must_be_there(monkeypatch):
 
 @pytest.mark.parametrize(("name", "value"), [("precision", "int8"), ("precision", "32"), ("compile", "yes")])
 def test_values_without_a_meaning(name, value):
-    with pytest.raises(UserError, match=rf"{name}: '{value}' \(allowed: auto, "):
+    with pytest.raises(UserError, match=rf"{name}: '{value}'.* \(allowed: auto, "):
         of(**{name: value})
 
 
