@@ -29,7 +29,7 @@ def compare(*, resume: Resume = False, overwrite: bool = False, bar: bool = True
     from lamina.studies.compare import compare as run
     from lamina.studies.settings import CompareSettings
 
-    with _page(Path(settings.get("output", CompareSettings.output)), "results.csv"):
+    with _page(settings.get("output", CompareSettings.output), "results.csv"):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
@@ -50,11 +50,11 @@ def probe_folder(
     from lamina.probes.job.folder import probe_folder as run
     from lamina.reports.pictures import draw
 
-    folder = Path(settings.get("output", ProbeSettings.output))
-    with _page(folder, "result.json"):
+    output = settings.get("output", ProbeSettings.output)
+    with _page(output, "result.json"):
         result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     if png:
-        draw(folder)
+        draw(Path(output))
     return result
 
 
@@ -123,7 +123,7 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     from lamina.studies.transfer import transfer as run
     from lamina.studies.width_settings import TransferSettings
 
-    with _page(Path(settings.get("output", TransferSettings.output)), "transfer.json"):
+    with _page(settings.get("output", TransferSettings.output), "transfer.json"):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
 
@@ -136,15 +136,15 @@ def _some_ran(results: pd.DataFrame) -> pd.DataFrame:
 
 
 @contextmanager
-def _page(folder: Path, result: str) -> Iterator[None]:
+def _page(output: str, result: str) -> Iterator[None]:
     """Write the page once the work is done. If it is interrupted, write the page only if the file ``result`` exists."""
     try:
         yield
     except KeyboardInterrupt:
-        if (folder / result).is_file():
-            _write_page(folder)
+        if (Path(output) / result).is_file():
+            _write_page(Path(output))
         raise
-    _write_page(folder)
+    _write_page(Path(output))
 
 
 def _write_page(folder: Path) -> None:

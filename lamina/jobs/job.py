@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from lamina.core.values import text
 from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, claim, in_use, lock, nothing_to_resume, refuse
@@ -102,7 +103,7 @@ def open_job(
     partial = None if isinstance(given, Settings) else given
     by_name = given.to_dict() if isinstance(given, Settings) else given
     defaults = {name: settings.default(name) for name in settings.names()}
-    folder = Path(by_name.get("output", defaults["output"]))
+    folder = Path(text("output", by_name.get("output", defaults["output"])))
     refuse(folder, resume=resume, overwrite=overwrite)
     if policy is not None and stored is not None and resume and in_use(folder):
         known = stored(folder)

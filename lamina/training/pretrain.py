@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
+from lamina.core.values import text
 from lamina.data import Blocks, prepare_blocks, stream_blocks
 from lamina.errors import UserError, mark_reported
 from lamina.jobs import digests
@@ -86,7 +87,8 @@ def pretrain(
 def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
     given = settings if isinstance(settings, Mapping) else source.with_checkpoint(settings)
     if isinstance(given, Mapping) and given.get("from_model"):
-        source.refuse_as_output(given.get("output", PretrainSettings.output), given["from_model"])
+        output = text("output", given.get("output", PretrainSettings.output))
+        source.refuse_as_output(output, text("from_model", given["from_model"]))
     return open_job(
         Kind.RUN,
         PretrainSettings,

@@ -123,3 +123,9 @@ def test_there_is_one_order_of_severity():
     assert severity("no such status") > severity("failed")
     assert set(ENDED) == {"finished", "short", "stuck", "diverged"}
     assert Status("stuck").ended
+
+
+@pytest.mark.parametrize("output", [5, None, ["a"]])
+def test_an_output_that_is_no_text_is_refused_by_name(output):
+    with pytest.raises(UserError, match="output: "):
+        opened({"output": output})
