@@ -1,0 +1,55 @@
+"""A study's tables: a row per trial, and the rows of what was measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.jobs import columns
+from lamina.studies.engine.plan import Plan
+from lamina.studies.trials.store import Store
+from lamina.studies.trials.trial import Trial
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NOTES = {*columns.NOTES, "rollbacks", "key", "tuned"}
+
+
+def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
+    """A row per trial that has a result: its key, its place on the axes, whether it is tuned, and the result."""
+    import pandas as pd
+
+    failed = failed or {}
+    found: dict[str, tuple[Trial, Json]] = {}
+    for trial in plan.wanted(store.result):
+        result = failed.get(trial.key) or store.result(trial)
+        if result is not None:
+            found[trial.key] = (trial, result)
+    rows = [_row(plan, trial, result) for trial, result in found.values()]
+    names = ["key", *plan.scale.axes, "placement", "learning_rate", "seed", "tuned"]
+    rest = [name for name in columns.names() if name not in (*names, "trial")]
+    more = list(dict.fromkeys(name for row in rows for name in row if name not in names and name not in rest))
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*names, *rest, *more])))
+
+
+def _row(plan: Plan, trial: Trial, result: Json) -> Json:
+    scalars = {name: value for name, value in result.items() if name not in _NOTES and not isinstance(value, dict | list)}
+    scalars.pop("trial", None)
+    placement = str(getattr(trial.settings, "placement", ""))
+    own: Json = {"key": trial.key, "placement": placement, **trial.values, "seed": trial.seed}
+    own |= {"learning_rate": trial.learning_rate, "tuned": plan.is_tuned(trial)}
+    return {**{name: value for name, value in scalars.items() if name not in plan.scale.axes}, **own}
+
+
+def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:
+    """A measure's rows of all trials, each with its trial's key first; None if no trial has them."""
+    import pandas as pd
+
+    tables = [(str(key), store.table(str(key), measure)) for key in results["key"]]
+    rows = [table.assign(key=key) for key, table in tables if table is not None and len(table)]
+    if not rows:
+        return None
+    joined = pd.concat(rows, ignore_index=True)
+    return joined[["key", *(name for name in joined.columns if name != "key")]]
