@@ -14,6 +14,8 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
 
 if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
     from lamina.studies.engine.settings import StudySettings
 
 EXAMPLES = """
@@ -142,7 +144,7 @@ def _record(settings: Json) -> StudySettings:
     return record
 
 
-def _given(command: str, what: str, argv: list[str]) -> tuple[Json, "_Others"]:
+def _given(command: str, what: str, argv: list[str]) -> tuple[Json, Namespace]:
     from lamina.studies.engine.settings import StudySettings
 
     parser = make_parser(f"study {command}", what, EXAMPLES, positional="STUDY ")

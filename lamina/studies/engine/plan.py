@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lamina.core.json_types import Json
+from lamina.jobs.settings import Settings
 from lamina.jobs.status import severity
 from lamina.studies.catalog.arms import Arm, arms
 from lamina.studies.catalog.study import Scale
@@ -41,9 +42,17 @@ class Plan:
         self._measures = measures.names(self.scale.measures)
         self._made: dict[tuple[int, float | None, int, bool], Trial] = {}
 
-    def first(self) -> list[Trial]:
-        """The trials that are needed whatever the results say."""
-        return self.wanted(lambda trial: None)
+    def dry(self) -> dict[str, Settings]:
+        """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
+        scale, found = self.scale, {}
+        sweep = scale.seeds if scale.tuning is None else scale.seeds[: scale.tuning.seeds]
+        rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
+        for seed in scale.seeds:
+            for arm in self.arms:
+                for rate in rates if seed in sweep else rates[:1]:
+                    words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
+                    found[", ".join(words)] = arm.trial(scale, rate, seed)
+        return found
 
     def wanted(self, result: Results) -> list[Trial]:
         """The trials that are needed given the results so far, seed by seed; ``chosen`` is brought up to date."""

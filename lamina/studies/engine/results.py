@@ -35,12 +35,17 @@ def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = 
 
 
 def _row(plan: Plan, trial: Trial, result: Json) -> Json:
-    scalars = {name: value for name, value in result.items() if name not in _NOTES and not isinstance(value, dict | list)}
-    scalars.pop("trial", None)
+    left_out = {*_NOTES, *plan.scale.axes, "trial"}
+    scalars = {n: value for n, value in result.items() if n not in left_out and not isinstance(value, dict | list)}
     placement = str(getattr(trial.settings, "placement", ""))
-    own: Json = {"key": trial.key, "placement": placement, **trial.values, "seed": trial.seed}
-    own |= {"learning_rate": trial.learning_rate, "tuned": plan.is_tuned(trial)}
-    return {**{name: value for name, value in scalars.items() if name not in plan.scale.axes}, **own}
+    own: Json = {"key": trial.key, "placement": placement, **_values(plan, trial), "seed": trial.seed}
+    return {**scalars, **own, "learning_rate": trial.learning_rate, "tuned": plan.is_tuned(trial)}
+
+
+def _values(plan: Plan, trial: Trial) -> Json:
+    """A trial's value on each axis: a setting's value as it is written, or a label."""
+    axes = plan.scale.axes
+    return {axis: axes[axis][label].get(axis, label) for axis, label in trial.values.items()}
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:

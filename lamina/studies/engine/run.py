@@ -26,7 +26,8 @@ from lamina.studies.engine.driver import Executor, run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import measured_table, results_table
 from lamina.studies.engine.settings import StudySettings
-from lamina.studies.record import STUDY, has_study, read_study as read_record, stored_study, write_study
+from lamina.studies.record import STUDY, has_study, stored_study, write_study
+from lamina.studies.record import read_study as read_record
 from lamina.studies.trials import measures
 from lamina.studies.trials.records import RESULTS, TABLES, Records, write_results, write_table
 from lamina.studies.trials.store import Store

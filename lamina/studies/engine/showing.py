@@ -58,5 +58,5 @@ def dry_run_text(settings: StudySettings) -> str:
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
     plan = make_plan(study, settings)
-    trials = {trial.name: cast(PretrainSettings, trial.settings) for trial in plan.dry()}
+    trials = {name: cast(PretrainSettings, one) for name, one in plan.dry().items()}
     return f"{study.name}, scale {scale.name}\n{dry_run(trials).to_string(index=False)}"

@@ -93,9 +93,7 @@ def read_claims(folder: Path) -> list[Json] | None:
 def _claims(study: Study) -> list[Json]:
     if not study.claims_file.is_file():
         return []
-    return [
-        {"claim": claim.name, "says": claim.says, "paper": claim.paper} for claim in load_claims(study.claims_file)
-    ]
+    return [{"claim": claim.name, "says": claim.says, "paper": claim.paper} for claim in load_claims(study.claims_file)]
 
 
 def _not_run(study: Study, scale: str, claim: Json) -> Json:
@@ -109,5 +107,3 @@ def _not_run(study: Study, scale: str, claim: Json) -> Json:
         "date": None,
         "note": f"lamina study run {study.name} --scale {scale}",
     }
-
-

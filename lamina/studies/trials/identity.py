@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 
 from lamina.core.json_types import Json
@@ -26,6 +27,7 @@ OF_THE_MACHINE = frozenset(
         *("rollback_factor", "rollback_skip"),
     )
 )
+_NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
 YOUNGER: Json = {"eval_corpus": None}
@@ -35,10 +37,9 @@ def identity(job: str, settings: Settings) -> Json:
     """Everything that decides a trial's numbers. Raises UserError for a placement or a corpus that can't be read."""
     values = settings.to_dict()
     placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
-    layers = layers or _depth(str(values["backbone"]))
-    plan = json.loads(_plan(placement, layers))
+    plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
     if values.get("init") == "recommended":
-        values["init"] = plan.get("initialization") or "normal"
+        values["init"] = recommended
     kept = {
         name: value
         for name, value in values.items()
@@ -49,19 +50,41 @@ def identity(job: str, settings: Settings) -> Json:
         "job": job,
         "numerics": NUMERICS,
         "settings": kept,
-        "plan": {name: value for name, value in plan.items() if name not in ("placement", "options")},
+        "plan": plan,
         "text": _text(str(values["corpus"]), str(values.get("text_field", "text"))),
     }
 
 
 def key(identity: Json) -> str:
     """The hash of an identity: 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(identity)[:16]
 
 
 @lru_cache(maxsize=1024)
-def _plan(placement: str, num_layers: int) -> str:
-    return json.dumps(resolve(placement, num_layers).to_dict())
+def _plan(placement: str, num_layers: int) -> tuple[str, str]:
+    """The hash of what a plan computes, whatever it is called, and the initializer that it recommends."""
+    plan = resolve(placement, num_layers)
+    unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
+    return _hash(unnamed), plan.initialization or "normal"
+
+
+def _changed(value: object) -> Json:
+    """A plan's fields that are not at their defaults: a field that a plan gets later changes no older key."""
+    assert is_dataclass(value)
+    found = {}
+    for entry in fields(value):
+        held = getattr(value, entry.name)
+        if held == (entry.default if entry.default_factory is MISSING else entry.default_factory()):
+            continue
+        if isinstance(held, tuple):
+            found[entry.name] = [_changed(one) for one in held]
+        else:
+            found[entry.name] = _changed(held) if is_dataclass(held) else held
+    return found
+
+
+def _hash(data: Json) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=64)
