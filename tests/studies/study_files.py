@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 from training.tiny_runs import SMALL
 
-CLAIMS = '''
+CLAIMS = """
 from lamina.studies.judging import Finding, Verdict, claim
 
 
@@ -14,7 +14,7 @@ def {name}(trials):
     losses = trials.tuned().where(placement="{a}").table["eval_loss"]
     verdict = Verdict.HOLDS if losses.notna().all() else Verdict.FAILS
     return Finding(verdict=verdict, ours=f"{{losses.mean():.3f}}", seeds=len(losses))
-'''
+"""
 
 
 def write_study(folder: Path, name: str = "mine", *, claims: str | None = None, corpus: Path, **scale) -> Path:
