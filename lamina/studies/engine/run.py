@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 POLICY = ResumePolicy(
     what="study",
     # where trials are and how they are run, not which ones
-    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus")),
+    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus", "processes")),
 )
 
 
@@ -124,7 +124,9 @@ def _executor(settings: StudySettings) -> Executor:
         return run_trials
     from lamina.studies.engine.ray_cluster import executor
 
-    return executor(address=settings.address, gpus=settings.gpus)
+    return executor(
+        address=settings.address, gpus=settings.gpus, processes=settings.processes, cpus=settings.threads or 1
+    )
 
 
 def _run(
