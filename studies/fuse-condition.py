@@ -10,8 +10,8 @@ BOTTOM, TOP = 6 / 64, 15 / 64
 
 def conditions(table: Frame, projection: str) -> Frame:
     """s_max / s_min by layer of the projection whose name holds this word."""
-    found = rows(table, metric="condition_number")
-    return layer_means(found[found["role"].astype(str).str.contains(projection)])
+    all_rows = rows(table, metric="condition_number")
+    return layer_means(all_rows[all_rows["role"].astype(str).str.contains(projection)])
 
 
 def up(table: Frame) -> float:
@@ -55,7 +55,9 @@ def fuse_condition__pre(trials: Trials) -> Finding:
     fuse, pre = ([numbers(tuned, arm, "spectra", value) for value in (up, up_deep)] for arm in ("fusenorm", "pre_ln"))
     gaps = [{seed: pre[i][seed] - fuse[i][seed] for seed in fuse[i] if seed in pre[i]} for i in (0, 1)]
     below_pre = compare_values(fuse[0], pre[0], names=("log10 of the condition number, up: fusenorm", "pre_ln"))
-    return all_of(below_pre, compare_values(gaps[1], gaps[0], lower=False, names=("gap in the deepest third", "in all")))
+    return all_of(
+        below_pre, compare_values(gaps[1], gaps[0], lower=False, names=("gap in the deepest third", "in all"))
+    )
 
 
 @claim(

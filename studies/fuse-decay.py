@@ -36,12 +36,12 @@ def _within(values: BySeed, expected: float, tolerance: float, name: str) -> Fin
 def fuse_decay(trials: Trials) -> Finding:
     """The measured Jacobian of the path against the measured sigma of the norms on it: exponents within 0.1."""
     both, one = ["attention", "feed_forward"], ["feed_forward"]
-    found = []
+    checks = []
     for _, at_depth in along(trials, "num_layers"):
         post = numbers(at_depth, "post_ln", "jacobian", lambda table: exponent(table, both), at="init")
         fuse = numbers(at_depth, "fusenorm", "jacobian", lambda table: exponent(table, one), at="init")
-        found += [_within(post, 2.0, 0.1, "Post-LN's exponent"), _within(fuse, 1.0, 0.1, "FuseNorm's exponent")]
-    return all_of(*found)
+        checks += [_within(post, 2.0, 0.1, "Post-LN's exponent"), _within(fuse, 1.0, 0.1, "FuseNorm's exponent")]
+    return all_of(*checks)
 
 
 @claim(
@@ -69,4 +69,6 @@ def fuse_decay__gradient(trials: Trials) -> Finding:
 
     deepest = _deepest(trials)
     post, fuse = (numbers(deepest, arm, "gradients", gain, at="init") for arm in ("post_ln", "fusenorm"))
-    return compare_values(post, fuse, names=("log10 of the first state's gradient over the last's, post_ln", "fusenorm"))
+    return compare_values(
+        post, fuse, names=("log10 of the first state's gradient over the last's, post_ln", "fusenorm")
+    )

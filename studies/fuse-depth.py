@@ -6,11 +6,11 @@ from lamina.studies.judging.curves import BySeed, along, trained
 
 def losses(trials: Trials, arm: str) -> dict[float, BySeed]:
     """The eval loss by depth and seed, of the runs that trained."""
-    found = {}
+    by_depth = {}
     for depth, at_depth in along(trials, "num_layers"):
         table = trained(at_depth.arm(arm)).table
-        found[depth] = dict(zip(table["seed"].astype(int), table["eval_loss"].astype(float), strict=True))
-    return found
+        by_depth[depth] = dict(zip(table["seed"].astype(int), table["eval_loss"].astype(float), strict=True))
+    return by_depth
 
 
 @claim(
@@ -22,7 +22,9 @@ def fuse_depth(trials: Trials) -> Finding:
     depths = [depth for depth, _ in along(trials, "num_layers")]
     numbers = sorted(trials.values("num_layers"), key=lambda depth: float(str(depth)))
     last = [{"placement": "fusenorm", "num_layers": depth} for depth in numbers[-2:]]
-    course = monotone(losses(trials, "fusenorm"), rising=False, name=f"FuseNorm's loss, {depths[0]:g} to {depths[-1]:g} blocks")
+    course = monotone(
+        losses(trials, "fusenorm"), rising=False, name=f"FuseNorm's loss, {depths[0]:g} to {depths[-1]:g} blocks"
+    )
     return all_of(course, lower(trials, last[1], than=last[0]))
 
 

@@ -27,8 +27,8 @@ def behind_last(table: Frame) -> float:
 
 def _values(trials: Trials, arm: str, rate: float, value) -> dict[int, float]:
     table = trials.where(learning_rate=rate).arm(arm).record("layers")
-    found = {int(str(seed)): value(part) for seed, part in table.groupby("seed")}
-    return {seed: number for seed, number in found.items() if math.isfinite(number)}
+    by_seed = {int(str(seed)): value(part) for seed, part in table.groupby("seed")}
+    return {seed: number for seed, number in by_seed.items() if math.isfinite(number)}
 
 
 def _rates(trials: Trials) -> list[float]:
@@ -36,8 +36,8 @@ def _rates(trials: Trials) -> list[float]:
 
 
 @claim(
-    says="At the low rate Post-LN's feed-forward gradients fade toward the shallow layers more than FuseNorm's, which are "
-    "more even at every rate",
+    says="At the low rate Post-LN's feed-forward gradients fade toward the shallow layers more than FuseNorm's, "
+    "which are more even at every rate",
     paper="Figure 7: curves without printed numbers",
 )
 def fuse_gradients(trials: Trials) -> Finding:
@@ -70,5 +70,7 @@ def fuse_gradients__collapse(trials: Trials) -> Finding:
     return all_of(
         fails_to_train(at_high, "post_ln"),
         trains(at_high, "fusenorm"),
-        below(_values(trials, "post_ln", high, behind_last), -2.0, name="log10 of Post-LN's median layer over its last"),
+        below(
+            _values(trials, "post_ln", high, behind_last), -2.0, name="log10 of Post-LN's median layer over its last"
+        ),
     )

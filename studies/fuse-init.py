@@ -23,8 +23,8 @@ def _gradients(trials: Trials, arm: dict[str, object]) -> dict[int, float]:
 
 
 @claim(
-    says="FuseNorm with the plain initializer trains with 12 blocks and collapses with 24 and 48; with the scaled one it "
-    "trains with all three",
+    says="FuseNorm with the plain initializer trains with 12 blocks and collapses with 24 and 48; with the scaled one "
+    "it trains with all three",
     paper="Figure 2: collapse at 24 layers, stable at 48 with the scaled initializer",
 )
 def fuse_init(trials: Trials) -> Finding:
@@ -34,7 +34,7 @@ def fuse_init(trials: Trials) -> Finding:
 
 
 @claim(
-    says="With 24 blocks the gradients of the shallow layers vanish with the plain initializer and not with the scaled one",
+    says="With 24 blocks the shallow layers' gradients vanish with the plain initializer and not with the scaled one",
     paper="Figure 13: below 1e-12 against about 1e-1",
 )
 def fuse_init__gradients(trials: Trials) -> Finding:

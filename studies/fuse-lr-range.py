@@ -10,7 +10,9 @@ def highest(trials: Trials, arm: str) -> BySeed:
     """By seed log2 of the highest learning rate at which the arm trained to the end; minus infinity for none."""
     table = trained(trials.arm(arm)).table
     return {
-        seed: math.log2(table.loc[table["seed"] == seed, "learning_rate"].max()) if (table["seed"] == seed).any() else -math.inf
+        seed: math.log2(table.loc[table["seed"] == seed, "learning_rate"].max())
+        if (table["seed"] == seed).any()
+        else -math.inf
         for seed in trials.arm(arm).seeds
     }
 
@@ -30,11 +32,13 @@ def fuse_lr_range(trials: Trials) -> Finding:
     pairs = [(measure(trials, "fusenorm"), measure(trials, "post_ln")) for measure in (count, highest)]
     names = ("seeds for which FuseNorm trains at more rates", "and at a higher one")
     seeds = len(trials.seeds)
-    ours = "; ".join(f"{arm} trains at {list(count(trials, arm).values())} rates by seed" for arm in ("fusenorm", "post_ln"))
-    found = [
+    ours = "; ".join(
+        f"{arm} trains at {list(count(trials, arm).values())} rates by seed" for arm in ("fusenorm", "post_ln")
+    )
+    checks = [
         fraction([fuse[seed] > post[seed] for seed in fuse], at_least=1.0, name=name, seeds=seeds)
         for (fuse, post), name in zip(pairs, names, strict=True)
     ]
     if seeds < 3:
         return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours, seeds=seeds, note="fewer than 3 seeds")
-    return all_of(*found).noted(ours)
+    return all_of(*checks).noted(ours)

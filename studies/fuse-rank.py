@@ -18,7 +18,7 @@ def _above(trials: Trials, metric: str, other: str, arm: str = "fusenorm") -> Fi
 
 
 @claim(
-    says="FuseNorm uses more of the feed-forward's width than Pre-LN: hard rank and effective dimension ratio are higher",
+    says="FuseNorm uses more of the feed-forward's width than Pre-LN: a higher hard rank and effective dimension ratio",
     paper="hard rank 0.23 against 0.09, EDR 30.7 against 13.0; soft rank 0.53",
 )
 def fuse_rank(trials: Trials) -> Finding:

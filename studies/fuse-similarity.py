@@ -49,7 +49,9 @@ def fuse_similarity__quarter(trials: Trials) -> Finding:
     return below(numbers(trials.tuned(), "fusenorm", PROBE, farthest), 0.5, name="FuseNorm's farthest pair")
 
 
-@claim(says="FuseNorm's curve falls further than Pre-LN's, and nearly straight", paper='"near-linear decay"; "flat curve"')
+@claim(
+    says="FuseNorm's curve falls further than Pre-LN's, and nearly straight", paper='"near-linear decay"; "flat curve"'
+)
 def fuse_similarity__shape(trials: Trials) -> Finding:
     """Straight: R^2 above 0.9."""
     tuned = trials.tuned()

@@ -9,8 +9,8 @@ from lamina.studies.judging.curves import numbers, rows
 
 def spectrum(table: Frame) -> Frame:
     """The eigenvalues over their median, largest first."""
-    found = rows(table, metric="eigenvalue_over_median", role="embedding")
-    return found.groupby("index")["value"].mean().sort_index()
+    eigenvalues = rows(table, metric="eigenvalue_over_median", role="embedding")
+    return eigenvalues.groupby("index")["value"].mean().sort_index()
 
 
 def head(table: Frame) -> float:

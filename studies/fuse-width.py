@@ -18,12 +18,13 @@ def fuse_width(trials: Trials) -> Finding:
     """At all rates. A sweep where all train or all fail shows nothing."""
     narrow, wide = trains_at(trials, "narrow"), trains_at(trials, "wide")
     course = ", ".join(
-        f"{rate:g}: {'trains' if narrow[rate] else 'fails'} and {'trains' if wide[rate] else 'fails'}" for rate in sorted(narrow)
+        f"{rate:g}: {'trains' if narrow[rate] else 'fails'} and {'trains' if wide[rate] else 'fails'}"
+        for rate in sorted(narrow)
     )
     seeds = len(trials.seeds)
     if seeds < 3 or len(set(narrow.values()) | set(wide.values())) < 2:
         note = "fewer than 3 seeds" if seeds < 3 else "no border in the sweep: all rates train, or none does"
         return Finding(verdict=Verdict.INCONCLUSIVE, ours=course, seeds=seeds, note=note)
     agree = [narrow[rate] == wide[rate] for rate in narrow]
-    found = fraction(agree, at_least=1.0, name="rates at which narrow and wide agree", seeds=seeds)
-    return found.noted(f"narrow and wide at {course}")
+    agreement = fraction(agree, at_least=1.0, name="rates at which narrow and wide agree", seeds=seeds)
+    return agreement.noted(f"narrow and wide at {course}")

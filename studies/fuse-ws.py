@@ -24,7 +24,7 @@ def fuse_ws__transfer(trials: Trials) -> Finding:
         return needs_scale("gpu", "the proxy's sweep is not part of the paper's two runs")
     narrow, wide = optimum(trials, PROXY), optimum(trials, WITH)
     apart = abs(math.log2(narrow.rate / wide.rate))
-    found = fraction([apart <= 1.0], at_least=1.0, name="optimum within a factor of 2:", seeds=len(trials.seeds))
+    finding = fraction([apart <= 1.0], at_least=1.0, name="optimum within a factor of 2:", seeds=len(trials.seeds))
     edges = [name for name, best in (("proxy", narrow), ("wide", wide)) if best.at_edge]
-    found = found.noted(f"best rates {narrow.rate:.2g} (proxy) and {wide.rate:.2g} (wide)")
-    return found.noted(f"at the sweep's edge: {', '.join(edges)}") if edges else found
+    finding = finding.noted(f"best rates {narrow.rate:.2g} (proxy) and {wide.rate:.2g} (wide)")
+    return finding.noted(f"at the sweep's edge: {', '.join(edges)}") if edges else finding

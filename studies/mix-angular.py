@@ -46,7 +46,9 @@ def mix_angular__post(trials: Trials) -> Finding:
 def mix_angular__mix(trials: Trials) -> Finding:
     """On average over the layers before the last two, and in three quarters of them."""
     tuned = trials.tuned()
-    mix, pre = (numbers(tuned, arm, PROBE, lambda table: neighbors(table).iloc[:-2].mean()) for arm in ("mix_ln", "pre_ln"))
+    mix, pre = (
+        numbers(tuned, arm, PROBE, lambda table: neighbors(table).iloc[:-2].mean()) for arm in ("mix_ln", "pre_ln")
+    )
     whole = compare_values(mix, pre, lower=False, names=("mix_ln", "pre_ln"))
     if min(len(mix), len(pre)) < 3:
         return whole

@@ -27,7 +27,7 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
 
 
 @claim(
-    says="Before training, Post-LN's gradients are larger in deep layers, Pre-LN's in early ones, Mix-LN's are the evenest",
+    says="Before training, Post-LN's gradients are larger in deep layers, Pre-LN's in early ones, Mix-LN's are even",
     paper="Figures 3e (130M) and 6a (250M): curves without printed numbers",
 )
 def mix_gradients(trials: Trials) -> Finding:

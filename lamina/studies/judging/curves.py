@@ -50,8 +50,8 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
     if not len(chosen):
         return {}
     table = chosen.record(probe) if at == "records" else chosen.measure(probe, at=at)
-    found = {int(str(seed)): float(value(rows)) for seed, rows in table.groupby("seed")}
-    return {seed: number for seed, number in found.items() if math.isfinite(number)}
+    by_seed = {int(str(seed)): float(value(part)) for seed, part in table.groupby("seed")}
+    return {seed: number for seed, number in by_seed.items() if math.isfinite(number)}
 
 
 def rows(table: Frame, **values: object) -> Frame:
