@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.data import prepare_blocks
@@ -25,6 +23,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.modeling import building
+from lamina.studies.progress import Progress
 from lamina.studies.record import (
     has_study,
     read_study,
@@ -34,6 +33,7 @@ from lamina.studies.record import (
     write_study,
 )
 from lamina.studies.settings import CompareSettings
+from lamina.studies.trials.task import Task
 from lamina.studies.workers import run_trials
 from lamina.training.arguments import training_arguments
 from lamina.training.execution import speed
@@ -151,7 +151,8 @@ def run_study(
     write_study(folder, {**study, "settings": decided})
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
     todo = {t: s for t, s in trials.items() if t not in results}
-    progress = _Progress(todo, done=len(results), show=bar)
+    tasks = {trial: Task(settings=s) for trial, s in todo.items()}
+    progress = Progress(tasks, done=len(results), show=bar)
 
     def ended(trial: str, result: Json) -> None:
         results[trial] = result
@@ -160,7 +161,7 @@ def run_study(
 
     write_results(folder, trials, results, keys)
     try:
-        run_trials(todo, workers=workers, ended=ended, tick=progress.tick)
+        run_trials(tasks, workers=workers, ended=ended, tick=progress.tick)
     finally:
         progress.close()
     return write_results(folder, trials, results, keys)
@@ -181,44 +182,3 @@ def write_results(
     table = pd.DataFrame(rows, columns=[*COLUMNS, *(key for key in keys if key not in COLUMNS)])
     write_text(folder / "results.csv", table.to_csv(index=False))
     return table
-
-
-class _Progress:
-    """One bar over all the steps of all trials, and one line per trial that ends."""
-
-    def __init__(self, trials: dict[str, PretrainSettings], *, done: int, show: bool):
-        self.trials, self.show = trials, show
-        self.steps = dict.fromkeys(trials, 0)
-        total = sum(s.steps for s in trials.values())
-        self.bar = tqdm(total=total, unit="step", disable=not show, dynamic_ncols=True)
-        self.count, self.all = done, done + len(trials)
-        self.bar.set_description(f"{self.count}/{self.all} trials")
-
-    def tick(self, running: list[str]) -> None:
-        for trial in running:
-            self._advance(trial, _last_step(Path(self.trials[trial].output) / "metrics.jsonl"))
-
-    def ended(self, trial: str, result: Json) -> None:
-        self._advance(trial, self.trials[trial].steps)
-        self.count += 1
-        self.bar.set_description(f"{self.count}/{self.all} trials")
-        if self.show:
-            loss = result.get("eval_loss")
-            text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
-            self.bar.write(f"{result['status']:>11}  {trial}  {text}")
-
-    def close(self) -> None:
-        self.bar.close()
-
-    def _advance(self, trial: str, step: int) -> None:
-        self.bar.update(max(0, step - self.steps[trial]))
-        self.steps[trial] = max(step, self.steps[trial])
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 400))
-            return int(json.loads(file.read().splitlines()[-1])["step"])
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return 0
