@@ -82,8 +82,10 @@ def pretrain(
         with ExitStack() as held:
             resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
             seconds = float((earlier or {}).get("seconds") or 0.0)
-            modes = {"guard": guard, "resume": resumes, "bar": bar}
-            return _recorded(partial(_run, resolved, blocks, tokenizer, processes, **modes), resolved, processes, seconds)
+            modes = {"make_guard": guard, "resume": resumes, "bar": bar}
+            return _recorded(
+                partial(_run, resolved, blocks, tokenizer, processes, **modes), resolved, processes, seconds
+            )
 
 
 def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
