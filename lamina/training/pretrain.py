@@ -83,9 +83,8 @@ def pretrain(
             resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
             seconds = float((earlier or {}).get("seconds") or 0.0)
             modes = {"make_guard": guard, "resume": resumes, "bar": bar}
-            return _recorded(
-                partial(_run, resolved, blocks, tokenizer, processes, **modes), resolved, processes, seconds
-            )
+            run = partial(_run, resolved, blocks, tokenizer, processes, **modes)
+            return _recorded(run, resolved, processes, seconds)
 
 
 def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
@@ -176,7 +175,7 @@ def _run(
     tokenizer: PreTrainedTokenizerBase,
     processes: Processes,
     *,
-    guard: MakeGuard,
+    make_guard: MakeGuard,
     resume: bool,
     bar: bool,
 ) -> Json:
@@ -188,8 +187,8 @@ def _run(
     folder = Path(settings.output)
     rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
     while True:
-        watch = guard(settings, blocks.stats.unigram_entropy)
-        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, guard=watch, resume=resume, bar=bar)
+        guard = make_guard(settings, blocks.stats.unigram_entropy)
+        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, guard=guard, resume=resume, bar=bar)
         resolved = replace(resolved, settings=run.settings)  # precision and compilation are decided once
         complete = run.train()
         ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))

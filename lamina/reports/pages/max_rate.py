@@ -85,14 +85,14 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     """The rules with this study's thresholds, in words."""
     value = {name: str(settings.get(name, "?")) for name in _THRESHOLDS}
     return [
-        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps; all else as in `lamina "
-        f"pretrain`. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the first of:",
+        f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps; all else as in "
+        f"`lamina pretrain`. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the first of:",
         "non-finite: the loss of a step, or the gradient's norm, was not finite.",
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
         f"{value['spike_patience']} (steps, or a share of all steps). A spike that returned earlier is none.",
-        f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate grew by a "
-        f"factor of {value['plateau_factor']}. It is called stuck if the loss was not {value['stuck_margin']} nats below "
-        "the corpus's unigram entropy.",
+        f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate grew by "
+        f"a factor of {value['plateau_factor']}. It is called stuck if the loss was not {value['stuck_margin']} nats "
+        "below the corpus's unigram entropy.",
         "The largest rate is that of the last step before: the last at which the smoothed loss was at its low, for a "
         "plateau the one up to which it fell.",
     ]
