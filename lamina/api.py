@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,41 @@ def max_lr(*, resume: Resume = False, overwrite: bool = False, bar: bool = True,
     with _page(settings.get("output", MaxRateStudySettings.output), "results.csv"):
         results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
     return _some_ran(results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOutcome:
+    """What a study found.
+
+    Attributes:
+        results: a row per trial, as in results.csv.
+        claims: the verdicts, as in claims.json.
+        folder: the study's.
+    """
+
+    results: pd.DataFrame
+    claims: list[Json]
+    folder: Path
+
+
+def study(
+    *, record: bool = False, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any
+) -> StudyOutcome:
+    """Run a study and judge its claims, as `lamina study run` does; ``settings`` are its flags with underscores.
+
+    ``study`` is a name of the catalog or the YAML file of your own; OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
+            output folder in use, a claim over something that was not measured.
+    """
+    from lamina.studies.engine.run import output_of, run_study
+    from lamina.studies.engine.verdicts import read_claims
+
+    folder = output_of(settings)
+    with _page(str(folder), "results.csv"):
+        results = run_study(settings, record=record, resume=resume, overwrite=overwrite, bar=bar)
+    return StudyOutcome(results=results, claims=read_claims(folder) or [], folder=folder)
 
 
 def _some_ran(results: pd.DataFrame) -> pd.DataFrame:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.data import prepare_blocks
@@ -25,6 +23,8 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.modeling import building
+from lamina.studies.max_rate_settings import MaxRateSettings
+from lamina.studies.progress import Progress
 from lamina.studies.record import (
     has_study,
     read_study,
@@ -34,6 +34,7 @@ from lamina.studies.record import (
     write_study,
 )
 from lamina.studies.settings import CompareSettings
+from lamina.studies.trials.task import Task
 from lamina.studies.workers import run_trials
 from lamina.training.arguments import training_arguments
 from lamina.training.execution import speed
@@ -42,6 +43,7 @@ from lamina.training.resolve import SPEED_BEFORE, backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 COLUMNS = columns.names()
+OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
@@ -78,11 +80,7 @@ def compare(
         Kind.STUDY, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
     complete, trials = job.settings, job.settings.trials()
-    if launched()[1] > 1:
-        raise UserError(
-            f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, since compare starts its own: see --workers; "
-            "lamina pretrain trains one model in several)"
-        )
+    refuse_launcher(complete.command_name)
     for trial in trials.values():
         plan = resolve_run(trial).plan
         if resume:
@@ -98,6 +96,15 @@ def compare(
     )
     with job:
         return run_study(complete, *alike(complete, trials, len(tokenizer)), job.folder, bar=bar)
+
+
+def refuse_launcher(command: str) -> None:
+    """Raise UserError where a launcher (torchrun, accelerate) has started several processes of a study."""
+    if (count := launched()[1]) > 1:
+        raise UserError(
+            f"WORLD_SIZE: {count} processes (allowed: 1, since {command} starts its own: see --workers; "
+            "lamina pretrain trains one model in several)"
+        )
 
 
 def alike(
@@ -125,17 +132,19 @@ def alike(
 def run_study(
     settings: Any,
     decided: Json,
-    trials: dict[str, PretrainSettings],
+    trials: Mapping[str, OneRun],
     folder: Path,
     *,
     bar: bool,
     header: Mapping[str, Any] | None = None,
     keys: Sequence[str] = _FROM_SETTINGS,
+    job: str = "pretrain",
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet, in a folder that is ours; returns the rows of results.csv.
 
     ``settings`` is the study's record (``workers``, ``command()``), ``decided`` are its values for study.yaml,
-    ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv.
+    ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv, ``job``
+    is what a trial does, a name in ``lamina.studies.trials.jobs``.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
@@ -151,7 +160,8 @@ def run_study(
     write_study(folder, {**study, "settings": decided})
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
     todo = {t: s for t, s in trials.items() if t not in results}
-    progress = _Progress(todo, done=len(results), show=bar)
+    tasks = {trial: Task(settings=s, job=job) for trial, s in todo.items()}
+    progress = Progress(tasks, done=len(results), show=bar)
 
     def ended(trial: str, result: Json) -> None:
         results[trial] = result
@@ -160,7 +170,7 @@ def run_study(
 
     write_results(folder, trials, results, keys)
     try:
-        run_trials(todo, workers=workers, ended=ended, tick=progress.tick)
+        run_trials(tasks, workers=workers, ended=ended, tick=progress.tick)
     finally:
         progress.close()
     return write_results(folder, trials, results, keys)
@@ -168,7 +178,7 @@ def run_study(
 
 def write_results(
     folder: Path,
-    trials: dict[str, PretrainSettings],
+    trials: Mapping[str, OneRun],
     results: dict[str, Json],
     keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:
@@ -181,44 +191,3 @@ def write_results(
     table = pd.DataFrame(rows, columns=[*COLUMNS, *(key for key in keys if key not in COLUMNS)])
     write_text(folder / "results.csv", table.to_csv(index=False))
     return table
-
-
-class _Progress:
-    """One bar over all the steps of all trials, and one line per trial that ends."""
-
-    def __init__(self, trials: dict[str, PretrainSettings], *, done: int, show: bool):
-        self.trials, self.show = trials, show
-        self.steps = dict.fromkeys(trials, 0)
-        total = sum(s.steps for s in trials.values())
-        self.bar = tqdm(total=total, unit="step", disable=not show, dynamic_ncols=True)
-        self.count, self.all = done, done + len(trials)
-        self.bar.set_description(f"{self.count}/{self.all} trials")
-
-    def tick(self, running: list[str]) -> None:
-        for trial in running:
-            self._advance(trial, _last_step(Path(self.trials[trial].output) / "metrics.jsonl"))
-
-    def ended(self, trial: str, result: Json) -> None:
-        self._advance(trial, self.trials[trial].steps)
-        self.count += 1
-        self.bar.set_description(f"{self.count}/{self.all} trials")
-        if self.show:
-            loss = result.get("eval_loss")
-            text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
-            self.bar.write(f"{result['status']:>11}  {trial}  {text}")
-
-    def close(self) -> None:
-        self.bar.close()
-
-    def _advance(self, trial: str, step: int) -> None:
-        self.bar.update(max(0, step - self.steps[trial]))
-        self.steps[trial] = max(step, self.steps[trial])
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 400))
-            return int(json.loads(file.read().splitlines()[-1])["step"])
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return 0

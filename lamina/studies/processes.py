@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
-from lamina.training.settings import PretrainSettings
+from lamina.studies.trials.task import Task
 
 LOST = 255  # the exit code of a trial whose server has ended
 _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; sys.exit(worker.{call})"
 
 
-def start(settings: PretrainSettings) -> Process:
+def start(task: Task) -> Process:
     """Start a trial in its own process."""
     request = {
-        "settings": settings.to_dict(),
+        **task.to_request(),
         "environment": dict(os.environ),
         "path": list(sys.path),
         "argv": list(sys.argv),

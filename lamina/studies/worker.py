@@ -25,9 +25,10 @@ from lamina.jobs.environment import environment
 from lamina.jobs.files import disk_full, write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.signals import STOP_SIGNALS
-from lamina.training.settings import PretrainSettings
+from lamina.studies.trials.task import Busy, Task
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h
+BUSY = 75  # EX_TEMPFAIL: another driver runs the trial
 ROUND_SECONDS = 0.05
 
 
@@ -89,16 +90,17 @@ def run(request: Json) -> int:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         _like_the_driver(request)
-        settings = PretrainSettings.from_dict(request["settings"])
-        from lamina.training.pretrain import pretrain
-
-        # marks the folder as ours before the log is in it
-        write_json(folder / "environment.json", environment(settings.seed, Kind.RUN))
-        with (folder / "log.txt").open("a", encoding="utf-8") as log:
-            sys.stdout.flush()
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-            pretrain(settings, resume="auto", bar=False)
+        task = Task.from_request(request)
+        with task.claim():
+            # marks the folder as ours before the log is in it
+            write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
+            with (folder / "log.txt").open("a", encoding="utf-8") as log:
+                sys.stdout.flush()
+                for stream in (1, 2):
+                    os.dup2(log.fileno(), stream)
+                task.run()
+    except Busy:
+        return BUSY
     except KeyboardInterrupt:
         write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
     except Exception as error:

@@ -7,21 +7,22 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result, write_json
 from lamina.jobs.signals import STOP_SIGNALS, handled
 from lamina.studies import processes
 from lamina.studies.processes import Process
-from lamina.studies.worker import DISK_FULL
-from lamina.training.settings import PretrainSettings
+from lamina.studies.trials.task import Task
+from lamina.studies.worker import BUSY, DISK_FULL
 
 GRACE_SECONDS = 30.0
+ROUND_SECONDS = 0.1  # between two looks at the running trials
+BUSY_SECONDS = 2.0  # between two attempts at a trial that another driver runs
 
 
 def run_trials(
-    trials: Mapping[str, PretrainSettings],
+    trials: Mapping[str, Task],
     *,
     workers: int,
     ended: Callable[[str, Json], None],
@@ -48,7 +49,7 @@ def run_trials(
 
 
 def _run_all(
-    trials: Mapping[str, PretrainSettings],
+    trials: Mapping[str, Task],
     waiting: list[str],
     running: dict[str, Process],
     workers: int,
@@ -56,15 +57,19 @@ def _run_all(
     tick: Callable[[list[str]], None],
     stopped: list[int],
 ) -> None:
-    while waiting or running:
+    busy: dict[str, float] = {}  # when to try again
+    while waiting or running or busy:
         if stopped:
             raise KeyboardInterrupt
+        waiting += [trial for trial, due in busy.items() if due <= time.monotonic()]
+        busy = {trial: due for trial, due in busy.items() if trial not in waiting}
         while waiting and len(running) < workers:
             trial = waiting.pop(0)
             running[trial] = processes.start(trials[trial])
-        _reap(running, trials, ended)
+        for trial in _reap(running, trials, ended):
+            busy[trial] = time.monotonic() + BUSY_SECONDS
         tick(list(running))
-        time.sleep(0.2)
+        time.sleep(ROUND_SECONDS)
 
 
 @contextlib.contextmanager
@@ -83,15 +88,20 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _reap(
     running: dict[str, Process],
-    trials: Mapping[str, PretrainSettings],
+    trials: Mapping[str, Task],
     ended: Callable[[str, Json], None],
     missing: str = "failed",
-) -> None:
+) -> list[str]:
+    """Report the trials whose processes have ended; returns those that another driver runs."""
+    busy = []
     for trial, process in list(running.items()):
         if (code := process.exit_code()) is None:
             continue
         del running[trial]
-        folder = Path(trials[trial].output)
+        folder = trials[trial].folder
+        if code == BUSY:
+            busy.append(trial)
+            continue
         result = read_result(folder)
         if code == DISK_FULL:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -100,6 +110,7 @@ def _reap(
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "result.json", result)
         ended(trial, result)
+    return busy
 
 
 def _stop(running: Mapping[str, Process]) -> None:

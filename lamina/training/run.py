@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.data.blocks import PartShare, spread
-from lamina.modeling.building import build
-from lamina.training import source
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.identity import RunIdentity
 from lamina.training.checkpointing.resuming import checkpoint_to_resume
@@ -26,13 +24,13 @@ from lamina.training.checkpointing.stateful import RunState, Stateful
 from lamina.training.checkpointing.store import run_state, step_of
 from lamina.training.execution import speed
 from lamina.training.execution.processes import Processes
+from lamina.training.initial import initial_model
 from lamina.training.monitoring.experts import ExpertBalance
 from lamina.training.monitoring.falling import RecordedLosses
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
-from lamina.training.optimization.optimizer import rate_factors
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.optimization.schedule import schedule_of
 from lamina.training.resolve import ResolvedRun
@@ -69,7 +67,7 @@ class TrainingRun:
     ):
         self.resolved, self.blocks, self.tokenizer, self.processes = resolved, blocks, tokenizer, processes
         self.rollbacks, self.bar, self.folder = rollbacks, bar, Path(resolved.settings.output)
-        self.model, self._rate_factors = self._build_model()
+        self.model, self._rate_factors = initial_model(resolved, blocks, tokenizer)
         device = torch.device(resolved.device)
         self.settings = settings = speed.decide(resolved.settings, self.model, device, processes, bar=bar)
         speed.prepare(self.model, settings)
@@ -92,20 +90,6 @@ class TrainingRun:
         ]
         self.trainer = self._make_trainer()
         self.trainer.load_state_dict(state)
-
-    def _build_model(self) -> tuple[PreTrainedModel, dict[str, float] | None]:
-        """The model, and under width scaling each parameter's factor on the learning rate."""
-        resolved, settings = self.resolved, self.resolved.settings
-        config, scaling = resolved.with_tokenizer(self.tokenizer), resolved.width_scaling
-        torch.manual_seed(settings.seed)
-        profile = self.blocks.train.sample(settings.batch_size)
-        if settings.from_model is None:
-            model = build(
-                config, resolved.plan, head="causal_lm", init=settings.init, profile_ids=profile, width_scaling=scaling
-            )
-        else:
-            model = source.load(settings.from_model, config.max_position_embeddings)
-        return model, None if scaling is None else rate_factors(model, scaling)
 
     def _find_checkpoint(self) -> tuple[Path | None, RunState]:
         """The checkpoint to resume from and its run state; if there is none, step -1: the run begins again."""

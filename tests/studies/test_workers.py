@@ -14,6 +14,7 @@ from lamina.cli import main
 from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.files import read_result
 from lamina.studies import processes
+from lamina.studies.trials.task import Task
 from lamina.training.settings import PretrainSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +92,7 @@ def test_a_study_of_failed_trials_raises_with_the_first_reason(failing, corpus, 
 def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_path):
     """How trials run where forking is not safe."""
     settings = PretrainSettings(**{**SMALL, "steps": 4000}, corpus=str(corpus), output=str(tmp_path / "run"))
-    request = {"settings": settings.to_dict(), "environment": dict(os.environ), "path": list(sys.path)}
+    request = {**Task(settings=settings).to_request(), "environment": dict(os.environ), "path": list(sys.path)}
     trial = processes.Alone({**request, "argv": ["x"], "directory": str(tmp_path)})
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 1)
@@ -106,7 +107,7 @@ def test_a_lost_server_is_a_failed_trial_and_the_next_one_gets_another(corpus, t
         pytest.skip("no server elsewhere")
     server = processes.Server.running()
     settings = PretrainSettings(**{**SMALL, "steps": 4000}, corpus=str(corpus), output=str(tmp_path / "run"))
-    trial = processes.start(settings)
+    trial = processes.start(Task(settings=settings))
     assert trial.exit_code() is None
     wait_for(lambda: (tmp_path / "run" / "log.txt").is_file())
     assert trial.exit_code() is None

@@ -86,7 +86,8 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     value = {name: str(settings.get(name, "?")) for name in _THRESHOLDS}
     return [
         f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps; all else as in "
-        f"`lamina pretrain`. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the first of:",
+        f"`lamina pretrain`. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the "
+        "first of:",
         "non-finite: the loss of a step, or the gradient's norm, was not finite.",
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
         f"{value['spike_patience']} (steps, or a share of all steps). A spike that returned earlier is none.",

@@ -1,0 +1,158 @@
+"""`lamina study`: run the papers' tables and figures as studies, and say what holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lamina.api import study
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.core.json_types import Json
+from lamina.errors import UserError, one_line, unknown
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
+    from lamina.studies.engine.settings import StudySettings
+
+EXAMPLES = """
+  lamina study list
+  lamina study show mix-ppl
+  lamina study run mix-ppl
+  lamina study run mix-ppl,keel-lr --resume=auto
+  lamina study run all --resume=auto --record
+  lamina study run peri-lr --seeds 10,11,12,13,14 --corpus my_text.txt --output runs/peri-lr-mine
+  lamina study run keel-maxlr --scale paper --dry-run
+  lamina study worker mix-ppl --scale gpu --store /shared/trials
+"""
+_HELP = f"""lamina study: the papers' tables and figures as studies, each with a verdict on its claim
+
+usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run --help for the options
+
+  list     all studies with their claims and verdicts (--json: as JSON)
+  show     one study: the question, its arms and trials, the verdicts so far
+  run      train what is missing, measure, judge; OUTPUT/report.html is the page
+  worker   train a share of a study's trials on another machine, for a store that the machines share
+
+examples:
+{textwrap.indent(EXAMPLES.strip(), "  ")}
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Call the subcommand."""
+    commands: dict[str, Callable[[list[str]], int]] = {"list": _list, "show": _show, "run": _run, "worker": _worker}
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_HELP)
+        return 0
+    if argv[0] not in commands:
+        raise unknown("command of `lamina study`", argv[0], commands)
+    return commands[argv[0]](argv[1:])
+
+
+def _list(argv: list[str]) -> int:
+    parser = make_parser("study list", "All studies with their claims and verdicts.", "lamina study list --json")
+    parser.add_argument("--json", action="store_true", help="print a list of verdicts as JSON")
+    parser.add_argument("--records", default=None, help="folder with the records (default: Lamina's own)")
+    chosen = parser.parse_args(argv)
+    from pathlib import Path
+
+    from lamina.studies.engine.verdicts import all_verdicts
+
+    found = all_verdicts(None if chosen.records is None else Path(chosen.records))
+    if chosen.json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+        return 0
+    for one in found:
+        print(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {one['ours'] or one.get('note') or ''}")
+    counts: dict[str, int] = {}
+    for one in found:
+        counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
+    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    return 0
+
+
+def _show(argv: list[str]) -> int:
+    settings = _given("show", "What a study asks, its trials, and the verdicts so far.", argv)[0]
+    from lamina.studies.engine.showing import description
+
+    print(description(_record(settings)))
+    return 0
+
+
+def _run(argv: list[str]) -> int:
+    typed, others = _given("run", "Train what is missing, measure, and judge the claims.", argv)
+    from lamina.studies.catalog.places import names
+
+    listed = str(typed.pop("study", None) or "")
+    chosen = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]
+    if not chosen:
+        raise UserError("study: none given (allowed: a name, several with commas, a YAML file, all)")
+    if len(chosen) > 1 and "output" in typed:
+        raise UserError("output: one folder for several studies (allowed: --output with one study)")
+    if others.dry_run:
+        return _dry_run([_record({**typed, "study": name}) for name in chosen])
+    code = 0
+    for name in chosen:
+        try:
+            _run_one({**typed, "study": name}, others.resume, others.overwrite, others.record)
+        except UserError as error:
+            if len(chosen) == 1:
+                raise
+            print(f"lamina: {name}: {one_line(error)}", file=sys.stderr)
+            code = 2
+    return code
+
+
+def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> None:
+    outcome = study(**settings, resume=resume, overwrite=overwrite, record=record)
+    print(f"\n{settings['study']}: {len(outcome.results)} trials")
+    for one in outcome.claims:
+        print(f"  {one['verdict']:<13} {one['claim']}: {one['says']}")
+        for label, text in (("ours", one.get("ours")), ("paper", one.get("paper")), ("note", one.get("note"))):
+            if text:
+                print(f"  {'':<13} {label}: {text}")
+    print(f"the page: {outcome.folder / 'report.html'}")
+
+
+def _dry_run(records: list[StudySettings]) -> int:
+    from lamina.studies.engine.showing import dry_run_text
+
+    for record in records:
+        print(dry_run_text(record))
+    return 0
+
+
+def _worker(argv: list[str]) -> int:
+    settings = _given("worker", "Train a share of a study's trials; other workers share the store.", argv)[0]
+    from lamina.studies.engine.run import work
+
+    count = work(_record(settings))
+    print(f"{count} trials are done")
+    return 0
+
+
+def _record(settings: Json) -> StudySettings:
+    from lamina.studies.engine.settings import StudySettings
+
+    record = StudySettings.from_dict(settings)
+    if record.study is None:
+        raise UserError("study: none given (see `lamina study list`)")
+    return record
+
+
+def _given(command: str, what: str, argv: list[str]) -> tuple[Json, Namespace]:
+    from lamina.studies.engine.settings import StudySettings
+
+    parser = make_parser(f"study {command}", what, EXAMPLES, positional="STUDY ")
+    add_settings(parser, StudySettings, positional=("study",))
+    others: tuple[str, ...] = ()
+    if command == "run":
+        add_output_modes(parser, "continue the study in the output folder")
+        parser.add_argument("--record", action="store_true", help="also write tables and verdicts to the records")
+        parser.add_argument("--dry-run", action="store_true", help="train nothing: parameters, tokens, FLOPs, hours")
+        others = ("resume", "overwrite", "record", "dry_run")
+    return given_settings(parser, argv, *others)

@@ -1,0 +1,263 @@
+"""A study as data: its scales, their axes, and what is measured; read from YAML and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.core.values import is_finite, seed_number
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError, unknown
+from lamina.studies.catalog.places import BASES, catalog_folder, find
+from lamina.studies.trials.jobs import JOBS, TrialJob
+
+PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
+SCALES = ("cpu", "gpu", "paper")
+TIMES = ("init", "end", "records")
+RECORDS = ("metrics", "layers")
+_STUDY = {"study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes"}
+_SCALE = {"base", "settings", "axes", "measures", "job", "skip", "needs", "notes", "figure", "figures"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A search for each arm's best learning rate: every rate with the first ``seeds`` seeds."""
+
+    rates: tuple[float, ...]
+    seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One scale of a study.
+
+    Attributes:
+        name: cpu, gpu or paper.
+        job: what a trial is: a name in ``JOBS``.
+        settings: those that all trials share.
+        axes: per axis, its values by label; a value is the settings that it stands for.
+        rates: the learning rates of a sweep; empty if the settings or the arms say the rate.
+        tuning: the search for each arm's rate, if there is one.
+        seeds: of the trials.
+        measures: per time (init, end, records), the probes or records.
+        skip: combinations of axis values that are left out.
+        needs: why this scale cannot decide the claims; empty if it can.
+        folder: of the study's file; placements that begin with ``./`` are relative to it.
+    """
+
+    name: str
+    job: str = "pretrain"
+    settings: Json = field(default_factory=dict)
+    axes: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
+    tuning: Tuning | None = None
+    seeds: tuple[int, ...] = (0,)
+    measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skip: tuple[Json, ...] = ()
+    needs: str = ""
+    folder: Path = Path()
+
+    @property
+    def record(self) -> TrialJob:
+        """The job of this scale's trials."""
+        return JOBS[self.job]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study: one question, at up to three scales.
+
+    Attributes:
+        name: also the id of its main claim.
+        paper: whose claim it is; one of ``PAPERS``.
+        source: the table, figure or equation.
+        title: what is compared.
+        scales: by name.
+        file: the YAML file; the claims stand in the Python file of the same name beside it.
+        figures: how its figures are drawn, as written.
+    """
+
+    name: str
+    paper: str
+    source: str
+    title: str
+    scales: Mapping[str, Scale]
+    file: Path
+    figures: tuple[Json, ...] = ()
+
+    @property
+    def claims_file(self) -> Path:
+        """The Python file with the claims."""
+        return self.file.with_suffix(".py")
+
+    def scale(self, name: str) -> Scale:
+        """A scale by its name. Raises UserError for one that the study does not have."""
+        if name not in self.scales:
+            raise unknown(f"scale of {self.name}", name, self.scales)
+        return self.scales[name]
+
+
+def read_study(study: str | Path) -> Study:
+    """Read a study by its name in the catalog or by its file.
+
+    Raises UserError that names the file, the field and the nearest allowed name.
+    """
+    path = find(str(study))
+    data = read_mapping(path)
+    where = f"{path.name}: "
+    _known(where, data, _STUDY)
+    name = _text(where, data, "study")
+    if name != path.stem:
+        raise UserError(f"{where}study: {name!r} (allowed: {path.stem!r}, the file's own name)")
+    paper = _text(where, data, "paper", default="field")
+    if paper not in PAPERS:
+        raise unknown(f"paper in {path.name}", paper, PAPERS)
+    scales = data.get("scales")
+    if not isinstance(scales, Mapping) or not scales:
+        raise UserError(f"{where}scales: none given (allowed: a mapping from {', '.join(SCALES)})")
+    for scale in scales:
+        if scale not in SCALES:
+            raise unknown(f"scale in {path.name}", str(scale), SCALES)
+    return Study(
+        name=name,
+        paper=paper,
+        source=_text(where, data, "source", default=""),
+        title=_text(where, data, "title", default=name),
+        scales={key: _read_scale(f"{where}{key}: ", key, value, path.parent) for key, value in scales.items()},
+        file=path,
+        figures=tuple(figure for figure in data.get("figures", [data.get("figure")]) if figure),
+    )
+
+
+def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where}{data!r} (allowed: a mapping with base, settings, axes, ...)")
+    _known(where, data, _SCALE)
+    job = _text(where, data, "job", default="pretrain")
+    if job not in JOBS:
+        raise unknown("job", job, JOBS)
+    axes = dict(_mapping(where, data, "axes"))
+    rates, tuning = _rates(where, axes.pop("learning_rate", None))
+    seeds = _seeds(where, axes.pop("seed", 1))
+    scale = Scale(
+        name=name,
+        job=job,
+        settings={**_base(where, data.get("base"), folder), **_mapping(where, data, "settings")},
+        axes={axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()},
+        rates=rates,
+        tuning=tuning,
+        seeds=seeds,
+        measures=_measures(where, _mapping(where, data, "measures")),
+        skip=tuple(data.get("skip", ())),
+        needs=_text(where, data, "needs", default=""),
+        folder=folder,
+    )
+    if tuning is not None and tuning.seeds > len(seeds):
+        raise UserError(f"{where}learning_rate: seeds: {tuning.seeds} (allowed: at most the {len(seeds)} of 'seed')")
+    return scale
+
+
+def _base(where: str, name: object, folder: Path) -> Json:
+    if name is None:
+        return {}
+    own = folder / BASES
+    bases = read_mapping(own if own.is_file() else catalog_folder() / BASES)
+    if not isinstance(name, str) or name not in bases:
+        raise unknown(f"base in {where.strip()}", str(name), bases)
+    settings = dict(bases[name])
+    return {**_base(where, settings.pop("base", None), folder), **settings}
+
+
+def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, Json]:
+    """An axis's values by label: a list of a setting's values, or labels with settings."""
+    names = job.settings_class().names()
+    if isinstance(values, Mapping) and values:
+        for label, settings in values.items():
+            if not isinstance(settings, Mapping):
+                raise UserError(f"{where}{axis}: {label}: {settings!r} (allowed: a mapping of settings)")
+            for name in settings:
+                if name not in names:
+                    raise unknown(f"setting in {where}{axis}: {label}", str(name), names)
+        return {str(label): dict(settings) for label, settings in values.items()}
+    if axis not in names:
+        raise unknown(f"axis in {where.strip()}", axis, names)
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise UserError(f"{where}{axis}: {values!r} (allowed: a list of values)")
+    return {str(value): {axis: value} for value in values}
+
+
+def _rates(where: str, given: object) -> tuple[tuple[float, ...], Tuning | None]:
+    if given is None:
+        return (), None
+    if isinstance(given, Mapping):
+        _known(f"{where}learning_rate: ", given, {"tune", "seeds"})
+        seeds = given.get("seeds", 1)
+        if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+            raise UserError(f"{where}learning_rate: seeds: {seeds!r} (allowed: a whole number of at least 1)")
+        return (), Tuning(rates=_numbers(where, given.get("tune")), seeds=seeds)
+    return _numbers(where, given), None
+
+
+def _numbers(where: str, values: object) -> tuple[float, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise UserError(f"{where}learning_rate: {values!r} (allowed: a list of rates, or tune: with one)")
+    read = []
+    for value in values:
+        number = float(value) if isinstance(value, str) and _is_number(value) else value
+        if not is_finite(number) or number <= 0:
+            raise UserError(f"{where}learning_rate: {value!r} (allowed: numbers above 0)")
+        read.append(float(number))
+    if len(set(read)) < len(read):
+        raise UserError(f"{where}learning_rate: {values!r} names one twice")
+    return tuple(read)
+
+
+def _is_number(text: str) -> bool:
+    try:  # YAML reads 1e-3 as a text
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _seeds(where: str, given: object) -> tuple[int, ...]:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+        return tuple(range(given))
+    if isinstance(given, Sequence) and not isinstance(given, str) and given and len(set(given)) == len(given):
+        return tuple(seed_number("seed", seed) for seed in given)
+    raise UserError(f"{where}seed: {given!r} (allowed: how many, or a list of different seeds)")
+
+
+def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    _known(f"{where}measures: ", given, set(TIMES))
+    measures = {}
+    for time, listed in given.items():
+        if not isinstance(listed, Sequence) or isinstance(listed, str):
+            raise UserError(f"{where}measures: {time}: {listed!r} (allowed: a list)")
+        for name in listed:
+            if time == "records" and name not in RECORDS:
+                raise unknown(f"record in {where.strip()}", str(name), RECORDS)
+        measures[time] = tuple(str(name) for name in listed)
+    return measures
+
+
+def _known(where: str, data: Mapping[str, object], allowed: set[str]) -> None:
+    for key in data:
+        if key not in allowed:
+            raise unknown(f"field in {where.strip().rstrip(':')}", str(key), allowed)
+
+
+def _mapping(where: str, data: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = data.get(key, {})
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}{key}: {value!r} (allowed: a mapping)")
+    return value
+
+
+def _text(where: str, data: Mapping[str, object], key: str, default: str | None = None) -> str:
+    value = data.get(key, default)
+    if not isinstance(value, str):
+        raise UserError(f"{where}{key}: {value!r} (allowed: a text)")
+    return value

@@ -1,0 +1,89 @@
+"""Runs the trials that a plan wants and the store does not have, until the plan wants no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from lamina.core.json_types import Json
+from lamina.jobs.status import ENDED
+from lamina.studies.engine.plan import Plan
+from lamina.studies.progress import Progress
+from lamina.studies.trials.store import Store
+from lamina.studies.trials.task import Task
+from lamina.studies.trials.trial import Trial
+from lamina.studies.workers import run_trials
+
+Ended = Callable[[str, Json], None]
+
+
+class Executor(Protocol):
+    """Runs tasks, several at a time."""
+
+    def __call__(
+        self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
+    ) -> None:
+        """Run every task; ``ended`` gets each one's id and result, ``tick`` the ids of those that run."""
+        ...
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_plan(
+    plan: Plan,
+    store: Store,
+    *,
+    workers: int | None,
+    bar: bool,
+    ended: Callable[[], None] = lambda: None,
+    execute: Executor = run_trials,
+) -> dict[str, Json]:
+    """Run what is missing; returns every trial's result by its key. ``ended`` is called after each trial.
+
+    A trial that failed in this call is not tried again: its result says why.
+
+    Raises:
+        OSError: the disk is full; what was finished is kept.
+        KeyboardInterrupt: after the running trials have ended as `interrupted`.
+    """
+    failed: dict[str, Json] = {}
+
+    def known(trial: Trial) -> Json | None:
+        return failed.get(trial.key) or store.complete(trial)
+
+    def result(trial: Trial) -> Json | None:
+        return failed.get(trial.key) or store.result(trial)
+
+    while True:
+        wanted = plan.wanted(result)
+        todo = {trial.key: trial for trial in wanted if known(trial) is None}
+        if not todo:
+            return {trial.key: found for trial in wanted if (found := result(trial)) is not None}
+        tasks = {trial.name: store.task(trial) for trial in todo.values()}
+        keys = {trial.name: trial.key for trial in todo.values()}
+        progress = Progress(tasks, done=len({trial.key for trial in wanted}) - len(todo), show=bar)
+
+        def one_ended(name: str, outcome: Json, keys: dict[str, str] = keys, progress: Progress = progress) -> None:
+            if outcome["status"] not in ENDED:
+                failed[keys[name]] = outcome
+            progress.ended(name, outcome)
+            ended()
+
+        try:
+            execute(tasks, workers=min(workers or cores(), len(tasks)), ended=one_ended, tick=progress.tick)
+        finally:
+            progress.close()
+        failed.update(_unmeasured(todo, store, failed))
+
+
+def _unmeasured(todo: Mapping[str, Trial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:
+    """Trials that ended but whose measures are still missing: they would be tried for ever."""
+    return {
+        key: result
+        for key, trial in todo.items()
+        if key not in failed and store.complete(trial) is None and (result := store.result(trial)) is not None
+    }

@@ -1,0 +1,120 @@
+"""Which trials a scale needs, given what is known so far.
+
+A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
+other seeds at each arm's best rate. ``Plan.wanted`` is a function of the results, so resuming needs no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lamina.core.json_types import Json
+from lamina.jobs.settings import Settings
+from lamina.jobs.status import severity
+from lamina.studies.catalog.arms import Arm, arms
+from lamina.studies.catalog.study import Scale
+from lamina.studies.trials import measures
+from lamina.studies.trials.trial import Trial, make_trial
+
+WIDENINGS = 2
+"""How often a sweep is widened whose best rate is at its edge."""
+Results = Callable[[Trial], Json | None]
+
+
+@dataclass
+class Plan:
+    """The trials of a scale.
+
+    Attributes:
+        scale: of the study.
+        changes: settings over the scale's own.
+        chosen: the rate of each tuned arm, by its number, once it is known.
+    """
+
+    scale: Scale
+    changes: Json = field(default_factory=dict)
+    chosen: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arms = arms(self.scale, self.changes)
+        self._measures = measures.names(self.scale.measures)
+        self._made: dict[tuple[int, float | None, int, bool], Trial] = {}
+
+    def dry(self) -> dict[str, Settings]:
+        """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
+        scale, found = self.scale, {}
+        sweep = scale.seeds if scale.tuning is None else scale.seeds[: scale.tuning.seeds]
+        rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
+        for seed in scale.seeds:
+            for arm in self.arms:
+                for rate in rates if seed in sweep else rates[:1]:
+                    words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
+                    found[", ".join(words)] = arm.trial(scale, rate, seed)
+        return found
+
+    def wanted(self, result: Results) -> list[Trial]:
+        """The trials that are needed given the results so far, seed by seed; ``chosen`` is brought up to date."""
+        scale, wanted = self.scale, []
+        if scale.tuning is None:
+            for seed in scale.seeds:
+                for number, _ in enumerate(self.arms):
+                    wanted += [self._trial(number, rate, seed, measured=True) for rate in scale.rates or (None,)]
+            return wanted
+        seeds = scale.seeds[: scale.tuning.seeds]
+        rates = [self._rates(number, seeds, result) for number, _ in enumerate(self.arms)]
+        for seed in seeds:
+            for number, (tried, _) in enumerate(rates):
+                wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
+        self.chosen = {number: best for number, (_, best) in enumerate(rates) if best is not None}
+        for seed in scale.seeds:
+            wanted += [self._trial(number, rate, seed, measured=True) for number, rate in self.chosen.items()]
+        return list({(trial.key, trial.measures): trial for trial in wanted}.values())
+
+    def is_tuned(self, trial: Trial) -> bool:
+        """Whether a trial has its arm's chosen rate; True in a study that tunes none."""
+        if self.scale.tuning is None:
+            return True
+        number = next(n for n, arm in enumerate(self.arms) if arm.values == trial.values)
+        return self.chosen.get(number) == trial.learning_rate
+
+    def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> Trial:
+        place = (number, rate, seed, measured)
+        if place not in self._made:
+            arm: Arm = self.arms[number]
+            taken = self._measures if measured else ()
+            self._made[place] = make_trial(self.scale.job, arm.values, arm.trial(self.scale, rate, seed), taken)
+        return self._made[place]
+
+    def _rates(self, number: int, seeds: tuple[int, ...], result: Results) -> tuple[list[float], float | None]:
+        """The rates to try for an arm, and the best one once all of them are known."""
+        assert self.scale.tuning is not None
+        rates = sorted(self.scale.tuning.rates)
+        for widening in range(WIDENINGS + 1):
+            known = {rate: self._known(number, rate, seeds, result) for rate in rates}
+            if any(results is None for results in known.values()):
+                return rates, None
+            best = min(rates, key=lambda rate: _rank(known[rate] or []))
+            if len(rates) == 1 or best not in (rates[0], rates[-1]) or widening == WIDENINGS:
+                return rates, best
+            rates = sorted([*rates, _beyond(rates, best)])
+        raise AssertionError("the loop returns")
+
+    def _known(self, number: int, rate: float, seeds: tuple[int, ...], result: Results) -> list[Json] | None:
+        results = [result(self._trial(number, rate, seed, measured=False)) for seed in seeds]
+        return None if None in results else [known for known in results if known is not None]
+
+
+def _rank(results: list[Json]) -> tuple[float, float]:
+    """The order of rates: fewest trials that did not learn, then the lowest mean loss."""
+    bad = sum(severity(str(one["status"])) > severity("short") for one in results)
+    losses = [math.inf if (loss := one.get("eval_loss")) is None else float(loss) for one in results]
+    return float(bad), sum(losses) / len(losses)
+
+
+def _beyond(rates: list[float], best: float) -> float:
+    """The next rate beyond the edge, in the ratio of the last two; two significant digits more than the eye needs."""
+    factor = rates[1] / rates[0] if best == rates[0] else rates[-1] / rates[-2]
+    beyond = best / factor if best == rates[0] else best * factor
+    return float(f"{beyond:.4g}")

@@ -1,0 +1,187 @@
+"""`lamina study run`: a study's trials, its tables, and the verdicts on its claims."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError
+from lamina.jobs.environment import ENVIRONMENT, environment
+from lamina.jobs.files import write_json
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.status import ENDED
+from lamina.studies.catalog.study import Study, read_study
+from lamina.studies.engine import verdicts
+from lamina.studies.engine.driver import Executor, run_plan
+from lamina.studies.engine.plan import Plan
+from lamina.studies.engine.results import measured_table, results_table
+from lamina.studies.engine.settings import StudySettings
+from lamina.studies.record import STUDY, has_study, stored_study, write_study
+from lamina.studies.record import read_study as read_record
+from lamina.studies.trials import measures
+from lamina.studies.trials.records import RESULTS, TABLES, Records, write_results, write_table
+from lamina.studies.trials.store import Store
+from lamina.studies.workers import run_trials
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger(__name__)
+POLICY = ResumePolicy(
+    what="study",
+    # where trials are and how they are run, not which ones
+    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus")),
+)
+
+
+def run_study(
+    settings: StudySettings | Mapping[str, object],
+    *,
+    record: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> pd.DataFrame:
+    """Run a study at one scale; returns the rows of results.csv, a row per trial.
+
+    OUTPUT/claims.json has the verdicts. A trial that the store or the records have is not run again. ``record`` also
+    writes the study's tables and verdicts to the records.
+
+    Raises:
+        UserError: for invalid settings, a study that can't be read or has changed since it ran here, an output folder
+            in use, a claim over something that was not measured.
+        OSError: the disk is full.
+        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+    """
+    given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
+    given["output"] = str(output_of(given))
+    study = read_study(given["study"])
+    job = open_job(
+        Kind.STUDY, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
+    )
+    complete, plan = job.settings, make_plan(study, job.settings)
+    store = store_of(complete)
+    if job.resumes and has_study(job.folder):
+        _refuse_edited(read_record(job.folder), plan, store)
+    execute = _executor(complete)
+    with job:
+        results = _run(study, plan, complete, store, job.folder, execute, bar)
+    if record:
+        _record(job.folder, complete.records_folder / f"{study.name}-{complete.scale}")
+    return results
+
+
+def output_of(settings: Mapping[str, object]) -> Path:
+    """The study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
+    record = StudySettings.from_dict(settings)
+    if record.study is None:
+        raise UserError("study: none given (see `lamina study list`)")
+    if record.output is not None:
+        return Path(record.output)
+    return Path("runs") / "studies" / f"{read_study(record.study).name}-{record.scale}"
+
+
+def store_of(settings: StudySettings) -> Store:
+    """The store of the trials, with the records."""
+    return Store(Path(settings.store), Records(settings.records_folder), settings.threads)
+
+
+def work(settings: StudySettings, *, bar: bool = True) -> int:
+    """Run a share of a study's trials, while other drivers with the same store run theirs; returns how many are done.
+
+    Ends when all of the study's trials have ended. Writes no folder but the trials'.
+    """
+    assert settings.study is not None
+    plan, store = make_plan(read_study(settings.study), settings), store_of(settings)
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+    return len(run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings)))
+
+
+def make_plan(study: Study, settings: StudySettings) -> Plan:
+    """The plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
+    scale = study.scale(settings.scale)
+    if settings.seeds is not None:
+        seeds = tuple(int(seed) for seed in settings.seeds.split(","))
+        tuning = scale.tuning and replace(scale.tuning, seeds=min(scale.tuning.seeds, len(seeds)))
+        scale = replace(scale, seeds=seeds, tuning=tuning)
+    return Plan(scale, settings.changes)
+
+
+def _executor(settings: StudySettings) -> Executor:
+    if settings.engine == "local":
+        return run_trials
+    from lamina.studies.engine.ray_cluster import executor
+
+    return executor(address=settings.address, gpus=settings.gpus)
+
+
+def _run(
+    study: Study, plan: Plan, settings: StudySettings, store: Store, folder: Path, execute: Executor, bar: bool
+) -> pd.DataFrame:
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    header: Json = {
+        "command": settings.command(),
+        "version": environment(0)["versions"].get("lamina"),
+        "created": created,
+        "settings": settings.to_dict(),
+        "definition": read_mapping(study.file),
+        "folder": str(study.file.parent),
+    }
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+
+    def write() -> pd.DataFrame:
+        results = results_table(plan, store)
+        write_results(folder, results)
+        return results
+
+    if plan.scale.needs:
+        write_study(folder, {**header, "trials": []})
+        results = write()
+    else:
+        write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
+        try:
+            outcome = run_plan(plan, store, workers=settings.workers, bar=bar, ended=write, execute=execute)
+        finally:
+            results = write()
+        failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
+        results = results_table(plan, store, failed)
+        write_results(folder, results)
+        write_study(folder, {**header, "trials": sorted(outcome)})
+        for measure in measures.names(plan.scale.measures):
+            if (rows := measured_table(results, store, measure)) is not None:
+                write_table(folder, measure, rows)
+    write_json(folder / verdicts.CLAIMS, verdicts.judge_study(study, plan.scale, results, store))
+    return results
+
+
+def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
+    """Raise UserError if trials that ran in this folder are no longer the study's."""
+    ran = set(stored.get("trials", []))
+    wanted = {trial.key for trial in plan.wanted(store.result)}
+    if gone := sorted(ran - wanted):
+        raise UserError(
+            f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "
+            f"{gone[0]}) (allowed: the study as it was; another --output; or --overwrite, which keeps all trials in "
+            "the store and runs only what is new)"
+        )
+
+
+def _record(folder: Path, records: Path) -> None:
+    """Copy what a study says to the records: tables and verdicts, no models."""
+    shutil.rmtree(records / TABLES, ignore_errors=True)
+    (records / TABLES).mkdir(parents=True, exist_ok=True)
+    for name in (RESULTS, verdicts.CLAIMS, STUDY, ENVIRONMENT):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, records / name)
+    for path in sorted((folder / TABLES).glob("*.parquet")):
+        shutil.copyfile(path, records / TABLES / path.name)

@@ -1,0 +1,62 @@
+"""What a study is, as text: its arms and trials, what is done, what it would cost."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lamina.core.json_types import Json
+from lamina.studies.catalog.study import Study, read_study
+from lamina.studies.engine.plan import Plan
+from lamina.studies.engine.run import make_plan, store_of
+from lamina.studies.engine.settings import StudySettings
+from lamina.studies.engine.verdicts import all_verdicts
+from lamina.studies.trials import measures
+from lamina.training.settings import PretrainSettings
+
+
+def description(settings: StudySettings) -> str:
+    """A study at one scale: the question, the arms, the trials, the verdicts of the records."""
+    assert settings.study is not None
+    study = read_study(settings.study)
+    plan = make_plan(study, settings)
+    lines = [f"{study.name}: {study.title}", f"source: {study.source}", f"scales: {', '.join(study.scales)}", ""]
+    lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
+    told = [one for one in all_verdicts(settings.records_folder) if one["study"] == study.name]
+    return "\n".join([*lines, "", *(line for one in told for line in _verdict(one))])
+
+
+def _verdict(one: Json) -> list[str]:
+    lines = [f"{one['verdict']} ({one['scale']}): {one['claim']}: {one['says']}"]
+    return lines + [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
+
+
+def _trials(plan: Plan, settings: StudySettings) -> list[str]:
+    store = store_of(settings)
+    wanted = plan.wanted(store.result)
+    trials = {trial.key for trial in wanted}
+    done = {trial.key for trial in wanted if store.complete(trial) is not None}
+    scale, tuning = plan.scale, plan.scale.tuning
+    lines = [f"scale {scale.name}: {len(plan.arms)} arms, {len(scale.seeds)} seeds, job {scale.job}"]
+    for axis, values in scale.axes.items():
+        lines.append(f"  {axis}: {', '.join(values)}")
+    rates = tuning.rates if tuning else scale.rates
+    if rates:
+        how = f"tuned with {tuning.seeds} seeds, then widened at an edge" if tuning else "a sweep"
+        lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
+    if measured := measures.names(scale.measures):
+        lines.append(f"  measured: {', '.join(measured)}")
+    return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
+
+
+def dry_run_text(settings: StudySettings) -> str:
+    """What a scale would train: parameters, tokens, FLOPs and GPU-hours, from models without weights."""
+    from lamina.studies.dry_run import dry_run
+
+    assert settings.study is not None
+    study: Study = read_study(settings.study)
+    scale = study.scale(settings.scale)
+    if scale.needs:
+        return f"{study.name}, scale {scale.name}: {scale.needs}"
+    plan = make_plan(study, settings)
+    trials = {name: cast(PretrainSettings, one) for name, one in plan.dry().items()}
+    return f"{study.name}, scale {scale.name}\n{dry_run(trials).to_string(index=False)}"

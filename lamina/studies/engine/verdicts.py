@@ -1,0 +1,109 @@
+"""What a study's trials say about its claims: claims.json, and the verdicts of all records."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.environment import environment
+from lamina.studies.catalog.places import catalog_folder, names
+from lamina.studies.catalog.study import SCALES, Scale, Study, read_study
+from lamina.studies.judging.claims import judge, load_claims
+from lamina.studies.judging.findings import Verdict
+from lamina.studies.judging.trials import Trials
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lamina.studies.trials.store import Store
+
+CLAIMS = "claims.json"
+
+
+def judge_study(study: Study, scale: Scale, results: pd.DataFrame, store: Store) -> list[Json]:
+    """The verdict on each of a study's claims. Raises UserError for a claim over something that was not measured."""
+    if not study.claims_file.is_file():
+        return []
+    claims = load_claims(study.claims_file)
+    if scale.needs:
+        judged = [
+            {"claim": claim.name, "says": claim.says, "verdict": str(Verdict.NEEDS_SCALE), "ours": "", "seeds": 0}
+            | {"paper": claim.paper, "note": scale.needs}
+            for claim in claims
+        ]
+    else:
+        trials = Trials(
+            results,
+            axes=list(scale.axes),
+            scale=scale.name,
+            measures=lambda key, name, at: store.table(key, f"{at}/{name}"),
+        )
+        judged = judge(claims, trials)
+    return [{**one, **_provenance(study, scale)} for one in judged]
+
+
+def _provenance(study: Study, scale: Scale) -> Json:
+    known = environment(0)
+    return {
+        "study": study.name,
+        "scale": scale.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "revision": known["git_revision"],
+        "machine": known["machine"]["processor"],
+        "versions": known["versions"],
+    }
+
+
+def all_verdicts(records: Path | None = None) -> list[Json]:
+    """Every claim of the catalog with its verdict at every scale that was run, or `not run yet` and the command.
+
+    Raises UserError for a file of the catalog that can't be read.
+    """
+    folder = catalog_folder() / "records" if records is None else records
+    found = []
+    for name in names():
+        study = read_study(name)
+        stored = {scale: read_claims(folder / f"{name}-{scale}") for scale in SCALES}
+        for scale in study.scales:
+            if stored[scale] is not None:
+                found += stored[scale] or []
+            elif scale == "cpu":
+                found += [_not_run(study, scale, claim) for claim in _claims(study)]
+    return found
+
+
+def read_claims(folder: Path) -> list[Json] | None:
+    """The verdicts in a study's folder; None if it holds none. Raises UserError for a file that can't be read."""
+    path = folder / CLAIMS
+    if not path.is_file():
+        return None
+    try:
+        claims = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable ({error})") from None
+    if not isinstance(claims, list):
+        raise UserError(f"{str(path)!r}: {type(claims).__name__} (allowed: a list of verdicts)")
+    return claims
+
+
+def _claims(study: Study) -> list[Json]:
+    if not study.claims_file.is_file():
+        return []
+    return [{"claim": claim.name, "says": claim.says, "paper": claim.paper} for claim in load_claims(study.claims_file)]
+
+
+def _not_run(study: Study, scale: str, claim: Json) -> Json:
+    return {
+        **claim,
+        "study": study.name,
+        "scale": scale,
+        "verdict": str(Verdict.NOT_RUN),
+        "ours": "",
+        "seeds": 0,
+        "date": None,
+        "note": f"lamina study run {study.name} --scale {scale}",
+    }

@@ -1,0 +1,53 @@
+"""The progress of a study at the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from lamina.core.json_types import Json
+from lamina.studies.trials.task import Task
+
+
+class Progress:
+    """One bar over all the steps of all trials, and one line per trial that ends."""
+
+    def __init__(self, trials: Mapping[str, Task], *, done: int, show: bool):
+        self.trials, self.show = trials, show
+        self.steps = dict.fromkeys(trials, 0)
+        total = sum(s.steps for s in trials.values())
+        self.bar = tqdm(total=total, unit="step", disable=not show, dynamic_ncols=True)
+        self.count, self.all = done, done + len(trials)
+        self.bar.set_description(f"{self.count}/{self.all} trials")
+
+    def tick(self, running: list[str]) -> None:
+        for trial in running:
+            self._advance(trial, _last_step(self.trials[trial].folder / "metrics.jsonl"))
+
+    def ended(self, trial: str, result: Json) -> None:
+        self._advance(trial, self.trials[trial].steps)
+        self.count += 1
+        self.bar.set_description(f"{self.count}/{self.all} trials")
+        if self.show:
+            loss = result.get("eval_loss")
+            text = f"eval loss {loss:.3f}" if loss is not None else result.get("reason", "")
+            self.bar.write(f"{result['status']:>11}  {trial}  {text}")
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def _advance(self, trial: str, step: int) -> None:
+        self.bar.update(max(0, step - self.steps[trial]))
+        self.steps[trial] = max(step, self.steps[trial])
+
+
+def _last_step(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 400))
+            return int(json.loads(file.read().splitlines()[-1])["step"])
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,99 @@
+"""A trial's identity: everything that decides its numbers, and the key that is its hash.
+
+Two trials with one key compute the same, on the same machine to the bit. So a trial that several studies need is
+trained once, and a trial that has changed never takes the place of the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+
+from lamina.core.json_types import Json
+from lamina.data import Corpus
+from lamina.jobs.settings import Settings
+from lamina.placements import resolve
+
+NUMERICS = 1
+"""The version of the code that trains. Raise it with any change after which the same settings give other numbers:
+tests/studies/test_numerics.py trains a few small models and fails if their losses are not those of this version."""
+
+# How a trial is run, not what it computes.
+OF_THE_MACHINE = frozenset(
+    (
+        *("output", "threads", "device", "parallel", "save_steps", "keep", "report_to", "probe_every", "probes"),
+        *("rollback_factor", "rollback_skip"),
+    )
+)
+_NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
+# Settings younger than the first records, with the values at which they change nothing: left out there, so that older
+# trials keep their keys.
+YOUNGER: Json = {"eval_corpus": None}
+
+
+def identity(job: str, settings: Settings) -> Json:
+    """Everything that decides a trial's numbers. Raises UserError for a placement or a corpus that can't be read."""
+    values = settings.to_dict()
+    placement, layers = str(values.pop("placement")), values.pop("num_layers", None)
+    plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
+    if values.get("init") == "recommended":
+        values["init"] = recommended
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in OF_THE_MACHINE and not (name in YOUNGER and value == YOUNGER[name])
+    }
+    kept.pop("corpus")
+    return {
+        "job": job,
+        "numerics": NUMERICS,
+        "settings": kept,
+        "plan": plan,
+        "text": _text(str(values["corpus"]), str(values.get("text_field", "text"))),
+    }
+
+
+def key(identity: Json) -> str:
+    """The hash of an identity: 16 hexadecimal digits."""
+    return _hash(identity)[:16]
+
+
+@lru_cache(maxsize=1024)
+def _plan(placement: str, num_layers: int) -> tuple[str, str]:
+    """The hash of what a plan computes, whatever it is called, and the initializer that it recommends."""
+    plan = resolve(placement, num_layers)
+    unnamed = {name: value for name, value in _changed(plan).items() if name not in _NAMES}
+    return _hash(unnamed), plan.initialization or "normal"
+
+
+def _changed(value: object) -> Json:
+    """A plan's fields that are not at their defaults: a field that a plan gets later changes no older key."""
+    assert is_dataclass(value)
+    found = {}
+    for entry in fields(value):
+        held = getattr(value, entry.name)
+        if held == (entry.default if entry.default_factory is MISSING else entry.default_factory()):
+            continue
+        if isinstance(held, tuple):
+            found[entry.name] = [_changed(one) for one in held]
+        else:
+            found[entry.name] = _changed(held) if is_dataclass(held) else held
+    return found
+
+
+def _hash(data: Json) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _text(corpus: str, text_field: str) -> str:
+    return Corpus.parse(corpus, text_field).fingerprint()
+
+
+@lru_cache(maxsize=64)
+def _depth(backbone: str) -> int:
+    from lamina.modeling.backbones import resolve_backbone  # imports transformers
+
+    return int(resolve_backbone(backbone).num_hidden_layers)

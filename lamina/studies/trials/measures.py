@@ -1,0 +1,126 @@
+"""What a study measures on a trial beyond its result: probes before and after training, and training records.
+
+A measure is "TIME/NAME": ``init/gradients``, ``end/angular_distance(tokens=all)``, ``records/layers``. Its table is a
+Parquet file in the trial's folder; measures.json says of each whether it was measured, or why it could not be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.errors import UserError
+from lamina.jobs.files import write_json, writing
+from lamina.training.settings import PretrainSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FOLDER, STATE = "measures", "measures.json"
+MEASURED = "measured"
+SEQUENCES = 16
+"""The number of held-out blocks that a probe reads."""
+
+
+def names(measures: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    """The measures of a scale as "TIME/NAME"."""
+    return tuple(f"{time}/{name}" for time, listed in measures.items() for name in listed)
+
+
+def file_name(measure: str) -> str:
+    """The name of a measure's table: ``end-angular_distance-tokens-all.parquet``."""
+    return re.sub(r"[^\w.]+", "-", measure).strip("-") + ".parquet"
+
+
+def missing(folder: Path, measures: Iterable[str]) -> list[str]:
+    """The measures that a trial's folder does not have yet."""
+    state = _state(folder)
+    return [
+        measure
+        for measure in measures
+        if measure not in state or (state[measure] == MEASURED and not (folder / FOLDER / file_name(measure)).is_file())
+    ]
+
+
+def table(folder: Path, measure: str) -> pd.DataFrame | None:
+    """A measure's table; None if the trial does not have it."""
+    import pandas as pd
+
+    path = folder / FOLDER / file_name(measure)
+    return pd.read_parquet(path.absolute()) if path.is_file() else None
+
+
+def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
+    """Measure what a trial's folder does not have yet. A measure that does not apply is noted with its reason."""
+    wanted = missing(folder, measures)
+    if not wanted:
+        return
+    (folder / FOLDER).mkdir(exist_ok=True)
+    source = _Source(folder, settings)
+    for name in wanted:
+        try:
+            rows, note = source.table(name), MEASURED
+        except UserError as error:
+            rows, note = None, str(error)
+        if rows is not None:
+            with writing(folder / FOLDER / file_name(name)) as temporary:
+                rows.to_parquet(temporary.absolute(), index=False, compression="zstd")
+        write_json(folder / STATE, {**_state(folder), name: note})
+
+
+def _state(folder: Path) -> dict[str, str]:
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+class _Source:
+    """A trial's models and records, loaded once for all its measures."""
+
+    def __init__(self, folder: Path, settings: PretrainSettings):
+        self.folder, self.settings = folder, settings
+
+    def table(self, measure: str) -> pd.DataFrame:
+        """Measure. Raises UserError for a trial without a model, and a probe that does not apply to it."""
+        time, name = measure.split("/", 1)
+        if time == "records":
+            return _records(self.folder, name)
+        import torch
+
+        from lamina.core import specs
+        from lamina.probes.engine.measure import probe
+        from lamina.training.initial import initial_model
+        from lamina.training.pretrain import read_blocks
+        from lamina.training.resolve import resolve_run
+
+        resolved = resolve_run(self.settings)
+        blocks, tokenizer = read_blocks(self.settings, bar=False)
+        if time == "init":
+            model = initial_model(resolved, blocks, tokenizer)[0]
+        elif (self.folder / "model").is_dir():
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
+        else:
+            raise UserError("no model: the run diverged")
+        model.to(resolved.device)
+        rows = probe(model, name, blocks.eval.sample(SEQUENCES), tokenizer)
+        return rows[specs.parse(name, "probe")[0]]
+
+
+def _records(folder: Path, name: str) -> pd.DataFrame:
+    import pandas as pd
+
+    if name == "layers":
+        parts = sorted((folder / "layers").glob("part-*.parquet"))
+        if not parts:
+            raise UserError("no layer records")
+        return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = pd.DataFrame([json.loads(line) for line in lines])
+    return rows.drop(columns=["tokens_per_second"], errors="ignore")

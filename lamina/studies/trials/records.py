@@ -1,0 +1,72 @@
+"""The records of studies that were run: small files under version control, from which trials need not run again.
+
+A study's records at one scale are a folder ``STUDY-SCALE``: results.csv (a row per trial, with its key), tables/ (a
+Parquet file per measure, with the key of each row's trial), claims.json (the verdicts), and study.yaml.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.files import write_text, writing
+from lamina.studies.trials.measures import file_name
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RESULTS, TABLES = "results.csv", "tables"
+
+
+class Records:
+    """The records in a folder, read when they are needed. ``folder`` need not exist."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._tables: dict[str, dict[str, pd.DataFrame]] = {}
+
+    @cached_property
+    def rows(self) -> dict[str, Json]:
+        """The result of every recorded trial, by its key. Raises UserError for a file that can't be read."""
+        import pandas as pd
+
+        rows: dict[str, Json] = {}
+        for path in sorted(self.folder.glob(f"*/{RESULTS}")):
+            try:
+                table = pd.read_csv(path.absolute(), dtype={"key": str})
+                records = table.astype(object).where(table.notna(), None).to_dict("records")
+                rows.update({str(row["key"]): {str(k): v for k, v in row.items()} for row in records})
+            except (OSError, ValueError, KeyError) as error:
+                raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
+        return rows
+
+    def table(self, key: str, measure: str) -> pd.DataFrame | None:
+        """A measure's table of one trial; None if there is no record of it."""
+        if measure not in self._tables:
+            self._tables[measure] = self._read(measure)
+        return self._tables[measure].get(key)
+
+    def _read(self, measure: str) -> dict[str, pd.DataFrame]:
+        import pandas as pd
+
+        found: dict[str, pd.DataFrame] = {}
+        for path in sorted(self.folder.glob(f"*/{TABLES}/{file_name(measure)}")):
+            for key, rows in pd.read_parquet(path.absolute()).groupby("key", sort=False):
+                found[str(key)] = rows.drop(columns="key").reset_index(drop=True)
+        return found
+
+
+def write_results(folder: Path, results: pd.DataFrame) -> None:
+    """Write a study's rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RESULTS, results.to_csv(index=False))
+
+
+def write_table(folder: Path, measure: str, rows: pd.DataFrame) -> None:
+    """Write a measure's rows of all trials, each with its trial's key."""
+    (folder / TABLES).mkdir(parents=True, exist_ok=True)
+    with writing(folder / TABLES / file_name(measure)) as temporary:
+        rows.to_parquet(temporary.absolute(), index=False, compression="zstd")

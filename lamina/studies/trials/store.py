@@ -1,0 +1,64 @@
+"""The store of trials: each in a folder named by its key, for all studies; and the records of earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.jobs.files import read_result
+from lamina.jobs.status import ENDED
+from lamina.studies.trials import measures
+from lamina.studies.trials.records import Records
+from lamina.studies.trials.task import Task
+from lamina.studies.trials.trial import Trial
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Store:
+    """Finds what trials computed.
+
+    Args:
+        folder: of the trials' folders.
+        records: of studies that were run before, perhaps elsewhere.
+        threads: of each trial; None leaves it to the trial's settings.
+    """
+
+    def __init__(self, folder: Path, records: Records, threads: int | None = None):
+        self.folder, self.records, self.threads = folder, records, threads
+
+    def task(self, trial: Trial) -> Task:
+        """The trial as a process runs it."""
+        changes: Json = {"output": str(self.folder / trial.key)}
+        if self.threads is not None:
+            changes["threads"] = self.threads
+        settings = replace(trial.settings, **changes)
+        return Task(settings=settings, job=trial.job, measures=trial.measures, identity=trial.identity)
+
+    def result(self, trial: Trial) -> Json | None:
+        """The result of a trial that has ended; None for any other."""
+        result = read_result(self.folder / trial.key)
+        if result is not None and result["status"] in ENDED:
+            return result
+        return self.records.rows.get(trial.key)
+
+    def complete(self, trial: Trial) -> Json | None:
+        """The result of a trial that has ended and has all its measures; None for any other."""
+        result = self.result(trial)
+        if result is None or not trial.measures:
+            return result
+        lacking = measures.missing(self.folder / trial.key, trial.measures)
+        if any(self.records.table(trial.key, measure) is None for measure in lacking) and self._can_measure(result):
+            return None
+        return result
+
+    def table(self, key: str, measure: str) -> pd.DataFrame | None:
+        """A measure's table of one trial; None if it has none."""
+        table = measures.table(self.folder / key, measure)
+        return table if table is not None else self.records.table(key, measure)
+
+    def _can_measure(self, result: Json) -> bool:
+        return result["status"] != "diverged" or "key" not in result

@@ -1,0 +1,97 @@
+"""A task: one trial as its process gets it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.files import write_json
+from lamina.jobs.folder import lock
+from lamina.jobs.settings import Settings
+from lamina.jobs.status import ENDED
+from lamina.studies.trials.jobs import JOBS
+from lamina.studies.trials.measures import measure
+
+IDENTITY = "trial.json"
+_CLAIMS = ".claims"
+
+
+class Busy(UserError):
+    """Another process runs this trial of a shared store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A trial to run in a process of its own.
+
+    Attributes:
+        settings: of the job; their ``output`` is the trial's folder.
+        job: a name in ``JOBS``.
+        measures: what is measured on the trial, as "TIME/NAME".
+        identity: all that decides its numbers; None for a trial that only one study has.
+    """
+
+    settings: Settings
+    job: str = "pretrain"
+    measures: tuple[str, ...] = ()
+    identity: Json | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The trial's folder."""
+        return Path(self.settings.to_dict()["output"])
+
+    @property
+    def steps(self) -> int:
+        """What the trial counts for in a progress bar."""
+        return int(getattr(self.settings, "steps", 1)) if JOBS[self.job].trains else 1
+
+    def to_request(self) -> Json:
+        """The task as JSON."""
+        return {
+            "job": self.job,
+            "settings": self.settings.to_dict(),
+            "measures": list(self.measures),
+            "identity": self.identity,
+        }
+
+    @classmethod
+    def from_request(cls, request: Json) -> Task:
+        """The task from JSON."""
+        record = JOBS[request["job"]].settings_class()
+        return cls(
+            job=request["job"],
+            settings=record.from_dict(request["settings"]),
+            measures=tuple(request["measures"]),
+            identity=request["identity"],
+        )
+
+    def claim(self) -> AbstractContextManager[None]:
+        """Hold the trial while it runs, if other drivers may run it, too. Entering raises Busy if one does."""
+        return nullcontext() if self.identity is None else _claimed(self.folder)
+
+    def run(self) -> Json:
+        """Run or resume the trial, then measure what it does not have yet; returns its result."""
+        if self.identity is not None:
+            write_json(self.folder / IDENTITY, self.identity)
+        result = JOBS[self.job].function()(self.settings, resume="auto", bar=False)
+        if self.measures and result["status"] in ENDED:
+            measure(self.folder, self.settings, self.measures)
+        return result
+
+
+class _claimed(AbstractContextManager[None]):
+    def __init__(self, folder: Path):
+        self._lock = lock(folder.parent / _CLAIMS / folder.name)
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.__enter__()
+        except UserError as error:
+            raise Busy(str(error)) from None
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(None, None, None)
