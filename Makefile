@@ -7,10 +7,11 @@ export PEERS ?= $(HOME)/.cache/lamina/bench-peers
 PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	x-transformers==2.31.10 torch-einops-utils==0.2.0 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 loguru==0.7.3
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures clean
+.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
@@ -26,6 +27,11 @@ check: $(VENV)/.development
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(MKDOCS) --quiet
+
+# The site: open site/index.html, no server is needed.
+docs: $(VENV)/.development
+	$(MKDOCS)
 
 format: $(VENV)/.development
 	$(BIN)/ruff check --fix .
@@ -63,7 +69,7 @@ pictures: $(VENV)/.development
 	$(BIN)/lamina report $(DEMO) --screenshot docs/report.png
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lamina needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (make PYTHON=python3.12 ... names another)")'

@@ -15,13 +15,14 @@ logger = logging.getLogger(__name__)
 _SAID = "LAMINA_PYTHON_FILES"  # an environment variable: the processes that a study starts say it no second time
 
 
-def run_file(kind: str, path: Path) -> None:
+def run_file(kind: str, path: Path, *, announced: bool = False) -> None:
     """Run a file as a module of its own; ``kind`` says what it should hold, for the messages.
 
-    Logs once, before the first run, that the file runs as code. Raises UserError whatever the file raises, an end of
-    the process (``sys.exit``) included.
+    Logs once, before the first run, that the file runs as code, unless that is ``announced`` already or the file is
+    the package's own. Raises UserError whatever the file raises, an end of the process (``sys.exit``) included.
     """
-    _say(kind, path)
+    if not announced:
+        _say(kind, path)
     spec = importlib.util.spec_from_file_location(f"lamina_{kind}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

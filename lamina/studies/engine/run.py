@@ -73,6 +73,8 @@ def run_study(
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), plan, store)
+    elif not plan.scale.needs:
+        plan.wanted(store.result)  # before the folder is touched: a placement or the corpus may be unreadable
     execute = _executor(complete)
     with job:
         results = _run(study, plan, complete, store, job.folder, execute, bar)

@@ -10,7 +10,7 @@ from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, mapping, numbers, path, place, seed_number
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
-from lamina.jobs.settings import Settings, at_least, changed, setting
+from lamina.jobs.settings import Settings, changed, not_below, setting
 from lamina.studies.catalog.places import catalog_folder
 
 ScaleName = Literal["cpu", "gpu", "paper"]
@@ -53,7 +53,7 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting("local", "local (processes on this machine) or ray (a Ray cluster; lamina[ray])")
     address: str | None = setting(None, "with the engine ray, the cluster's address (default: one on this machine)")
-    gpus: float = setting(0.0, "with the engine ray, GPUs per trial", at_least(0))
+    gpus: float = setting(0.0, "with the engine ray, GPUs per trial", not_below(0.0))
     threads: int | None = changed(1, help="CPU threads per trial")
 
     def check(self) -> None:

@@ -42,7 +42,7 @@ def judge_study(study: Study, scale: Scale, results: pd.DataFrame, store: Store)
             scale=scale.name,
             measures=lambda key, name, at: store.table(key, f"{at}/{name}"),
         )
-        judged = judge(claims, trials)
+        judged = [one.record() for one in judge(claims, trials)]
     return [{**one, **_provenance(study, scale)} for one in judged]
 
 

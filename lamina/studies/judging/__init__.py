@@ -1,0 +1,54 @@
+"""Claims and their verdicts: what the code beside a study's YAML imports."""
+
+from lamina.studies.judging.checks import (
+    equivalent,
+    fails_to_train,
+    higher,
+    lower,
+    optimum,
+    ordered,
+    trains,
+)
+from lamina.studies.judging.claims import Claim, Judged, claim, judge, load_claims
+from lamina.studies.judging.findings import Finding, Verdict, all_of, any_of, needs_scale
+from lamina.studies.judging.trials import NotMeasured, Trials
+from lamina.studies.judging.value_checks import (
+    above,
+    below,
+    close,
+    compare_values,
+    equivalent_values,
+    fraction,
+    monotone,
+    same_order,
+)
+
+__all__ = [
+    "Claim",
+    "Finding",
+    "Judged",
+    "NotMeasured",
+    "Trials",
+    "Verdict",
+    "above",
+    "all_of",
+    "any_of",
+    "below",
+    "claim",
+    "close",
+    "compare_values",
+    "equivalent",
+    "equivalent_values",
+    "fails_to_train",
+    "fraction",
+    "higher",
+    "judge",
+    "load_claims",
+    "lower",
+    "monotone",
+    "needs_scale",
+    "optimum",
+    "ordered",
+    "same_order",
+    "trains",
+]

@@ -1,0 +1,173 @@
+"""Claims: the functions beside a study's YAML that judge its trials, and the judge that runs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.core.python_files import guarded, run_file
+from lamina.errors import UserError
+from lamina.studies.judging.findings import Finding, Verdict
+from lamina.studies.judging.statistics import ALPHA, holm
+from lamina.studies.judging.trials import NotMeasured, Trials
+
+Check = Callable[[Trials], Finding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a paper says, and the code that judges it.
+
+    Attributes:
+        name: the study's id, or the id, a slash and the part's name ("mix-ppl/post-fails").
+        says: the claim in one sentence.
+        paper: the paper's own numbers.
+        check: the function that judges trials.
+    """
+
+    name: str
+    says: str
+    paper: str
+    check: Check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A claim with its verdict after Holm's correction; ``record`` is its line in a study's verdicts."""
+
+    claim: str
+    says: str
+    verdict: Verdict
+    ours: str
+    paper: str
+    margin: float | None
+    interval: tuple[float, float] | None
+    p: float | None
+    p_holm: float | None
+    seeds: int
+    note: str
+
+    def record(self) -> Json:
+        """As plain values for JSON: no number that JSON does not have."""
+        values = asdict(self) | {"verdict": self.verdict.value}
+        values["interval"] = None if self.interval is None else [_plain(end) for end in self.interval]
+        return values | {"margin": _plain(self.margin), "p": _plain(self.p), "p_holm": _plain(self.p_holm)}
+
+
+_loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
+
+
+def claim(*, says: str, paper: str = "") -> Callable[[Check], Check]:
+    """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
+
+    Its name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
+
+    Args:
+        says: the claim in one sentence.
+        paper: the paper's own numbers, which stand beside ours.
+    """
+
+    def register(check: Check) -> Check:
+        name = check.__name__.replace("__", "/").replace("_", "-")
+        if _loading:
+            if name in _loading[-1]:
+                raise UserError(f"claim {name!r}: defined twice (allowed: one function per claim)")
+            _loading[-1][name] = Claim(name=name, says=says, paper=paper, check=check)
+        return check
+
+    return register
+
+
+def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
+    """The claims of a file, in its order. The file runs as code; ``trusted``: no warning says so.
+
+    Raises UserError that names the file: for whatever it raises, and for a claim that is not of the study whose name
+    the file has.
+    """
+    if not path.is_file():
+        raise UserError(f"claims {str(path)!r}: no such file")
+    with _collected() as claims:
+        run_file("claims", path, announced=trusted)
+    study = path.stem.replace("_", "-")
+    for name in claims:
+        if name.split("/")[0] != study:
+            expected = study.replace("-", "_")
+            raise UserError(
+                f"claims {str(path)!r}: {name!r} is no claim of the study {study!r} (allowed: functions named "
+                f"{expected} and {expected}__part)"
+            )
+    return list(claims.values())
+
+
+def judge(claims: Sequence[Claim], trials: Trials) -> list[Judged]:
+    """Run the claims' checks, and correct for their number.
+
+    Holm's correction is over all the study's claims that have a p value. One that holds only without it becomes
+    inconclusive. Raises UserError that names the claim if it asks for what was not measured, or if its code fails.
+    """
+    findings = [_find(claim, trials) for claim in claims]
+    tested = [index for index, finding in enumerate(findings) if finding.p is not None]
+    adjusted = dict(zip(tested, holm([findings[index].p or 0.0 for index in tested]), strict=True))
+    return [_judged(claim, findings[index], adjusted.get(index)) for index, claim in enumerate(claims)]
+
+
+def unjudged(claims: Sequence[Claim], finding: Finding) -> list[Judged]:
+    """The claims of a study whose trials say nothing: all have the one finding (needs scale, not run yet)."""
+    return [_judged(claim, finding, None) for claim in claims]
+
+
+def _find(claim: Claim, trials: Trials) -> Finding:
+    with guarded(f"claim {claim.name!r}: its code"), _missing_measures(claim):
+        finding = claim.check(trials)
+    if not isinstance(finding, Finding):
+        raise UserError(f"claim {claim.name!r}: its code returned {finding!r} (allowed: a Finding)")
+    return finding
+
+
+@contextmanager
+def _missing_measures(claim: Claim) -> Iterator[None]:
+    try:
+        yield
+    except NotMeasured as error:
+        raise UserError(
+            f"claim {claim.name!r}: the study does not measure {error.args[0]} (allowed: what its axes and measures "
+            "give)"
+        ) from error
+
+
+def _judged(claim: Claim, finding: Finding, p_holm: float | None) -> Judged:
+    if finding.verdict == Verdict.HOLDS and p_holm is not None and p_holm >= ALPHA:
+        finding = replace(finding, verdict=Verdict.INCONCLUSIVE).noted(
+            f"holds only before Holm's correction over the study's claims: p {finding.p:.2g}, corrected {p_holm:.2g}"
+        )
+    return Judged(
+        claim=claim.name,
+        says=claim.says,
+        verdict=finding.verdict,
+        ours=finding.ours,
+        paper=claim.paper,
+        margin=finding.margin,
+        interval=finding.interval,
+        p=finding.p,
+        p_holm=p_holm,
+        seeds=finding.seeds,
+        note=finding.note,
+    )
+
+
+@contextmanager
+def _collected() -> Iterator[dict[str, Claim]]:
+    claims: dict[str, Claim] = {}
+    _loading.append(claims)
+    try:
+        yield claims
+    finally:
+        _loading.pop()
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

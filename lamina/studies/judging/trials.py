@@ -1,0 +1,159 @@
+"""Trials: the table of a study's results as its claims see it, and the measurements behind its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from lamina.core.frames import Frame
+from lamina.errors import nearest
+from lamina.jobs.status import Status
+
+Reader: TypeAlias = Callable[[str, str, str], Frame | None]
+"""(key of a trial, name of a probe or record, "init" | "end" | "records") -> its table, or None."""
+Arm: TypeAlias = str | Mapping[str, object]
+"""The value of one axis ("keel", a label), or the values of several ({"placement": "keel", "num_layers": 8})."""
+
+NO_ARM = ("learning_rate", "seed")  # the axes whose values one arm takes in turn
+
+
+class NotMeasured(LookupError):
+    """A claim asks for something that its study does not measure; the judge makes it a UserError."""
+
+
+class Trials:
+    """The trials of a study, or a selection of them.
+
+    Args:
+        table: one row per trial: a column per axis, ``seed``, ``learning_rate``, the columns of a result
+            (``lamina.jobs.columns``), ``tuned`` (trained at its arm's chosen rate) and ``key``.
+        axes: the names of the study's axes; ``learning_rate`` and ``seed`` may be among them.
+        scale: cpu, gpu or paper.
+        measures: gives the tables of probes and records.
+    """
+
+    def __init__(
+        self, table: Frame, *, axes: Sequence[str], scale: str = "cpu", measures: Reader | None = None
+    ) -> None:
+        self.table, self.axes, self.scale = table.reset_index(drop=True), tuple(axes), scale
+        self._measures = measures
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def where(self, **values: object) -> Trials:
+        """The trials with these values in these columns; a list allows each of its values.
+
+        Raises NotMeasured for a column or a value that no trial has.
+        """
+        table = self.table
+        for column, value in values.items():
+            self._require_column(column)
+            allowed = list(value) if isinstance(value, list | tuple | set) else [value]
+            present = table[column].unique().tolist()
+            if missing := [each for each in allowed if each not in present]:
+                raise NotMeasured(f"{column} {missing[0]!r} (measured: {_listed(present)})")
+            table = table[table[column].isin(allowed)]
+        return self._of(table)
+
+    def tuned(self) -> Trials:
+        """The trials at their arm's chosen learning rate; all, where the study tunes none."""
+        if "tuned" not in self.table:
+            return self
+        return self._of(self.table[self.table["tuned"].fillna(False).astype(bool)])
+
+    @property
+    def arm_axes(self) -> tuple[str, ...]:
+        """The axes that tell arms apart: all but the learning rate and the seed."""
+        return tuple(axis for axis in self.axes if axis not in NO_ARM)
+
+    def arms(self) -> list[dict[str, object]]:
+        """The values of the arms' axes, one mapping per arm, in the table's order."""
+        axes = list(self.arm_axes)
+        return [] if not axes else self.table[axes].drop_duplicates().to_dict("records")
+
+    def values(self, column: str) -> list[object]:
+        """The values of a column, each once, in the table's order. Raises NotMeasured for an unknown column."""
+        self._require_column(column)
+        return self.table[column].drop_duplicates().tolist()
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, sorted."""
+        return sorted(int(seed) for seed in self.table["seed"].unique())
+
+    def arm(self, arm: Arm) -> Trials:
+        """The trials of one arm: text is a value of the axis ``placement``, or of another axis that has it.
+
+        Raises NotMeasured if no trial is of the arm.
+        """
+        if not isinstance(arm, str):
+            return self.where(**arm)
+        axes = ["placement", *(axis for axis in self.arm_axes if axis != "placement")]
+        for axis in axes:
+            if axis in self.table and arm in self.table[axis].tolist():
+                return self.where(**{axis: arm})
+        present = [value for axis in axes if axis in self.table for value in self.table[axis].unique().tolist()]
+        raise NotMeasured(f"the arm {arm!r}{nearest(arm, map(str, present))} (measured: {_listed(present)})")
+
+    def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
+        """A column of one arm by seed, with ``status`` beside it: a frame with the seed as index, one row per seed.
+
+        Raises NotMeasured for an unknown column, and where the arm has several trials of a seed: then it is several
+        arms, and the claim must choose.
+        """
+        rows = self.arm(arm)
+        rows._require_column(column)
+        table = rows.table.set_index("seed")
+        if table.index.has_duplicates:
+            axes = [axis for axis in self.axes if axis != "seed" and axis in table and table[axis].nunique() > 1]
+            raise NotMeasured(f"{label(arm)} as one arm: its trials differ in {_listed(axes)} (choose with where)")
+        if "status" not in table:
+            table = table.assign(status=Status.FINISHED.value)  # nothing was trained, so nothing can have diverged
+        return table[list(dict.fromkeys([column, "status"]))].sort_index()
+
+    def measure(self, name: str, at: str = "end") -> Frame:
+        """A probe's table at "init" or "end", of all trials that have one, the trial's axes, seed and key prepended.
+
+        A column of the probe that has an axis's name is prefixed with the probe's. Raises NotMeasured if no trial
+        has the table.
+        """
+        return self._tables(name, at)
+
+    def record(self, name: str) -> Frame:
+        """A training record, "metrics" or "layers", of all trials that have one; else as ``measure``."""
+        return self._tables(name, "records")
+
+    def _tables(self, name: str, at: str) -> Frame:
+        import pandas as pd
+
+        ahead = [axis for axis in dict.fromkeys([*self.axes, "seed", "key"]) if axis in self.table]
+        frames = []
+        for row in self.table.to_dict("records"):
+            frame = None if self._measures is None else self._measures(str(row["key"]), name, at)
+            if frame is None:
+                continue
+            frame = frame.rename(columns={column: f"{name}_{column}" for column in ahead if column in frame})
+            own = pd.DataFrame({column: [row[column]] * len(frame) for column in ahead}, index=frame.index)
+            frames.append(pd.concat([own, frame], axis=1))
+        if not frames:
+            where = "as a training record" if at == "records" else f"at {at}"
+            raise NotMeasured(f"{name} {where}")
+        return pd.concat(frames, ignore_index=True)
+
+    def _of(self, table: Frame) -> Trials:
+        return Trials(table, axes=self.axes, scale=self.scale, measures=self._measures)
+
+    def _require_column(self, column: str) -> None:
+        if column not in self.table:
+            raise NotMeasured(f"the column {column!r}{nearest(column, map(str, self.table.columns))}")
+
+
+def label(arm: Arm) -> str:
+    """An arm's name for a text."""
+    return arm if isinstance(arm, str) else " ".join(f"{value}" for value in arm.values())
+
+
+def _listed(values: Sequence[object]) -> str:
+    shown = [str(value) for value in values]
+    return ", ".join(shown[:12] + (["..."] if len(shown) > 12 else [])) or "nothing"

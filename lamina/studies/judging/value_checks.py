@@ -1,0 +1,154 @@
+"""Checks of numbers by seed, from a probe's table or anywhere: against each other, a bound, a formula, an order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from lamina.studies.judging.differences import (
+    BySeed,
+    equivalent_in_pairs,
+    lower_in_pairs,
+    mean,
+    measured,
+    number,
+    p_text,
+    seeds_text,
+)
+from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict
+from lamina.studies.judging.statistics import ALPHA, bootstrap_interval, kendall, sign_test, t_test
+
+
+def compare_values(
+    a: BySeed, b: BySeed, *, lower: bool = True, by: float = 0.0, names: tuple[str, str] = ("a", "b")
+) -> Finding:
+    """Whether a lies below b (``lower=False``: above it), paired over the seeds that both have.
+
+    It fails if a difference of ``by`` to the claimed side is excluded; with the default, if the reverse is shown.
+    """
+    return lower_in_pairs(a, b, names=names, by=by, higher=not lower)
+
+
+def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
+    """Whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests)."""
+    return equivalent_in_pairs(a, b, names=names, within=within)
+
+
+def below(values: BySeed, limit: float, *, name: str = "") -> Finding:
+    """Whether the values' mean lies below a limit: one-sided in both directions, at 2.5 % each."""
+    return _bounded(values, limit, name=name, sign=1.0)
+
+
+def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
+    """Whether the values' mean lies above a limit."""
+    return _bounded(values, limit, name=name, sign=-1.0)
+
+
+def close(ours: float | BySeed, expected: float, tolerance: float, *, name: str = "") -> Finding:
+    """Whether every number is within ``tolerance`` of an exact value, relative to it (absolute where it is 0).
+
+    For a formula, not for a mean: one seed that misses it makes the claim fail.
+    """
+    values = list(ours.values()) if isinstance(ours, Mapping) else [float(ours)]
+    scale = abs(expected) or 1.0
+    worst = max(
+        (abs(value - expected) / scale for value in values), key=lambda miss: math.inf if miss != miss else miss
+    )
+    return Finding(
+        verdict=Verdict.HOLDS if worst <= tolerance else Verdict.FAILS,
+        ours=f"{name} {number(mean(values))} against {number(expected)}: off by at most {worst:.2g} of it".strip(),
+        margin=worst,
+        seeds=len(values),
+    )
+
+
+def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str = "", at_least: float = 0.6) -> Finding:
+    """Whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
+
+    Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
+    direction and a sign test over the seeds has p below .05 (5 seeds at least); fails if the mean tau is not in that
+    direction at all. Seeds that lack an x are left out.
+    """
+    xs = sorted(values)
+    seeds = sorted(set.intersection(*(set(values[x]) for x in xs)))
+    taus = [kendall(xs, [values[x][seed] for x in xs])[0] * (1 if rising else -1) for seed in seeds]
+    course = ", ".join(number(mean([values[x][seed] for seed in seeds])) if seeds else "-" for x in xs)
+    if len(seeds) < TOO_FEW:
+        return Finding(
+            verdict=Verdict.INCONCLUSIVE,
+            ours=f"{name} {course}".strip(),
+            seeds=len(seeds),
+            note=f"fewer than {TOO_FEW} seeds with all of {', '.join(f'{x:g}' for x in xs)}",
+        )
+    tau = mean(taus)
+    p = sign_test(sum(each > 0 for each in taus), len(seeds))
+    if tau >= at_least and p < ALPHA:
+        verdict = Verdict.HOLDS
+    else:
+        verdict = Verdict.FAILS if tau <= 0 else Verdict.INCONCLUSIVE
+    return Finding(
+        verdict=verdict,
+        ours=f"{name} {course} at {', '.join(f'{x:g}' for x in xs)}: {'rising' if rising else 'falling'} with "
+        f"tau {tau:.2f} ({seeds_text(len(seeds))}, {p_text(p)})".strip(),
+        margin=tau,
+        p=p,
+        seeds=len(seeds),
+    )
+
+
+def same_order(a: Mapping[str, float], b: Mapping[str, float], *, at_least: float = 0.6, name: str = "") -> Finding:
+    """Whether two mappings of arm to value rank their arms alike: Kendall's tau of at least ``at_least`` with p < .05.
+
+    It fails if tau is below that; inconclusive if it is not, but may be chance.
+    """
+    arms = sorted(set(a) & set(b))
+    tau, p = kendall([a[arm] for arm in arms], [b[arm] for arm in arms])
+    if tau < at_least:
+        verdict = Verdict.FAILS
+    else:
+        verdict = Verdict.HOLDS if p < ALPHA else Verdict.INCONCLUSIVE
+    return Finding(
+        verdict=verdict,
+        ours=f"{name} Kendall's tau {tau:.2f} over {len(arms)} arms ({p_text(p)})".strip(),
+        margin=tau,
+        p=p,
+    )
+
+
+def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
+    """Whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test."""
+    cases = [bool(flag) for flag in flags]
+    share = sum(cases) / len(cases) if cases else 0.0
+    return Finding(
+        verdict=Verdict.HOLDS if share >= at_least else Verdict.FAILS,
+        ours=f"{name} {sum(cases)} of {len(cases)} (claimed: at least {at_least:.0%})".strip(),
+        margin=share,
+        seeds=seeds,
+    )
+
+
+def _bounded(values: BySeed, limit: float, *, name: str, sign: float) -> Finding:
+    numbers = [float(value) for value in values.values() if math.isfinite(value)]
+    sides = "below" if sign > 0 else "above"
+    if len(numbers) < TOO_FEW:
+        return Finding(
+            verdict=Verdict.INCONCLUSIVE,
+            ours=f"{name} {', '.join(map(number, numbers)) or 'no value'}, claimed {sides} {number(limit)}".strip(),
+            seeds=len(numbers),
+            note=f"fewer than {TOO_FEW} seeds",
+        )
+    interval = bootstrap_interval(numbers)
+    p = t_test(numbers, mean=limit)
+    nearest, farthest = sorted((sign * interval[0], sign * interval[1]), reverse=True)
+    if nearest < sign * limit and p < ALPHA:
+        verdict = Verdict.HOLDS
+    else:
+        verdict = Verdict.FAILS if farthest > sign * limit and p < ALPHA else Verdict.INCONCLUSIVE
+    return Finding(
+        verdict=verdict,
+        ours=f"{name} {measured(mean(numbers), interval, len(numbers), p)}, claimed {sides} {number(limit)}".strip(),
+        margin=mean(numbers) - limit,
+        interval=interval,
+        p=p,
+        seeds=len(numbers),
+    )

@@ -1,0 +1,33 @@
+"""Tiny studies as files: a YAML and its claims."""
+
+from pathlib import Path
+
+import yaml
+from training.tiny_runs import SMALL
+
+CLAIMS = """
+from lamina.studies.judging import Finding, Verdict, claim
+
+
+@claim(says="the loss of {a} is a number", paper="2.0")
+def {name}(trials):
+    losses = trials.tuned().where(placement="{a}").table["eval_loss"]
+    verdict = Verdict.HOLDS if losses.notna().all() else Verdict.FAILS
+    return Finding(verdict=verdict, ours=f"{{losses.mean():.3f}}", seeds=len(losses))
+"""
+
+
+def write_study(folder: Path, name: str = "mine", *, claims: str | None = None, corpus: Path, **scale) -> Path:
+    """A study of two placements and two seeds; ``scale`` replaces parts of its cpu scale."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {key: value for key, value in SMALL.items() if key != "threads"}
+    cpu = {
+        "settings": {**settings, "corpus": str(corpus), "init": "normal", "precision": "fp32", "compile": "off"},
+        "axes": {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3], "seed": 2},
+        **scale,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({"study": name, "title": "A tiny study", "scales": {"cpu": cpu}}), encoding="utf-8")
+    text = CLAIMS.format(a="keel", name=name.replace("-", "_")) if claims is None else claims
+    file.with_suffix(".py").write_text(text, encoding="utf-8")
+    return file

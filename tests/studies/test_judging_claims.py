@@ -1,0 +1,126 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from synthetic_trials import rows, trials
+
+from lamina.errors import UserError
+from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims
+from lamina.studies.judging.claims import Claim, unjudged
+
+CLAIMS = '''
+"""Mix-LN Table 1."""
+from lamina.studies.judging import Finding, Trials, claim, fails_to_train, lower
+
+@claim(says="Mix-LN's loss is below Pre-LN's", paper="21.39 < 21.92")
+def mix_ppl(trials: Trials) -> Finding:
+    return lower(trials.tuned(), "mix_ln", than="pre_ln")
+
+@claim(says="Post-LN does not train")
+def mix_ppl__post_fails(trials: Trials) -> Finding:
+    return fails_to_train(trials, "post_ln")
+'''
+BASE = [3.000, 3.010, 3.020, 3.005, 3.015]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAMINA_PYTHON_FILES", "")
+
+    def write(text, name="mix-ppl.py"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_the_claims_of_a_file_are_judged_and_recorded(file):
+    claims = load_claims(file(CLAIMS))
+    assert [each.name for each in claims] == ["mix-ppl", "mix-ppl/post-fails"]
+    three = trials(
+        rows("mix_ln", [loss - 0.02 - loss / 1000 for loss in BASE]), rows("pre_ln", BASE),
+        rows("post_ln", BASE, "stuck"),
+    )  # fmt: skip
+    records = [judged.record() for judged in judge(claims, three)]
+    assert [record["verdict"] for record in records] == ["holds", "holds"]
+    assert list(records[0]) == [
+        "claim", "says", "verdict", "ours", "paper", "margin", "interval", "p", "p_holm", "seeds", "note",
+    ]  # fmt: skip
+    assert json.loads(json.dumps(records, allow_nan=False))[0]["paper"] == "21.39 < 21.92"
+
+
+def holding(p):
+    return lambda trials: Finding(verdict=Verdict.HOLDS, ours="", p=p, seeds=5)
+
+
+def test_holms_correction_is_over_the_claims_that_have_a_p():
+    one = trials(rows("pre_ln", BASE))
+    checks = [holding(0.01), holding(0.04), holding(None), holding(0.03)]
+    claims = [Claim(name=f"a/{i}", says="", paper="", check=check) for i, check in enumerate(checks)]
+    judged = judge(claims, one)
+    assert [each.p_holm for each in judged] == [pytest.approx(0.03), pytest.approx(0.06), None, pytest.approx(0.06)]
+    assert [each.verdict for each in judged] == ["holds", "inconclusive", "holds", "inconclusive"]
+    assert judged[1].note == "holds only before Holm's correction over the study's claims: p 0.04, corrected 0.06"
+
+
+def test_a_claim_over_something_not_measured_is_one_line(file):
+    one = trials(rows("pre_ln", BASE))
+    with pytest.raises(
+        UserError, match=r"^claim 'mix-ppl': the study does not measure the arm 'mix_ln' .*\(allowed"
+    ) as error:
+        judge(load_claims(file(CLAIMS)), one)
+    assert "\n" not in str(error.value)
+    text = CLAIMS.replace('lower(trials.tuned(), "mix_ln", than="pre_ln")', 'trials.measure("angular_distance")')
+    with pytest.raises(UserError, match="claim 'mix-ppl': the study does not measure angular_distance at end"):
+        judge(load_claims(file(text)), one)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("return lower", "1 / 0; return lower", "claim 'mix-ppl': its code raised ZeroDivisionError"),
+        ("return lower", "lower", "claim 'mix-ppl': its code returned None"),
+    ],
+)
+def test_what_a_claims_code_does_wrong_names_the_claim(file, old, new, said):
+    both = trials(rows("mix_ln", BASE), rows("pre_ln", BASE))
+    with pytest.raises(UserError, match=said):
+        judge(load_claims(file(CLAIMS.replace(old, new))), both)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("mix_ppl(", "mix_alpha(", "'mix-alpha' is no claim of the study 'mix-ppl'"),
+        ("mix_ppl__post_fails", "mix_ppl", "'mix-ppl': defined twice"),
+        ("import Finding", "import Findings", "raised ImportError"),
+    ],
+)
+def test_a_claims_file_that_is_wrong_is_named(file, old, new, said):
+    with pytest.raises(UserError, match=said):
+        load_claims(file(CLAIMS.replace(old, new)))
+    with pytest.raises(UserError, match="no such file"):
+        load_claims(file(CLAIMS).with_name("mine.py"))
+
+
+def test_a_users_file_runs_with_a_warning_and_the_packages_own_without(file, caplog):
+    load_claims(file(CLAIMS), trusted=True)
+    assert not caplog.records
+    load_claims(file(CLAIMS))
+    assert "runs as code" in caplog.text
+
+
+def test_outside_of_a_file_the_decorator_leaves_the_function_as_it_is():
+    assert claim(says="x")(len) is len
+
+
+def test_claims_without_trials_say_why(file):
+    finding = Finding(verdict=Verdict.NOT_RUN, ours="", note="lamina study run mix-ppl")
+    assert [each.verdict for each in unjudged(load_claims(file(CLAIMS)), finding)] == ["not run yet"] * 2
+
+
+def test_importing_the_judge_loads_no_heavy_library():
+    code = "import sys, lamina.studies.judging; print({'torch', 'pandas', 'numpy', 'scipy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,93 @@
+import pytest
+
+from lamina.studies.judging import (
+    Finding,
+    Verdict,
+    above,
+    all_of,
+    any_of,
+    below,
+    close,
+    compare_values,
+    equivalent_values,
+    fraction,
+    monotone,
+    needs_scale,
+    same_order,
+)
+
+VALUES = {0: 0.101, 1: 0.099, 2: 0.102, 3: 0.1, 4: 0.098}
+
+
+def raised(by):
+    return {seed: value + by + 0.001 * (seed % 2) for seed, value in VALUES.items()}
+
+
+def test_values_are_paired_by_seed():
+    assert compare_values(VALUES, raised(0.05)).verdict == "holds"
+    assert compare_values(VALUES, raised(0.05), lower=False).verdict == "fails"
+    assert compare_values({**VALUES, 5: 100.0}, raised(0.05)).seeds == 5
+    assert equivalent_values(VALUES, raised(0.0), within=0.01).verdict == "holds"
+
+
+def test_bounds():
+    assert below(VALUES, 0.2).verdict == above(VALUES, 0.05).verdict == "holds"
+    assert below(VALUES, 0.05).verdict == above(VALUES, 0.2).verdict == "fails"
+    assert below(VALUES, 0.1005).verdict == "inconclusive"
+    assert below({0: 0.1, 1: 0.1}, 0.2).verdict == "inconclusive"
+    assert below(VALUES, 0.2, name="angle").ours.startswith("angle 0.1 (95 % 0.09")
+
+
+def test_an_exact_formula_allows_no_seed_to_miss_it():
+    assert close(VALUES, 0.1, 0.03).verdict == "holds"
+    assert close(VALUES, 0.1, 0.01).verdict == "fails"
+    assert close(float("nan"), 0.1, 0.01).verdict == "fails"
+    assert close(2.0**-64, 2.0**-64, 1e-6).verdict == "holds"
+
+
+def test_a_trend_needs_its_direction_in_all_of_five_seeds():
+    rising = {x: {seed: x + 0.01 * seed for seed in range(5)} for x in (8, 16, 32)}
+    assert monotone(rising).verdict == "holds"
+    assert monotone(rising).p == pytest.approx(1 / 32)
+    assert monotone(rising, rising=False).verdict == "fails"
+    four = {x: dict.fromkeys(range(4), x) for x in (8, 16, 32)}
+    assert monotone(four).verdict == "inconclusive"
+    mixed = {x: {seed: x * (1 if seed else -1) for seed in range(5)} for x in (8, 16, 32)}
+    assert monotone(mixed).verdict == "inconclusive"
+    assert monotone({1: {0: 1.0}, 2: {1: 2.0}}).verdict == "inconclusive"
+
+
+def test_two_rankings():
+    a = dict(zip("abcdef", range(6), strict=True))
+    assert same_order(a, {**a, "z": 9}).verdict == "holds"
+    assert same_order(a, {name: -value for name, value in a.items()}).verdict == "fails"
+    short = {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert same_order(short, short).verdict == "inconclusive"
+
+
+def test_a_share_of_cases():
+    assert fraction([True] * 9 + [False], at_least=0.9, name="layers").ours == "layers 9 of 10 (claimed: at least 90%)"
+    assert fraction([True, False], at_least=0.9).verdict == "fails"
+
+
+def finding(verdict, p=None, ours="", seeds=5, margin=None, note=""):
+    return Finding(verdict=Verdict(verdict), ours=ours or verdict, p=p, seeds=seeds, margin=margin, note=note)
+
+
+def test_all_of_is_as_strong_as_its_weakest_part():
+    both = all_of(finding("holds", 0.01, margin=1.0), finding("holds", 0.04, "b", seeds=3, margin=2.0))
+    assert (both.verdict, both.p, both.margin, both.seeds, both.ours) == ("holds", 0.04, 2.0, 3, "holds; b")
+    assert all_of(finding("holds"), finding("inconclusive"), finding("fails")).verdict == "fails"
+    assert all_of(finding("holds"), finding("inconclusive")).verdict == "inconclusive"
+    assert all_of(finding("holds"), needs_scale("gpu", "too shallow here")).verdict == "needs scale"
+
+
+def test_any_of_pays_for_its_parts():
+    either = any_of(finding("fails", 0.5), finding("holds", 0.01))
+    assert (either.verdict, either.p) == ("holds", 0.02)
+    assert any_of(finding("fails"), finding("inconclusive")).verdict == "inconclusive"
+    assert any_of(finding("fails"), finding("fails")).verdict == "fails"
+
+
+def test_a_note_is_added_to_the_notes():
+    assert finding("holds", note="a").noted("b").note == "a; b"

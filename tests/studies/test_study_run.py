@@ -1,0 +1,171 @@
+"""`lamina study run`: trials are shared, paired and never mixed; what is missing is run, and no more."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+import yaml
+from studies.study_files import write_study
+from training.tiny_runs import result
+
+import lamina
+from lamina.api import study
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.jobs.files import read_yaml
+
+
+@pytest.fixture
+def run(tmp_path, corpus):
+    """Runs a study of ``tmp_path`` with a store and records of its own."""
+
+    def call(file, name="out", **given):
+        places = {"store": str(tmp_path / "trials"), "records": str(tmp_path / "records")}
+        return study(study=str(file), output=str(tmp_path / name), workers=2, bar=False, **places, **given)
+
+    return call
+
+
+def times(tmp_path):
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "trials").glob("*/result.json")}
+
+
+def test_a_study_trains_its_trials_and_judges_its_claims(run, tmp_path, corpus):
+    outcome = run(write_study(tmp_path / "files", corpus=corpus))
+    rows = outcome.results
+    assert sorted(zip(rows["placement"], rows["seed"], strict=True)) == [
+        ("keel", 0),
+        ("keel", 1),
+        ("pre_ln", 0),
+        ("pre_ln", 1),
+    ]
+    assert rows["eval_loss"].notna().all() and rows["tuned"].all()
+    (claim,) = outcome.claims
+    assert (claim["claim"], claim["verdict"], claim["study"], claim["scale"]) == ("mine", "holds", "mine", "cpu")
+    mean = rows[rows["placement"] == "keel"]["eval_loss"].mean()
+    assert claim["ours"] == f"{mean:.3f}"
+    assert json.loads((tmp_path / "out" / "claims.json").read_text()) == outcome.claims
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_a_second_study_takes_the_trials_that_it_shares(run, tmp_path, corpus):
+    run(write_study(tmp_path / "files", "first", corpus=corpus))
+    before = times(tmp_path)
+    axes = {"placement": ["keel", "peri_ln"], "learning_rate": [3e-3], "seed": 2}
+    rows = run(write_study(tmp_path / "files", "second", corpus=corpus, axes=axes), "other").results
+    after = times(tmp_path)
+    assert len(before) == 4 and len(after) == 6
+    assert {path: after[path] for path in before} == before
+    assert len(rows) == 4
+
+
+def test_a_trial_equals_the_same_pretraining(run, tmp_path, corpus):
+    rows = run(write_study(tmp_path / "files", corpus=corpus)).results.set_index(["placement", "seed"])
+    row = rows.loc[("keel", 1)]
+    config = read_yaml(tmp_path / "trials" / row["key"] / "config.yaml")
+    alone = lamina.pretrain(**{**config, "output": str(tmp_path / "alone")}, bar=False)
+    assert alone["eval_loss"] == row["eval_loss"]
+
+
+def test_records_stand_in_for_trials(run, tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus, measures={"end": ["hidden_states"], "records": ["metrics"]})
+    first = run(file, record=True)
+    shutil.rmtree(tmp_path / "trials")
+    again = run(file, "again")
+    assert not times(tmp_path)
+    columns = ["key", "placement", "seed", "eval_loss", "status"]
+    pd.testing.assert_frame_equal(first.results[columns], again.results[columns])
+    tables = {path.name for path in (tmp_path / "records" / "mine-cpu" / "tables").iterdir()}
+    assert tables == {"end-hidden_states.parquet", "records-metrics.parquet"}
+    for name in tables:
+        pd.testing.assert_frame_equal(
+            *(pd.read_parquet(tmp_path / folder / "tables" / name) for folder in ("out", "again"))
+        )
+
+
+def test_a_missing_measure_needs_no_second_training(run, tmp_path, corpus):
+    run(write_study(tmp_path / "files", corpus=corpus))
+    before = times(tmp_path)
+    file = write_study(tmp_path / "files", "more", corpus=corpus, measures={"init": ["gradients"]})
+    run(file, "more")
+    assert times(tmp_path) == before
+    table = pd.read_parquet(tmp_path / "more" / "tables" / "init-gradients.parquet")
+    assert table["key"].nunique() == 4
+
+
+def test_tuned_rates_take_the_best_one_and_widen_the_sweep(run, tmp_path, corpus):
+    tune = {"tune": [1e-4, 1e-3], "seeds": 1}
+    axes = {"placement": ["pre_ln"], "learning_rate": tune, "seed": 2}
+    rows = run(write_study(tmp_path / "files", corpus=corpus, axes=axes, claims="")).results
+    sweep = rows[rows["seed"] == 0].sort_values("learning_rate")
+    assert list(sweep["learning_rate"]) == [1e-4, 1e-3, 1e-2, 1e-1][: len(sweep)]
+    assert len(sweep) > 2, "the best of two rates is at an edge"
+    best = sweep.loc[sweep["eval_loss"].idxmin(), "learning_rate"]
+    assert list(rows[rows["tuned"]]["learning_rate"].unique()) == [best]
+    assert list(rows[rows["seed"] == 1]["learning_rate"]) == [best]
+
+
+def test_init_trials_train_nothing(run, tmp_path, corpus):
+    axes = {"placement": ["pre_ln", "post_ln"], "seed": 2}
+    file = write_study(
+        tmp_path / "files", corpus=corpus, axes=axes, job="init", measures={"init": ["gradients"]}, claims=""
+    )
+    rows = run(file).results
+    assert list(rows["steps"]) == [0] * 4
+    assert pd.read_parquet(tmp_path / "out" / "tables" / "init-gradients.parquet")["key"].nunique() == 4
+
+
+def test_an_edited_study_says_which_trials_no_longer_fit(run, tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    run(file)
+    data = yaml.safe_load(file.read_text())
+    data["scales"]["cpu"]["settings"]["steps"] = 5
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(UserError, match="4 of its 4 trials no longer fit"):
+        run(file, resume=True)
+    assert result(next((tmp_path / "trials").glob("*/")))["steps"] == 4
+    assert set(run(file, overwrite=True).results["steps"]) == {5}
+    assert len(times(tmp_path)) == 8
+
+
+def test_other_seeds_and_another_text_are_other_trials(run, tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    run(file)
+    other = tmp_path / "other.txt"
+    other.write_text(corpus.read_text()[:9000])
+    rows = run(file, "other", seeds="5,6,7", corpus=str(other)).results
+    assert sorted(rows["seed"].unique()) == [5, 6, 7]
+    assert len(times(tmp_path)) == 4 + 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"axes": {"placment": ["keel"]}}, r"unknown axis .*'placment'; did you mean 'placement'"),
+        ({"axes": {"placement": ["keell"]}}, r"did you mean 'keel'"),
+        ({"measures": {"records": ["metric"]}}, r"unknown record .*did you mean 'metrics'"),
+        ({"job": "train"}, r"unknown job 'train'"),
+        ({"base": "smal"}, r"unknown base .*did you mean 'small'"),
+        ({"axes": {"learning_rate": {"tune": []}}}, r"learning_rate: \[\]"),
+        ({"axes": {"seed": 0}}, r"seed: 0 \(allowed"),
+        ({"axs": {}}, r"unknown field .*'axs'; did you mean 'axes'"),
+    ],
+)
+def test_a_wrong_study_is_one_line(run, tmp_path, corpus, change, message):
+    with pytest.raises(UserError, match=message):
+        run(write_study(tmp_path / "files", corpus=corpus, **change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_claim_over_something_unmeasured_is_one_line(tmp_path, corpus, capsys):
+    claims = (
+        "from lamina.studies.judging import claim\n\n"
+        '@claim(says="x")\ndef mine(trials):\n    return trials.measure("layer_drop", at="end")\n'
+    )
+    file = write_study(tmp_path / "files", corpus=corpus, claims=claims)
+    argv = ["--output", str(tmp_path / "out"), "--store", str(tmp_path / "t"), "--records", str(tmp_path / "r")]
+    assert main(["study", "run", str(file), *argv]) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "mine" in err and "layer_drop" in err
+    assert (tmp_path / "out" / "results.csv").is_file()

@@ -1,0 +1,86 @@
+"""The docs as a site: every link leads somewhere, and no page asks anything of a server."""
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_OUTSIDE = r"""["']?(?:https?:)?//"""
+FROM_A_SERVER = re.compile(rf"(?:src|srcset)={_OUTSIDE}|<link[^>]*href={_OUTSIDE}|url\({_OUTSIDE}")
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(hooks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_no_page_asks_anything_of_a_server(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 15
+    asked = {f"{page.name}: {found[0]}" for page in pages for found in FROM_A_SERVER.finditer(page.read_text("utf-8"))}
+    assert not asked
+    assert FROM_A_SERVER.search('<script src="https://unpkg.com/x">')
+
+
+def test_the_search_runs_from_files(site):
+    assert (site / "search" / "search_index.js").read_text("utf-8").startswith("var __index")
+    assert "iframe-worker.js" in (site / "compare.html").read_text("utf-8")
+
+
+def test_the_readme_is_the_first_page_and_its_links_are_those_of_the_site(site):
+    first = (site / "index.html").read_text("utf-8")
+    assert 'href="own-placement.html"' in first
+    assert 'src="placements.svg"' in first
+    assert 'href="contributing.html"' in first
+    assert "<code>" in first
+
+
+def files_of(hooks, *paths):
+    from mkdocs.structure.files import File, Files
+
+    return Files([File(path, "docs", "site", use_directory_urls=False) for path in paths])
+
+
+@pytest.mark.parametrize(
+    ("source", "markdown", "expected"),
+    [
+        ("README.md", "[a](docs/compare.md#x)", "[a](compare.md#x)"),
+        ("docs/results/mix.md", "[a](../compare.md)", "[a](../compare.md)"),
+        ("docs/compare.md", "[a](../README.md)", "[a](index.md)"),
+        ("docs/compare.md", "[`rules`](../pyproject.toml)", "`rules`"),
+        ("docs/compare.md", "`[a](nowhere.md)` [a](https://x.org) [a](#here)", None),
+        ("docs/compare.md", "```\n[a](nowhere.md)\n```", None),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(hooks, caplog, source, markdown, expected):
+    files = files_of(hooks, "index.md", "compare.md", "results/mix.md")
+    assert hooks.site_links(markdown, source, files) == (expected or markdown)
+    assert not caplog.records
+
+
+def test_a_link_that_leads_nowhere_is_a_warning_which_the_strict_build_counts(hooks, caplog):
+    with caplog.at_level(logging.WARNING, logger="mkdocs"):
+        assert hooks.site_links("[a](compare.md)", "README.md", files_of(hooks, "compare.md")) == "a"
+    assert "README.md: the link to compare.md leads nowhere" in caplog.text
+    assert caplog.records[0].name.startswith("mkdocs.")
