@@ -149,9 +149,9 @@ def test_a_plateau_below_the_entropy_stops_at_the_last_fall():
 
 def test_a_descent_slower_than_the_margin_is_a_plateau():
     at = np.arange(1, STEPS + 1)
-    slow = 2.9 - 0.04 * np.log2(at)  # less than the margin for each doubling of the rate
-    assert find_stop(slow, rules()) is not None
-    assert find_stop(2.9 - 0.06 * np.log2(at), rules()) is None
+    begun = 3.0 * np.exp(-at)
+    assert find_stop(begun + 2.9 - 0.04 * np.log2(at), rules()) is not None  # under the margin as the rate doubles
+    assert find_stop(begun + 2.9 - 0.06 * np.log2(at), rules()) is None
 
 
 def test_a_wait_at_the_entropy_that_ends_in_time_is_no_plateau():
@@ -159,6 +159,16 @@ def test_a_wait_at_the_entropy_that_ends_in_time_is_no_plateau():
     losses[80:] -= 0.02 * np.arange(STEPS - 80)
     assert find_stop(losses[:200], rules()) is None
     assert find_stop(losses[:200], rules(plateau_factor=1.2)) is not None
+
+
+def test_rates_too_low_to_move_anything_are_no_plateau():
+    at = np.arange(1, STEPS + 1)
+    losses = 5.5 - np.where(at < 100, 0.0, 2.0 * (1 - np.exp(-(at - 100) / 60))) - 0.0005 * np.maximum(0, at - 200)
+    assert find_stop(losses[:180], rules()) is None
+    assert find_stop(losses[:99], rules()) is None
+    never = no_stop(losses[:99], rules())
+    assert (never.rule, never.rate) == ("stuck", 0.0)
+    assert "from its start of 5.500" in never.reason
 
 
 def test_what_is_found_does_not_depend_on_when_one_looks():

@@ -11,6 +11,8 @@ the first step s at which one of these holds:
 - plateau: the rate is ``plateau_factor`` times that of the first step a at which S was less than ``plateau_margin``
   above the low of now, and 2 ``window`` steps have passed: since a, the loss has not fallen. A descent slower than that
   is a plateau, too. If low is not ``stuck_margin`` below the corpus's unigram entropy, the plateau is called "stuck".
+  The first rates are too low to move anything: a plateau counts once the loss has begun to fall, which is when low is
+  2 ``plateau_margin`` below S(1). A run that reaches its end without that is stuck, at a rate of 0.
 
 The rate to report is the one just before: for a plateau that of step a, up to which the loss fell; for the others that
 of the last step at which S was less than ``plateau_margin`` above low.
@@ -102,6 +104,8 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
         risen = risen + 1 if values[step - 1] > low[step - 1] + rules.spike_margin else 0
         if risen >= rules.spike_patience:
             return _spike(rules, smooth, low, step, risen)
+        if not _begun(rules, smooth, low[step - 1]):
+            continue
         fallen_at = 1 + int(np.searchsorted(-low[:step], -low[step - 1] - rules.plateau_margin, side="right"))
         grown = rules.rate(step) >= rules.plateau_factor * rules.rate(max(2, fallen_at))
         if grown and step - fallen_at >= 2 * rules.window:
@@ -114,6 +118,9 @@ def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = Fa
 def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
     """The result of a run that reached the end of its warm-up: the largest rate is at least this one."""
     smooth = smoothed(losses, rules.window)
+    if len(smooth) and not _begun(rules, smooth, smooth.min()):
+        reason = f"the loss has not fallen by {2 * rules.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
+        return _stop(STUCK, rules, smooth, 1, len(losses), reason)
     loss = float(smooth[-1]) if len(smooth) else math.nan
     reason = f"the loss still fell at the end of the warm-up, at a rate of {rules.top:g}"
     return Stop(rule=NONE, step=len(losses), rate=rules.top, loss=loss, seen=len(losses), reason=reason)
@@ -151,6 +158,11 @@ def _non_finite(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, values
     before = _last_low(rules, smooth, low, step - 1)
     reason = f"{what} at step {step}; the loss was last at its low at step {before}, at a rate of "
     return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")
+
+
+def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
+    """Whether the loss has begun to fall."""
+    return bool(low <= smooth[0] - 2 * rules.plateau_margin)
 
 
 def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
