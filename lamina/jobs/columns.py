@@ -80,6 +80,8 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="bits_per_byte", title="bits/byte", format=".3f", aggregate="mean", in_ranking=50),
     *_spikes("loss", "loss spikes", 80),
     *_spikes("gradient", "gradient spikes", 90),
+    Column(name="loss_surges", title="loss surges", format=".3g", aggregate="mean"),
+    Column(name="gradient_surges", title="gradient surges", format=".3g", aggregate="mean"),
     Column(name="unigram_entropy", title="unigram entropy", format=".2f", aggregate="mean"),
     Column(name="tokens", title="tokens", format=",.0f", aggregate="mean", in_ranking=100, in_trials=True),
     Column(name="steps", title="steps", format=",.0f", aggregate="mean", in_trials=True),
@@ -111,7 +113,7 @@ def aggregated(aggregate: str) -> tuple[str, ...]:
 
 TEXTS = names(column for column in RESULT_COLUMNS if not column.is_number)
 NUMBERS = names(column for column in RESULT_COLUMNS if column.is_number)
-SPIKES = names(column for column in RESULT_COLUMNS if "_spike" in column.name)
+SPIKES = names(column for column in RESULT_COLUMNS if "_spike" in column.name or "_surges" in column.name)
 RANKING = tuple(
     sorted((column for column in RESULT_COLUMNS if column.in_ranking), key=lambda column: column.in_ranking)
 )

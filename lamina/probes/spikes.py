@@ -48,6 +48,21 @@ def spikes(
     return spike
 
 
+def surges(series: Iterable[float], *, window: int = 20, factor: float = 3.0, fewest: int = 10) -> np.ndarray:
+    """Which values are surges, a boolean array [values]: for runs of a hundred steps, too few for ``spikes``.
+
+    A value is a surge if it is more than ``factor`` times the median of the ``window`` finite values before it (of at
+    least ``fewest``), or not finite.
+    """
+    surge, before = [], []
+    for value in series:
+        recent = before[-window:]
+        high = len(recent) >= fewest and value > factor * float(np.median(recent))
+        surge.append(high or not math.isfinite(value))
+        before += [value] if math.isfinite(value) else []
+    return np.asarray(surge, dtype=bool)
+
+
 def spike_score(
     series: Iterable[float], *, window: int = WINDOW, sigmas: float = SIGMAS, fewest: int = FEWEST
 ) -> float:

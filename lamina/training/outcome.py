@@ -12,6 +12,7 @@ from lamina.core.json_types import Json
 from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.jobs import columns
 from lamina.jobs.status import Status
+from lamina.modeling.backbones.counting import used_by_a_token
 from lamina.modeling.building import recommended
 from lamina.placements import Plan
 from lamina.training.monitoring.falling import still_falling
@@ -78,10 +79,14 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
 
 
 def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> float:
-    """Forward and backward FLOPs per token: 6 per weight outside the embedding and 12 N d T for full attention."""
+    """Forward and backward FLOPs per token: 6 per weight outside the embedding and 12 N d T for full attention.
+
+    Of routed experts, those that one token uses.
+    """
     config = model.config.get_text_config()
     embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.numel()
-    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
+    matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2]
+    weights = sum(int(size * used_by_a_token(name, config)) for name, size in matrices)
     if not config.tie_word_embeddings:
         weights -= embedding
     return 6.0 * weights + 12.0 * plan.num_layers * config.hidden_size * sequence_length

@@ -3,7 +3,18 @@ import pytest
 from synthetic_trials import rows, trials
 
 from lamina.studies import judging
-from lamina.studies.judging import NotMeasured, Trials, equivalent, fails_to_train, higher, lower, ordered, trains
+from lamina.studies.judging import (
+    NotMeasured,
+    Trials,
+    equivalent,
+    fails_to_train,
+    higher,
+    lower,
+    no_worse,
+    ordered,
+    trains,
+    values_of,
+)
 
 BASE = [3.000, 3.010, 3.020, 3.005, 3.015]
 NOISE = [0.001, -0.002, 0.0005, -0.001, 0.0015]
@@ -45,6 +56,14 @@ def test_a_large_difference_is_not_equivalent():
     assert equivalent(both, "keel", "pre_ln", within=0.02).verdict == "fails"
 
 
+def test_level_or_lower_is_no_worse():
+    level = trials(rows("keel", shifted(0.003)), rows("pre_ln", BASE))
+    assert no_worse(level, "keel", than="pre_ln").verdict == "holds"
+    assert no_worse(level, "keel", than="pre_ln", within=0.001).verdict == "fails"
+    assert no_worse(level, "keel", than="pre_ln", within=0.003).verdict == "inconclusive"
+    assert no_worse(trials(rows("keel", BASE), rows("pre_ln", BASE, "stuck")), "keel", than="pre_ln").verdict == "holds"
+
+
 def test_pairs_are_by_seed_whatever_the_rows_order():
     both = trials(rows("keel", shifted(-0.02)), rows("pre_ln", BASE))
     mixed = Trials(both.table.sample(frac=1, random_state=1), axes=both.axes)
@@ -64,6 +83,7 @@ def test_runs_that_diverged_are_left_out_and_counted():
     found = lower(both, "keel", than="pre_ln")
     assert (found.verdict, found.seeds) == ("holds", 4)
     assert found.note == "pre_ln: 1 of 5 diverged"
+    assert list(values_of(both, "pre_ln")) == [0, 2, 3, 4]
 
 
 def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
@@ -163,7 +183,7 @@ def test_tables_of_probes_have_their_trials_in_front():
         frame = pd.DataFrame({"layer": [0, 1], "value": [1.0, 2.0], "seed": [9, 9]})
         return frame if (name, at) == ("gradients", "init") and not key.endswith("-1") else None
 
-    table = trials(rows("keel", BASE[:3]), measures=read).measure("gradients", at="init")
+    table = trials(rows("keel", BASE[:3]), axes=(), measures=read).measure("gradients", at="init")
     assert table.columns.tolist() == ["placement", "learning_rate", "seed", "key", "layer", "value", "gradients_seed"]
     assert table["seed"].tolist() == [0, 0, 2, 2]
     assert table.groupby("seed")["value"].sum().to_dict() == {0: 3.0, 2: 3.0}

@@ -9,6 +9,7 @@ from lamina.studies.judging import (
     below,
     close,
     compare_values,
+    denied,
     equivalent_values,
     fraction,
     monotone,
@@ -87,6 +88,12 @@ def test_any_of_pays_for_its_parts():
     assert (either.verdict, either.p) == ("holds", 0.02)
     assert any_of(finding("fails"), finding("inconclusive")).verdict == "inconclusive"
     assert any_of(finding("fails"), finding("fails")).verdict == "fails"
+
+
+def test_a_denied_claim_is_the_opposite_one():
+    assert (denied(finding("holds", 0.01)).verdict, denied(finding("holds", 0.01)).p) == ("fails", None)
+    assert denied(finding("fails")).verdict == "holds"
+    assert denied(finding("inconclusive")).verdict == "inconclusive"
 
 
 def test_a_note_is_added_to_the_notes():

@@ -8,6 +8,7 @@ from torch.nn.utils import get_total_norm
 from training.tiny_runs import layers, records, result
 from transformers import Trainer
 
+from lamina.probes.spikes import surges
 from lamina.training.monitoring.series import LOSS, NORM, StepSeries, spike_columns
 from lamina.training.monitoring.writers import LayersWriter
 
@@ -73,7 +74,16 @@ def test_spikes_are_counted_over_all_steps(tmp_path):
     writer.add([(1, 0, "attention", "all", 0, "hidden_abs_max", 1e9)])
     writer.flush()
     found = {"loss_spikes": 2, "loss_spike_score": 0.02, "gradient_spikes": 0, "gradient_spike_score": 0.0}
-    assert spike_columns(tmp_path) == found
+    assert spike_columns(tmp_path) == {**found, "loss_surges": 2, "gradient_surges": 0}
+
+
+def test_a_surge_is_measured_by_the_twenty_steps_before():
+    falling = [100.0 * 0.8**step for step in range(40)]
+    falling[15] *= 4
+    assert surges(falling).nonzero()[0].tolist() == []  # the median lies ten steps back, where the series was higher
+    level = [1.0] * 10 + [3.1, 1.0, 2.9, math.inf]
+    assert surges(level).nonzero()[0].tolist() == [10, 13]
+    assert not surges([1.0] * 9 + [50.0]).any()  # too few before it
 
 
 def test_a_run_says_how_often_it_spiked_once_it_is_long_enough(trained, tmp_path, before_step):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lamina.modeling.backbones.presets import with_fields
@@ -39,11 +40,18 @@ def _count(config: PreTrainedConfig) -> Count:
     with torch.device("meta"), no_init_weights():
         model = auto.from_config(config)
     model.tie_weights()
-    total = active = 0
+    return parameters_of(model)
+
+
+def parameters_of(model: PreTrainedModel) -> Count:
+    """Count the parameters of a model as it is; tied ones count once."""
+    config = model.config.get_text_config()
+    sizes = [(parameter.numel(), used_by_a_token(name, config)) for name, parameter in model.named_parameters()]
+    return Count(sum(size for size, _ in sizes), sum(int(size * used) for size, used in sizes))
+
+
+def used_by_a_token(name: str, config: PreTrainedConfig) -> Fraction:
+    """The share of a parameter that one token uses: below 1 for a routed expert's."""
     experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
-    for name, parameter in model.named_parameters():
-        size = parameter.numel()
-        total += size
-        routed = experts and ".experts." in name
-        active += size * config.num_experts_per_tok // experts if routed else size
-    return Count(total, active)
+    routed = experts and ".experts." in name
+    return Fraction(config.num_experts_per_tok, experts) if routed else Fraction(1)

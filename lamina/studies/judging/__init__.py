@@ -5,12 +5,14 @@ from lamina.studies.judging.checks import (
     fails_to_train,
     higher,
     lower,
+    no_worse,
     optimum,
     ordered,
     trains,
+    values_of,
 )
 from lamina.studies.judging.claims import Claim, Judged, claim, judge, load_claims
-from lamina.studies.judging.findings import Finding, Verdict, all_of, any_of, needs_scale
+from lamina.studies.judging.findings import Finding, Verdict, all_of, any_of, denied, needs_scale
 from lamina.studies.judging.trials import NotMeasured, Trials
 from lamina.studies.judging.value_checks import (
     above,
@@ -37,6 +39,7 @@ __all__ = [
     "claim",
     "close",
     "compare_values",
+    "denied",
     "equivalent",
     "equivalent_values",
     "fails_to_train",
@@ -47,8 +50,10 @@ __all__ = [
     "lower",
     "monotone",
     "needs_scale",
+    "no_worse",
     "optimum",
     "ordered",
     "same_order",
     "trains",
+    "values_of",
 ]

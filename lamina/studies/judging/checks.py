@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
-from lamina.studies.judging.differences import equivalent_in_pairs, lower_in_pairs, number, seeds_text, too_few
+from lamina.studies.judging.differences import (
+    equivalent_in_pairs,
+    lower_in_pairs,
+    not_above_in_pairs,
+    number,
+    seeds_text,
+    too_few,
+)
 from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict, all_of
 from lamina.studies.judging.statistics import Optimum, parabola_optimum
 from lamina.studies.judging.trials import Arm, Trials, label
@@ -80,6 +87,20 @@ def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: 
         return lopsided if same else Finding(verdict=Verdict.FAILS, ours=lopsided.ours, seeds=lopsided.seeds)
     finding = equivalent_in_pairs(ours.values, other.values, names=(ours.name, other.name), within=within)
     return _with_notes(finding, ours, other)
+
+
+def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
+    """Whether arm ``a`` is at most ``within`` above the other: lower, or level."""
+    ours, other = _read(trials, a, column), _read(trials, than, column)
+    if (lopsided := _by_status(ours, other, column)) is not None:
+        return lopsided
+    finding = not_above_in_pairs(ours.values, other.values, names=(ours.name, other.name), within=within)
+    return _with_notes(finding, ours, other)
+
+
+def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
+    """An arm's values of a column by seed, of the runs that trained."""
+    return _read(trials, arm, column).values
 
 
 def fails_to_train(trials: Trials, a: Arm) -> Finding:

@@ -72,6 +72,32 @@ def equivalent_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], within:
     )
 
 
+def not_above_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], within: float) -> Finding:
+    """Whether a is at most ``within`` above b: a one-sided t test on the pairs, and the interval below ``within``.
+
+    Fails if the interval lies above ``within``, and the test to the other side says so, too.
+    """
+    seeds, differences = _differences(a, b)
+    if len(seeds) < TOO_FEW:
+        return too_few(names, len(seeds))
+    found = paired(differences)
+    p = t_test(differences, mean=within, alternative="less")
+    if p < ALPHA and found.interval[1] < within:
+        verdict = Verdict.HOLDS
+    else:
+        above = t_test(differences, mean=within, alternative="greater") < ALPHA and found.interval[0] > within
+        verdict = Verdict.FAILS if above else Verdict.INCONCLUSIVE
+    return Finding(
+        verdict=verdict,
+        ours=_compared(names, [a[seed] for seed in seeds], [b[seed] for seed in seeds])
+        + f": difference {measured(found.mean, found.interval, len(seeds), p)}, claimed at most {number(within)}",
+        margin=found.mean,
+        interval=found.interval,
+        p=p,
+        seeds=len(seeds),
+    )
+
+
 def too_few(names: tuple[str, str], pairs: int) -> Finding:
     """The finding of a comparison without enough pairs."""
     return Finding(

@@ -91,6 +91,12 @@ def any_of(*findings: Finding) -> Finding:
     return _joined(findings, findings[0], p)
 
 
+def denied(finding: Finding) -> Finding:
+    """The opposite claim: what held fails, and what failed holds. Without a p, which was that of the claim denied."""
+    opposite = {Verdict.HOLDS: Verdict.FAILS, Verdict.FAILS: Verdict.HOLDS}
+    return replace(finding, verdict=opposite.get(finding.verdict, finding.verdict), p=None)
+
+
 def _largest_p(findings: tuple[Finding, ...]) -> float | None:
     return max((finding.p for finding in findings if finding.p is not None), default=None)
 

@@ -83,13 +83,13 @@ class Trials:
         return sorted(int(seed) for seed in self.table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
-        """The trials of one arm: text is a value of the axis ``placement``, or of another axis that has it.
+        """The trials of one arm: text is a value of the axis ``placement``, else of the first axis that has it.
 
         Raises NotMeasured if no trial is of the arm.
         """
         if not isinstance(arm, str):
             return self.where(**arm)
-        axes = ["placement", *(axis for axis in self.arm_axes if axis != "placement")]
+        axes = list(dict.fromkeys([*sorted(self.arm_axes, key=lambda axis: axis != "placement"), "placement"]))
         for axis in axes:
             if axis in self.table and arm in self.table[axis].tolist():
                 return self.where(**{axis: arm})
@@ -106,17 +106,18 @@ class Trials:
         rows._require_column(column)
         table = rows.table.set_index("seed")
         if table.index.has_duplicates:
-            axes = [axis for axis in self.axes if axis != "seed" and axis in table and table[axis].nunique() > 1]
+            columns = dict.fromkeys([*self.arm_axes, "learning_rate"])
+            axes = [axis for axis in columns if axis in table and table[axis].nunique() > 1]
             raise NotMeasured(f"{label(arm)} as one arm: its trials differ in {_listed(axes)} (choose with where)")
         if "status" not in table:
             table = table.assign(status=Status.FINISHED.value)  # nothing was trained, so nothing can have diverged
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
 
     def measure(self, name: str, at: str = "end") -> Frame:
-        """A probe's table at "init" or "end", of all trials that have one, the trial's axes, seed and key prepended.
+        """A probe's table at "init" or "end", of all trials that have one, named as in the study's YAML.
 
-        A column of the probe that has an axis's name is prefixed with the probe's. Raises NotMeasured if no trial
-        has the table.
+        Each row has its trial in front: the axes, placement, learning_rate, seed and key. A column of the probe that
+        has one of these names gets the probe's name as a prefix. Raises NotMeasured if no trial has the table.
         """
         return self._tables(name, at)
 
@@ -127,7 +128,8 @@ class Trials:
     def _tables(self, name: str, at: str) -> Frame:
         import pandas as pd
 
-        ahead = [axis for axis in dict.fromkeys([*self.axes, "seed", "key"]) if axis in self.table]
+        columns = dict.fromkeys([*self.axes, "placement", "learning_rate", "seed", "key"])
+        ahead = [column for column in columns if column in self.table]
         frames = []
         for row in self.table.to_dict("records"):
             frame = None if self._measures is None else self._measures(str(row["key"]), name, at)

@@ -10,7 +10,7 @@ import torch
 
 from lamina.core.json_types import Json
 from lamina.jobs.columns import SPIKES
-from lamina.probes.spikes import FEWEST, spikes
+from lamina.probes.spikes import FEWEST, spikes, surges
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.layers import Row
 
@@ -68,14 +68,16 @@ class StepSeries:
 
 
 def spike_columns(folder: Path) -> Json:
-    """Spike counts and scores of a run's steps, by the names of ``SPIKES``, from its layers/.
+    """Spike counts and scores, and surges, of a run's steps, by the names of ``SPIKES``, from its layers/.
 
-    None for a series of at most ``FEWEST`` steps, which is too short to judge.
+    Spikes are None for a series of at most ``FEWEST`` steps, which is too short to judge; surges for an empty one.
     """
     values_by_column: Json = dict.fromkeys(SPIKES)
     series = _read(folder)
     for name, column in ((LOSS, "loss"), (NORM, "gradient")):
         values = [series[name][step] for step in sorted(series[name])]
+        if values:
+            values_by_column[f"{column}_surges"] = int(surges(values).sum())
         if len(values) > FEWEST:
             marked = spikes(values)
             values_by_column[f"{column}_spikes"] = int(marked.sum())

@@ -1,0 +1,177 @@
+"""A dry run: what the trials of a study are and would cost, from models on the meta device; nothing is read or trained.
+
+No text, tokenizer or weight is loaded, so a scale of thousands of GPU-hours is checked on a laptop without a network:
+each trial's settings and placement are resolved, its model is built in full (without memory for its weights), and its
+parameters and FLOPs are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lamina.core.frames import Frame
+from lamina.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from lamina.placements import Plan
+    from lamina.training.settings import PretrainSettings
+
+TERAFLOPS = 989.0
+"""Peak of an H100 or H200 (SXM), dense bfloat16, in TFLOP/s."""
+UTILIZATION = 0.4
+"""The share of the peak that training reaches, to expect on one host; deep and narrow models reach less."""
+VOCABULARIES = {
+    "mistralai/Mistral-7B-v0.1": 32_000,
+    "meta-llama/Llama-2-7b-hf": 32_000,
+    "t5-base": 32_100,
+    "google-t5/t5-base": 32_100,
+    "Xenova/gpt-4": 100_277,  # cl100k_base
+    "openai-community/gpt2": 50_257,
+    "EleutherAI/gpt-neox-20b": 50_277,
+    "Qwen/Qwen3-0.6B": 151_669,
+    "deepseek-ai/DeepSeek-V2-Lite": 100_002,
+}
+"""Tokens of the hub's tokenizers that the studies name, as their authors publish them."""
+BYTES = 257
+COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
+"""Per arm: its trials, and of one trial the parameters (those one token uses), tokens, FLOPs and GPU-hours."""
+_ONE_ARM = ("learning_rate", "seed", "output")  # settings that an arm's trials may differ in
+
+
+def dry_run(
+    trials: Mapping[str, PretrainSettings], *, teraflops: float = TERAFLOPS, utilization: float = UTILIZATION
+) -> Frame:
+    """Build every trial's model on the meta device and count.
+
+    Args:
+        trials: complete settings by any name; those that differ in rate and seed alone are one row.
+        teraflops: the peak of one GPU in TFLOP/s.
+        utilization: the share of the peak to expect, in (0, 1].
+
+    Returns:
+        A row per arm with ``COLUMNS``: sizes and costs are those of one trial, ``total_gpu_hours`` those of all its
+        trials.
+
+    Raises:
+        UserError: that names the trial, for settings, a placement or sizes that no model can be built from.
+    """
+    import pandas as pd
+
+    if not teraflops > 0:
+        raise UserError(f"teraflops: {teraflops!r} (allowed: a number above 0)")
+    if not 0 < utilization <= 1:
+        raise UserError(f"utilization: {utilization!r} (allowed: a number above 0 and at most 1)")
+    arms: dict[str, list[str]] = {}
+    for name, settings in trials.items():
+        arms.setdefault(repr(_common(settings)), []).append(name)
+    labels = _labels({key: trials[names[0]] for key, names in arms.items()})
+    counts: dict[str, tuple[int, int, float]] = {}
+    rows = []
+    for key, names in arms.items():
+        settings = trials[names[0]]
+        try:
+            parameters, active, vocabulary, flops = _counted(settings, counts)
+        except UserError as error:
+            raise UserError(f"{names[0]}: {error}") from None
+        tokens = settings.steps * settings.batch_size * settings.gradient_accumulation * settings.sequence_length
+        hours = flops * tokens / (teraflops * 1e12 * utilization) / 3600
+        sizes = (labels[key], len(names), parameters, active, vocabulary, tokens)
+        rows.append((*sizes, flops * tokens, hours, hours * len(names)))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def table(frame: Frame, *, teraflops: float = TERAFLOPS, utilization: float = UTILIZATION) -> str:
+    """The rows of ``dry_run`` as text for a terminal, with totals and what the GPU-hours assume."""
+    width = max([len("arm"), *(len(str(arm)) for arm in frame["arm"])])
+    lines = [
+        f"{'arm':<{width}} {'trials':>6} {'parameters':>10} {'active':>8} {'vocabulary':>10} {'tokens':>8} "
+        f"{'FLOPs':>9} {'GPU-hours':>10} {'all trials':>10}"
+    ]
+    for row in frame.to_dict("records"):
+        lines.append(
+            f"{row['arm']:<{width}} {row['trials']:>6} {_short(row['parameters']):>10} {_short(row['active']):>8} "
+            f"{row['vocabulary']:>10} {_short(row['tokens']):>8} {row['flops']:>9.3g} {row['gpu_hours']:>10,.4g} "
+            f"{row['total_gpu_hours']:>10,.4g}"
+        )
+    tokens, flops = (float((frame[name] * frame["trials"]).sum()) for name in ("tokens", "flops"))
+    lines.append(
+        f"\n{int(frame['trials'].sum())} trials: {_short(tokens)} tokens, {flops:.3g} FLOPs, "
+        f"{frame['total_gpu_hours'].sum():,.4g} GPU-hours at {teraflops:g} TFLOP/s (peak, bfloat16) and "
+        f"{utilization:.0%} of it."
+    )
+    return "\n".join(lines)
+
+
+def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
+    """The number of tokens of a trial's tokenizer, which is not loaded; the backbone's own for one that is unknown."""
+    from lamina.data.tokenizers import is_trained
+
+    tokenizer = settings.tokenizer
+    if tokenizer is None or tokenizer == "bytes":
+        return BYTES
+    if is_trained(tokenizer):
+        return int(tokenizer.partition(":")[2])
+    return VOCABULARIES.get(tokenizer, int(config.vocab_size))
+
+
+def _common(settings: PretrainSettings) -> dict[str, object]:
+    return {name: value for name, value in settings.to_dict().items() if name not in _ONE_ARM}
+
+
+def _labels(arms: Mapping[str, PretrainSettings]) -> dict[str, str]:
+    """Each arm by the settings in which the arms differ, the placement first."""
+    values = {key: _common(settings) for key, settings in arms.items()}
+    names = [name for name in next(iter(values.values()), {}) if len({repr(v[name]) for v in values.values()}) > 1]
+    names = ["placement", *(name for name in names if name != "placement")]
+    return {
+        key: " ".join(
+            str(each[name]) if name == "placement" else f"{name}={each[name]}"
+            for name in names
+            if name == "placement" or each[name] is not None
+        )
+        for key, each in values.items()
+    }
+
+
+def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, float]:
+    """Parameters, those that one token uses, vocabulary, and FLOPs per token; a model is built once."""
+    import torch
+
+    from lamina.modeling.building import build
+    from lamina.training.checks import check_settings
+    from lamina.training.optimization.optimizer import width_scaling_of
+    from lamina.training.resolve import backbone_config, with_vocabulary
+    from lamina.training.source import plan_of
+
+    config = backbone_config(settings)
+    config = with_vocabulary(config, vocabulary := vocabulary_of(settings, config))
+    plan = plan_of(settings, config.num_hidden_layers)
+    # what depends on this machine is checked where the trial runs
+    check_settings(replace(settings, precision="fp32", compile="off", report_to="none"), plan)
+    key = repr((config.to_dict(), plan.to_dict(), settings.sequence_length, width_scaling_of(settings)))
+    if key not in counts:
+        with torch.device("meta"):
+            model = build(config, plan, init="normal", width_scaling=width_scaling_of(settings))
+        counts[key] = _counts(model, plan, settings.sequence_length)
+    parameters, active, flops = counts[key]
+    return parameters, active, vocabulary, flops
+
+
+def _counts(model: PreTrainedModel, plan: Plan, sequence_length: int | None) -> tuple[int, int, float]:
+    from lamina.modeling.backbones.counting import parameters_of
+    from lamina.training.outcome import training_flops
+
+    count = parameters_of(model)
+    assert sequence_length is not None
+    return count.total, count.active, training_flops(model, plan, sequence_length)
+
+
+def _short(count: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:,.0f}"
