@@ -1,0 +1,20 @@
+"""FuseNorm Table 1, the dense models."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, lower, needs_scale
+from lamina.studies.judging.curves import split
+
+
+@claim(
+    says="FuseNorm's loss is below Pre-LN's at every dense size",
+    paper="WikiText perplexity 22.5 to 20.6 (740M), 17.4 to 15.7 (1.3B), 12.5 to 11.8 (5B)",
+)
+def fuse_dense(trials: Trials) -> Finding:
+    return all_of(*(lower(size, "fusenorm", than="pre_ln") for size in split(trials.tuned(), "size")))
+
+
+@claim(
+    says="Its mean accuracy over six tasks is above Pre-LN's",
+    paper="49.8 to 50.8 (740M), 55.8 to 58.0 (1.3B), 64.1 to 66.6 (5B); not on every task",
+)
+def fuse_dense__tasks(trials: Trials) -> Finding:
+    return needs_scale("paper", "the tasks' scores are near chance in small models, and a study cannot run them yet")

@@ -1,0 +1,48 @@
+"""FuseNorm Figure 14."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, lower, monotone, trains
+from lamina.studies.judging.curves import BySeed, along, trained
+
+
+def losses(trials: Trials, arm: str) -> dict[float, BySeed]:
+    """The eval loss by depth and seed, of the runs that trained."""
+    by_depth = {}
+    for depth, at_depth in along(trials, "num_layers"):
+        table = trained(at_depth.arm(arm)).table
+        by_depth[depth] = dict(zip(table["seed"].astype(int), table["eval_loss"].astype(float), strict=True))
+    return by_depth
+
+
+@claim(
+    says="FuseNorm's loss falls monotonically from the shallowest model to one 16 times as deep, at one learning rate",
+    paper="Figure 14: 32, 64, 128, 256 and 512 layers of width 384 at 2e-4; no number printed",
+)
+def fuse_depth(trials: Trials) -> Finding:
+    """Monotone in all seeds' order on average, and the deepest beats the next: the end of the curve is the claim."""
+    depths = [depth for depth, _ in along(trials, "num_layers")]
+    numbers = sorted(trials.values("num_layers"), key=lambda depth: float(str(depth)))
+    last = [{"placement": "fusenorm", "num_layers": depth} for depth in numbers[-2:]]
+    course = monotone(
+        losses(trials, "fusenorm"), rising=False, name=f"FuseNorm's loss, {depths[0]:g} to {depths[-1]:g} blocks"
+    )
+    return all_of(course, lower(trials, last[1], than=last[0]))
+
+
+@claim(says="The deepest model trains at the same rate as the shallowest", paper="stable with 512 layers")
+def fuse_depth__trains(trials: Trials) -> Finding:
+    depths = trials.values("num_layers")
+    return all_of(*(trains(trials, {"placement": "fusenorm", "num_layers": depth}) for depth in depths))
+
+
+@claim(
+    says="FuseNorm gains more from depth than Pre-LN does",
+    paper='"avoids the depth degradation commonly observed in deep PreNorm models" (no number)',
+)
+def fuse_depth__pre(trials: Trials) -> Finding:
+    """The gap between the two losses grows with depth."""
+    fuse, pre = losses(trials, "fusenorm"), losses(trials, "pre_ln")
+    gaps = {
+        depth: {seed: pre[depth][seed] - loss for seed, loss in by_seed.items() if seed in pre[depth]}
+        for depth, by_seed in fuse.items()
+    }
+    return monotone(gaps, name="Pre-LN's loss minus FuseNorm's")

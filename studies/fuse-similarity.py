@@ -1,0 +1,60 @@
+"""FuseNorm Figures 6 and 12."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, above, all_of, below, claim, compare_values
+from lamina.studies.judging.curves import numbers, rows
+
+PROBE = "similarity"
+
+
+def curve(table: Frame) -> Frame:
+    """The mean cosine of two blocks' outputs by their distance."""
+    return rows(table, metric="cosine_by_distance").groupby("size")["value"].mean().sort_index()
+
+
+def farthest(table: Frame) -> float:
+    """The cosine between the first block's output and the last's."""
+    return float(curve(table).iloc[-1])
+
+
+def fall(table: Frame) -> float:
+    """How far the cosine falls from neighbors to the farthest pair."""
+    by_distance = curve(table)
+    return float(by_distance.iloc[0] - by_distance.iloc[-1])
+
+
+def straightness(table: Frame) -> float:
+    """R^2 of the straight line through the cosine over the distance."""
+    by_distance = curve(table)
+    return float(by_distance.corr(by_distance.index.to_series()) ** 2)
+
+
+@claim(
+    says="Pre-LN's cosine stays above 0.5 at all distances, FuseNorm's falls to a lower one",
+    paper="above 0.5 at the largest distance (Pre-LN), about 0.25 (FuseNorm)",
+)
+def fuse_similarity(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    pre, fuse = (numbers(tuned, arm, PROBE, farthest) for arm in ("pre_ln", "fusenorm"))
+    least = numbers(tuned, "pre_ln", PROBE, lambda table: curve(table).min())
+    return all_of(
+        above(least, 0.5, name="Pre-LN's least cosine"),
+        compare_values(fuse, pre, names=("farthest pair: fusenorm", "pre_ln")),
+    )
+
+
+@claim(says="FuseNorm's farthest blocks have a cosine of about a quarter", paper="0.25")
+def fuse_similarity__quarter(trials: Trials) -> Finding:
+    """Below 0.5, where Pre-LN's is said to stay; the number itself is that of the paper's model."""
+    return below(numbers(trials.tuned(), "fusenorm", PROBE, farthest), 0.5, name="FuseNorm's farthest pair")
+
+
+@claim(
+    says="FuseNorm's curve falls further than Pre-LN's, and nearly straight", paper='"near-linear decay"; "flat curve"'
+)
+def fuse_similarity__shape(trials: Trials) -> Finding:
+    """Straight: R^2 above 0.9."""
+    tuned = trials.tuned()
+    pre, fuse = (numbers(tuned, arm, PROBE, fall) for arm in ("pre_ln", "fusenorm"))
+    straight = above(numbers(tuned, "fusenorm", PROBE, straightness), 0.9, name="R^2 of FuseNorm's line")
+    return all_of(compare_values(fuse, pre, lower=False, names=("fall: fusenorm", "pre_ln")), straight)

@@ -1,0 +1,54 @@
+"""FuseNorm Figure 8: the sorted eigenvalues of the embedding over their median."""
+
+import math
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.studies.judging.curves import numbers, rows
+
+
+def spectrum(table: Frame) -> Frame:
+    """The eigenvalues over their median, largest first."""
+    eigenvalues = rows(table, metric="eigenvalue_over_median", role="embedding")
+    return eigenvalues.groupby("index")["value"].mean().sort_index()
+
+
+def head(table: Frame) -> float:
+    """log10 of the largest eigenvalue over the median."""
+    return math.log10(spectrum(table).iloc[0])
+
+
+def tail(table: Frame) -> float:
+    """log10 of the median over the eigenvalue at 95 % of the rank: the last few may be rounding."""
+    values = spectrum(table)
+    return -math.log10(values.iloc[round(0.95 * (len(values) - 1))])
+
+
+def _lower(trials: Trials, value, than: str, what: str) -> Finding:
+    fuse, other = (numbers(trials, arm, "spectra", value) for arm in ("fusenorm", than))
+    return compare_values(fuse, other, names=(f"log10 of {what}: fusenorm", than))
+
+
+@claim(
+    says="The embedding's spectrum is flatter with FuseNorm than with Pre-LN and HybridNorm",
+    paper="Figure 8: curves without printed numbers",
+)
+def fuse_spectrum(trials: Trials) -> Finding:
+    """Flatter at the head: the largest eigenvalue is fewer times the median."""
+    return all_of(*(_lower(trials.tuned(), head, arm, "largest over median") for arm in ("pre_ln", "hybridnorm")))
+
+
+@claim(says="It is flatter than Pre-LN's at the head", paper="Figure 8")
+def fuse_spectrum__pre(trials: Trials) -> Finding:
+    return _lower(trials.tuned(), head, "pre_ln", "largest over median")
+
+
+@claim(
+    says="Mix-LN's head is flatter than Pre-LN's as FuseNorm's is, but its tail falls faster than FuseNorm's",
+    paper='Figure 8: "suffers from a rapid decay in the tail spectrum"',
+)
+def fuse_spectrum__mix(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    mix, pre = (numbers(tuned, arm, "spectra", head) for arm in ("mix_ln", "pre_ln"))
+    flatter = compare_values(mix, pre, names=("log10 of largest over median: mix_ln", "pre_ln"))
+    return all_of(flatter, _lower(tuned, tail, "mix_ln", "median over the tail"))

@@ -1,0 +1,75 @@
+"""FuseNorm's Theorem 1 and the equations around it."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, above, all_of, below, claim, fraction
+from lamina.studies.judging.curves import BySeed, along, exponents, numbers, rows
+
+SCALED, PLAIN, PRE = ({"start": start} for start in ("fusenorm scaled", "fusenorm plain", "pre_ln"))
+
+
+def _side(role: str, metric: str, **where: object):
+    def value(table: Frame) -> float:
+        return float(rows(table, role=role, metric=metric, **where)["value"].mean())
+
+    return value
+
+
+def variance_exponent(trials: Trials, arm: dict[str, str], sublayer: str) -> BySeed:
+    """By seed the exponent e of Var(F) ~ L^e over models of several depths, F the sub-layer's branch."""
+    value = _side("fusenorm_eq_21", "left", layer=-1, sublayer=sublayer)
+    depths = along(trials, "num_layers")
+    return exponents({depth: numbers(at, arm, "bounds", value, at="init") for depth, at in depths})
+
+
+@claim(
+    says="With the scaled initializer FuseNorm's branches have a variance of 1 / L; with the plain one they do not",
+    paper="Eq 13 and 21: Var(F) = O(1 / L)",
+)
+def fuse_theorem(trials: Trials) -> Finding:
+    """Exponents of the depth: below -0.8 for the feed-forward and the attention, above -0.2 with the plain one."""
+    falls = [
+        below(variance_exponent(trials, SCALED, s), -0.8, name=f"{s}, scaled:") for s in ("feed_forward", "attention")
+    ]
+    return all_of(*falls, above(variance_exponent(trials, PLAIN, "feed_forward"), -0.2, name="feed_forward, plain:"))
+
+
+@claim(
+    says="Pre-LN's block Jacobian tends to the identity: its distance falls as 1 / sigma_l and as 1 / sqrt(l)",
+    paper="Eq 9: exponents -1 and -1/2",
+)
+def fuse_theorem__identity(trials: Trials) -> Finding:
+    """Slopes over the blocks of the deepest model, within 0.3 of -1 and within 0.2 of -1/2."""
+    deepest = list(along(trials, "num_layers"))[-1][1]
+    checks = []
+    for role, expected, tolerance in (("fusenorm_eq_9", -1.0, 0.3), ("fusenorm_eq_9_depth", -0.5, 0.2)):
+        slopes = numbers(deepest, PRE, "bounds", _side(role, "left", layer=-1), at="init")
+        name = "slope over log sigma" if role == "fusenorm_eq_9" else "slope over log depth"
+        checks += [above(slopes, expected - tolerance, name=name), below(slopes, expected + tolerance, name=name)]
+    return all_of(*checks)
+
+
+@claim(
+    says="FuseNorm's block Jacobians stay below Eq 19, and below the chain rule behind it",
+    paper="Eq 16-19, an approximate upper bound",
+)
+def fuse_theorem__bound(trials: Trials) -> Finding:
+    """In all blocks for the chain rule, which is exact, and in 19 of 20 for the approximation."""
+    tables = [trials.arm(arm).measure("bounds", at="init") for arm in (SCALED, PLAIN)]
+    checks, seeds = [], len(trials.seeds)
+    for role, share in (("fusenorm_eq_19_chain", 1.0), ("fusenorm_eq_19", 0.95)):
+        ratios = [ratio for table in tables for ratio in rows(table, role=role, metric="ratio")["value"]]
+        name = "blocks below the chain rule" if share == 1.0 else "blocks below Eq 19"
+        checks.append(fraction([ratio <= 1.01 for ratio in ratios], at_least=share, name=name, seeds=seeds))
+    return all_of(*checks)
+
+
+@claim(says="Skip and branch are uncorrelated: Var(Z) = Var(X) + Var(F)", paper="Eq 20")
+def fuse_theorem__uncorrelated(trials: Trials) -> Finding:
+    """The mean ratio of the two sides over the deepest model's blocks is within 5 % of 1."""
+    value = _side("fusenorm_eq_20", "ratio")
+    checks = []
+    for arm in (SCALED, PLAIN):
+        deepest = list(along(trials, "num_layers"))[-1][1]
+        ratios = numbers(deepest, arm, "bounds", value, at="init")
+        checks += [above(ratios, 0.95, name="ratio of both sides"), below(ratios, 1.05, name="ratio of both sides")]
+    return all_of(*checks)

@@ -1,0 +1,48 @@
+"""FuseNorm Table 2 and Figure 5."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, equivalent, fails_to_train, lower
+from lamina.studies.judging.curves import at_rate_of
+
+OTHERS = ("hybridnorm", "peri_ln", "mix_ln", "pre_ln", "layernorm_scaling", "olmo2")
+
+
+@claim(
+    says="The losses rise in the order FuseNorm, HybridNorm, Peri-LN and Mix-LN (level), Pre-LN, LayerNorm Scaling and "
+    "OLMo 2",
+    paper="WikiText perplexity 11.8, 12.2, 12.3 and 12.3, 12.5, 13.6 and 14.0 (5B, 64 layers)",
+)
+def fuse_variants(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    order = [
+        ("fusenorm", "hybridnorm"),
+        ("hybridnorm", "peri_ln"),
+        ("hybridnorm", "mix_ln"),
+        ("peri_ln", "pre_ln"),
+        ("mix_ln", "pre_ln"),
+        ("pre_ln", "layernorm_scaling"),
+        ("pre_ln", "olmo2"),
+    ]
+    return all_of(*(lower(tuned, a, than=b) for a, b in order), equivalent(tuned, "peri_ln", "mix_ln", within=0.02))
+
+
+@claim(says="FuseNorm's loss is below every other placement's", paper="11.8 against 12.2 and more")
+def fuse_variants__best(trials: Trials) -> Finding:
+    return all_of(*(lower(trials.tuned(), "fusenorm", than=other) for other in OTHERS))
+
+
+@claim(
+    says="LayerNorm Scaling and OLMo 2's placement, with the scaled initializer, are worse than Pre-LN",
+    paper="13.6 and 14.0 against 12.5",
+)
+def fuse_variants__worse(trials: Trials) -> Finding:
+    return all_of(*(lower(trials.tuned(), "pre_ln", than=other) for other in ("layernorm_scaling", "olmo2")))
+
+
+@claim(says="HybridNorm, Peri-LN and Mix-LN beat Pre-LN", paper="12.2, 12.3, 12.3 against 12.5")
+def fuse_variants__better(trials: Trials) -> Finding:
+    return all_of(*(lower(trials.tuned(), other, than="pre_ln") for other in ("hybridnorm", "peri_ln", "mix_ln")))
+
+
+@claim(says="At Pre-LN's rate, Post-LN does not train", paper='"failed"')
+def fuse_variants__post_fails(trials: Trials) -> Finding:
+    return fails_to_train(at_rate_of(trials, "post_ln", "pre_ln"), "post_ln")

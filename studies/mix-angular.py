@@ -1,0 +1,57 @@
+"""Mix-LN Figures 2, 3 and 5: how far the stream turns from layer to layer."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values, fraction
+from lamina.studies.judging.curves import deep, numbers, rows, shallow
+
+PROBE = "angular_distance"
+
+
+def neighbors(table: Frame) -> Frame:
+    """d(l, l + 1) by l from 1 on: the released script has no embedding state, whose block turns the stream most."""
+    distances = rows(table, metric=PROBE, size=1).groupby("start")["value"].mean().sort_index()
+    return distances[distances.index >= 1]
+
+
+def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
+    early = numbers(trials, arm, PROBE, lambda table: shallow(neighbors(table)).mean())
+    late = numbers(trials, arm, PROBE, lambda table: deep(neighbors(table)).mean())
+    names = (f"{arm}'s deepest third", "its first third")
+    return compare_values(late, early, lower=deep_is_lower, names=names)
+
+
+@claim(
+    says="Pre-LN's deep layers turn the stream least, and Post-LN's early layers do",
+    paper="Figure 3a, b and 5: heat maps without printed numbers",
+)
+def mix_angular(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    return all_of(_halves(tuned, "pre_ln", deep_is_lower=True), _halves(tuned, "post_ln", deep_is_lower=False))
+
+
+@claim(says="Pre-LN's deep layers turn the stream less than its early ones", paper="Figure 3b, 130M")
+def mix_angular__pre(trials: Trials) -> Finding:
+    return _halves(trials.tuned(), "pre_ln", deep_is_lower=True)
+
+
+@claim(says="Post-LN's early layers turn the stream less than its deep ones", paper="Figure 3a, 130M")
+def mix_angular__post(trials: Trials) -> Finding:
+    return _halves(trials.tuned(), "post_ln", deep_is_lower=False)
+
+
+@claim(
+    says="Mix-LN's layers turn the stream more than Pre-LN's, but for the last two",
+    paper='Figure 5: "consistently ... larger distances ... except for the final two layers"',
+)
+def mix_angular__mix(trials: Trials) -> Finding:
+    """On average over the layers before the last two, and in three quarters of them."""
+    tuned = trials.tuned()
+    mix, pre = (
+        numbers(tuned, arm, PROBE, lambda table: neighbors(table).iloc[:-2].mean()) for arm in ("mix_ln", "pre_ln")
+    )
+    whole = compare_values(mix, pre, lower=False, names=("mix_ln", "pre_ln"))
+    if min(len(mix), len(pre)) < 3:
+        return whole
+    by_arm = [neighbors(tuned.arm(arm).measure(PROBE)).iloc[:-2] for arm in ("mix_ln", "pre_ln")]
+    wider = (by_arm[0] > by_arm[1]).tolist()
+    return all_of(whole, fraction(wider, at_least=0.75, name="layers where Mix-LN turns more", seeds=len(mix)))

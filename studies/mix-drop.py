@@ -1,0 +1,45 @@
+"""Mix-LN Figures 2, 3 and 6b: what the model loses without each of its layers."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.studies.judging.curves import deep, layer_means, numbers, rows, shallow
+
+PROBE = "layer_drop"
+
+
+def harm(table: Frame) -> Frame:
+    """Nats per token lost without each layer."""
+    return layer_means(rows(table, metric="loss_increase", meaning="remove"))
+
+
+def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
+    early = numbers(trials, arm, PROBE, lambda table: shallow(harm(table)).mean())
+    late = numbers(trials, arm, PROBE, lambda table: deep(harm(table)).mean())
+    names = (f"{arm}'s deepest third", "its first third")
+    return compare_values(late, early, lower=deep_is_lower, names=names)
+
+
+@claim(
+    says="Dropping deep Pre-LN layers or early Post-LN layers hurts less than dropping those at the other end",
+    paper="Figure 3c, d (130M, ARC-e): Post-LN's layers 0-7 and most of Pre-LN's after the first hardly matter",
+)
+def mix_drop(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    return all_of(_halves(tuned, "pre_ln", deep_is_lower=True), _halves(tuned, "post_ln", deep_is_lower=False))
+
+
+@claim(says="Dropping a deep Pre-LN layer hurts less than dropping an early one", paper="Figures 2d and 3d")
+def mix_drop__pre(trials: Trials) -> Finding:
+    return _halves(trials.tuned(), "pre_ln", deep_is_lower=True)
+
+
+@claim(says="Dropping an early Post-LN layer hurts less than dropping a deep one", paper="Figures 2c and 3c")
+def mix_drop__post(trials: Trials) -> Finding:
+    return _halves(trials.tuned(), "post_ln", deep_is_lower=False)
+
+
+@claim(says="Dropping a deep layer hurts Mix-LN more than Pre-LN", paper="Figure 6b, 130M")
+def mix_drop__mix(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    mix, pre = (numbers(tuned, arm, PROBE, lambda table: deep(harm(table)).mean()) for arm in ("mix_ln", "pre_ln"))
+    return compare_values(mix, pre, lower=False, names=("mix_ln's deepest third", "pre_ln's"))

@@ -1,0 +1,47 @@
+"""Mix-LN Figures 3e and 6a: each layer's gradient norm before training."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.studies.judging.curves import deep, layer_means, log10_mean, numbers, rows, shallow
+
+PROBE = "gradients"
+
+
+def norms(table: Frame) -> Frame:
+    """The gradient norm of each layer's parameters."""
+    return layer_means(rows(table, metric="gradient_norm", sublayer="block", role="all"))
+
+
+def unevenness(table: Frame) -> float:
+    """The standard deviation over the layers of log10 of their gradient norms."""
+    by_layer = norms(table)
+    middle = log10_mean(by_layer)
+    return (sum((log10_mean(by_layer.iloc[[i]]) - middle) ** 2 for i in range(len(by_layer))) / len(by_layer)) ** 0.5
+
+
+def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
+    early = numbers(trials, arm, PROBE, lambda table: log10_mean(shallow(norms(table))), at="init")
+    late = numbers(trials, arm, PROBE, lambda table: log10_mean(deep(norms(table))), at="init")
+    names = (f"log10 of {arm}'s deepest third", "its first third")
+    return compare_values(late, early, lower=deep_is_lower, names=names)
+
+
+@claim(
+    says="Before training, Post-LN's gradients are larger in deep layers, Pre-LN's in early ones, Mix-LN's are even",
+    paper="Figures 3e (130M) and 6a (250M): curves without printed numbers",
+)
+def mix_gradients(trials: Trials) -> Finding:
+    return all_of(mix_gradients__ends(trials), mix_gradients__even(trials))
+
+
+@claim(says="Post-LN's gradients are larger in deep layers, Pre-LN's in early ones", paper="Figure 3e")
+def mix_gradients__ends(trials: Trials) -> Finding:
+    post, pre = _halves(trials, "post_ln", deep_is_lower=False), _halves(trials, "pre_ln", deep_is_lower=True)
+    return all_of(post, pre)
+
+
+@claim(says="Mix-LN's gradients are more even over the layers than Pre-LN's and Post-LN's", paper="Figure 6a")
+def mix_gradients__even(trials: Trials) -> Finding:
+    mix, *others = (numbers(trials, arm, PROBE, unevenness, at="init") for arm in ("mix_ln", "pre_ln", "post_ln"))
+    names = [("mix_ln's spread of log10", f"{arm}'s") for arm in ("pre_ln", "post_ln")]
+    return all_of(*(compare_values(mix, other, names=each) for other, each in zip(others, names, strict=True)))

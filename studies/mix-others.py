@@ -1,0 +1,26 @@
+"""Mix-LN Table 6."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, lower, ordered
+
+MIX, GROUP, SANDWICH, PRE, ADMIN = (
+    {"scheme": name} for name in ("mix_ln", "group_ln", "sandwich_ln", "pre_ln", "admin")
+)
+
+
+@claim(
+    says="The losses rise in the order Mix-LN, Group-LN, Sandwich-LN, Pre-LN, Admin",
+    paper="perplexity 22.33, 23.10, 23.26, 23.39, 24.82 (250M)",
+)
+def mix_others(trials: Trials) -> Finding:
+    return ordered(trials.tuned(), [MIX, GROUP, SANDWICH, PRE, ADMIN])
+
+
+@claim(says="Mix-LN's loss is below each of the others'", paper="22.33 against 23.10 and more")
+def mix_others__best(trials: Trials) -> Finding:
+    return all_of(*(lower(trials.tuned(), MIX, than=other) for other in (GROUP, SANDWICH, PRE, ADMIN)))
+
+
+@claim(says="Group-LN and Sandwich-LN beat Pre-LN slightly, Admin is worse", paper="23.10, 23.26, 23.39, 24.82")
+def mix_others__around_pre(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    return all_of(lower(tuned, GROUP, than=PRE), lower(tuned, SANDWICH, than=PRE), lower(tuned, PRE, than=ADMIN))

@@ -1,0 +1,32 @@
+"""Mix-LN Table 1."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, fails_to_train, lower, trains
+from lamina.studies.judging.curves import at_rate_of, split
+
+PRE, MIX, POST, DEEP = ({"scheme": name} for name in ("pre_ln", "mix_ln", "post_ln", "deepnorm"))
+
+
+@claim(
+    says="Mix-LN's loss is below Pre-LN's, and Pre-LN's is below DeepNorm's and Post-LN's",
+    paper="perplexity at 250M: 21.39 < 21.92 < 22.77 and 1409; at 71M 33.12 < 34.77 < 34.87 and 35.18",
+)
+def mix_ppl(trials: Trials) -> Finding:
+    pairs = ((MIX, PRE), (PRE, DEEP), (PRE, POST))
+    return all_of(*(lower(size, a, than=b) for size in split(trials.tuned(), "size") for a, b in pairs))
+
+
+@claim(says="Mix-LN's loss is below Pre-LN's", paper="-1.65 (71M), -0.71, -0.53, -0.47 (1B) in perplexity")
+def mix_ppl__below_pre(trials: Trials) -> Finding:
+    return all_of(*(lower(size, MIX, than=PRE) for size in split(trials.tuned(), "size")))
+
+
+@claim(
+    says="At the rate that suits Pre-LN, Post-LN of 24 layers and more does not train",
+    paper="Post-LN at 250M and 1B: 1409 and 1412; DeepNorm at 1B: 1411; both train at 71M and 130M",
+)
+def mix_ppl__post_fails(trials: Trials) -> Finding:
+    if "size" not in trials.axes:
+        return fails_to_train(at_rate_of(trials, POST, PRE), POST)
+    large = [fails_to_train(trials, {"size": size, **POST}) for size in ("250m", "1b")]
+    small = [trains(trials, {"size": size, **POST}) for size in ("71m", "130m")]
+    return all_of(*large, *small, fails_to_train(trials, {"size": "1b", **DEEP}))
