@@ -165,7 +165,9 @@ class RunRecorder(TrainerCallback):
         """Record each step's loss and gradient norm since the last call; all processes call it at the same step."""
         assert self.trainer is not None
         assert self.trainer.series is not None
-        self.layers.add(self.trainer.series.rows())
+        rows = self.trainer.series.rows()
+        self.layers.add(rows)
+        self.guard.see_steps(rows)
 
     def record_divergence(self, diverged: Diverged) -> None:
         """Record the measurements of the step that ended the run, for the diagnosis."""
