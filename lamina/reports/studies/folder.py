@@ -74,8 +74,9 @@ class StudyFolder:
     @cached_property
     def value(self) -> str:
         """The column that the figures show: the eval loss, or what a job of another kind measured instead."""
-        if self.results["eval_loss"].notna().any():
-            return "eval_loss"
+        for name in ("max_learning_rate", "eval_loss"):
+            if name in self.results and self.results[name].notna().any():
+                return name
         known = {*columns.names(), *self.axes, "key", "tuned"}
         numeric = self.results.select_dtypes("number")
         return next((str(name) for name in numeric if name not in known and numeric[name].notna().any()), "eval_loss")

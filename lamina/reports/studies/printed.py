@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.jobs.files import writing
 from lamina.reports.charts import Grid
 from lamina.reports.studies.choice import drawings
-from lamina.reports.studies.drawing import Axis, Drawing, Panel, Series, Value
+from lamina.reports.studies.drawing import Axis, Drawing, Panel, Series, Value, marks
 from lamina.reports.studies.folder import has_claims, read_folder
 from lamina.reports.studies.interactive import top_edge
 
@@ -143,7 +143,7 @@ def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> No
         if series.low and drawing.spread == "band":
             field.fill_between(x, series.low, series.high, color=color, alpha=0.14, linewidth=0)
         if series.lost and top is not None:
-            at = _places([place for place, _ in series.lost], drawing.x)
+            at = _places(marks(panel, drawing.x, number), drawing.x)
             field.plot(at, [top] * len(at), linestyle="", marker="x", color=color, clip_on=False)
     _scale(field, drawing.x)
     if drawing.y.log:

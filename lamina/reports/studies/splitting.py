@@ -75,6 +75,7 @@ def panels(
     """
     if rows.empty:
         return ()
+    rows = rows.sort_values("learning_rate", kind="stable") if "learning_rate" in rows else rows
     rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
     several = len(set(rest)) <= _MOST_PANELS
     rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
