@@ -12,17 +12,18 @@ from lamina import auto_classes as registering
 
 if TYPE_CHECKING:
     from lamina import data, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
-    from lamina.api import compare, preflight, pretrain
+    from lamina.api import compare, max_lr, preflight, pretrain
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"]
+__all__ = ["__version__", "build", "compare", "max_lr", "placements", "preflight", "pretrain", "probe", "wire"]
 
 _LAZY = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
     "compare": "lamina.api",
+    "max_lr": "lamina.api",
     "preflight": "lamina.api",
     "pretrain": "lamina.api",
     "probe": "lamina.probes.engine.measure",

@@ -129,6 +129,24 @@ def transfer(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     return _some_ran(results)
 
 
+def max_lr(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> pd.DataFrame:
+    """Find the largest learning rate that each placement bears, as `lamina max-lr` does; ``settings`` are its flags.
+
+    Returns the rows of results.csv: ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and
+    seed. OUTPUT/report.html is the page. ``placements`` and ``seeds`` may also be lists.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+    from lamina.studies.max_rate import max_lr as run
+    from lamina.studies.max_rate_settings import MaxRateStudySettings
+
+    with _page(settings.get("output", MaxRateStudySettings.output), "results.csv"):
+        results = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    return _some_ran(results)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudyOutcome:
     """What a study found.

@@ -18,6 +18,7 @@ COMMANDS = {
     "pretrain": "train one model, from scratch or from a checkpoint",
     "coord-check": "check that no module's output grows with the width, before and after a few steps",
     "transfer": "find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
+    "max-lr": "find the largest learning rate that each placement bears: one warm-up until it fails",
     "study": "run, list or show studies: each table and figure of the papers, with a verdict on its claim",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "placements": "list the placements, or show one: equation, diagram, options, source",

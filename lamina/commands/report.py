@@ -10,6 +10,7 @@ from lamina.core.values import path, whole_number
 EXAMPLES = """
   lamina report runs/compare
   lamina report runs/compare --screenshot report.png
+  lamina report runs/studies/mix-ppl-cpu --figures
 """
 
 
@@ -34,6 +35,11 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--height", type=int, default=2300, help="the screenshot's height in pixels, from the top of the page"
     )
+    parser.add_argument(
+        "--figures",
+        action="store_true",
+        help="also write the figures of a study with claims as SVG and PDF (needs matplotlib: lamina[figures])",
+    )
     options = parser.parse_args(argv)
     whole_number("height", options.height)
     for name in ("folder", "screenshot"):
@@ -49,4 +55,9 @@ def run(argv: list[str]) -> int:
     if options.screenshot:
         screenshot(page, Path(options.screenshot), height=options.height)
         print(f"the picture: {options.screenshot}")
+    if options.figures:
+        from lamina.reports.studies.printed import write_all
+
+        for written in write_all(Path(options.folder)):
+            print(f"a figure: {written}")
     return 0

@@ -18,6 +18,7 @@ class Kind(StrEnum):
     RUN = "run"
     STUDY = "study"
     TRANSFER = "transfer"
+    MAX_LR = "max-lr"
     COORD_CHECK = "coord-check"
     PREFLIGHT = "preflight"
     PROBING = "probing"

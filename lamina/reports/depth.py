@@ -83,6 +83,7 @@ def _mean_with_range(item: Shown, seeds: Sequence[Frame], *, legend: bool) -> Li
         low=band.min(axis=1) if several else None,
         high=band.max(axis=1) if several else None,
         color=item.color,
+        dash=item.dash,
         name=item.label,
         group=item.label,
         legend=legend,

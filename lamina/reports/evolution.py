@@ -181,6 +181,7 @@ def over_steps(items: Sequence[Shown], frames: dict[str, Frame], name: str) -> g
                 x=rows["step"],
                 y=rows["value"].to_numpy(dtype=np.float32),
                 color=item.color,
+                dash=item.dash,
                 name=item.label,
                 group=item.label,
                 legend=len(items) > 1 and item.placement not in named,

@@ -16,10 +16,11 @@ from lamina.reports import depth, figures, monitored, tables
 from lamina.reports.metrics import METRICS
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, prose
+from lamina.reports.palette import colors
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, rows_of
 from lamina.reports.sentences import sentences
-from lamina.reports.style import Shown, colors, to_html
+from lamina.reports.style import Shown, to_html
 
 
 def prepare(study: Study) -> tuple[pd.DataFrame, list[Shown], dict[str, str]]:

@@ -1,9 +1,8 @@
-"""What all figures share: one color per placement, one look, one way into a page."""
+"""What all figures share: one style, and one way into a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from typing import Any, cast
@@ -12,18 +11,13 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
+from lamina.reports.palette import PALETTE, look
+from lamina.reports.palette import colors as colors
 from lamina.reports.records import Frame, Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
-# Told apart with every common color blindness (after Okabe and Ito, and Tol).
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255", "#44aa99", "#999933")
-# The demo's placements keep theirs in every report; others take the remaining colors in order of appearance.
-_FIXED: dict[str, str] = dict(
-    zip(("pre_ln", "post_ln", "fusenorm", "mix_ln", "keel", "peri_ln"), PALETTE, strict=False)
-)
-_OTHERS = (*PALETTE[6:], "#6b7280", "#000000", "#aa4499", "#117733", "#88ccee", "#661100")
 _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself
 
 
@@ -42,23 +36,11 @@ class Shown:
         name = self.placement if len(self.placement) <= 42 else f"{self.placement[:41]}…"
         return escape(name)
 
-
-def colors(placements: Iterable[str]) -> dict[str, str]:
-    """One color for each placement, the same in every figure of a page."""
-    names = list(dict.fromkeys(placements))
-    free = [c for c in _OTHERS if c not in _FIXED.values()] + [
-        c for n, c in _FIXED.items() if not any(name.startswith(n) for name in names)
-    ]
-    color_by_name: dict[str, str] = {}
-    used = 0
-    for name in names:
-        own = _FIXED.get(name.partition("(")[0].strip())
-        if own and own not in color_by_name.values():
-            color_by_name[name] = own
-        else:
-            color_by_name[name] = free[used % len(free)]
-            used += 1
-    return color_by_name
+    @property
+    def dash(self) -> str | None:
+        """The pattern of its lines; None for a solid one."""
+        own = look(self.placement)
+        return None if own is None or own.dash == "solid" else own.dash
 
 
 def rgba(color: str, alpha: float) -> str:

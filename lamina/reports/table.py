@@ -104,6 +104,11 @@ _CHIPS = {status.value: status.value for status in Status} | {
     "grows": "diverged",
     "shrinks": "stuck",
     "broken": "failed",
+    "holds": "finished",
+    "fails": "diverged",
+    "inconclusive": "stuck",
+    "needs scale": "short",
+    "not run yet": "interrupted",
 }
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -23,6 +23,7 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.modeling import building
+from lamina.studies.max_rate_settings import MaxRateSettings
 from lamina.studies.progress import Progress
 from lamina.studies.record import (
     has_study,
@@ -42,6 +43,7 @@ from lamina.training.resolve import SPEED_BEFORE, backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 COLUMNS = columns.names()
+OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
@@ -78,11 +80,7 @@ def compare(
         Kind.STUDY, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
     complete, trials = job.settings, job.settings.trials()
-    if launched()[1] > 1:
-        raise UserError(
-            f"WORLD_SIZE: {launched()[1]} processes (allowed: 1, since compare starts its own: see --workers; "
-            "lamina pretrain trains one model in several)"
-        )
+    refuse_launcher(complete.command_name)
     for trial in trials.values():
         plan = resolve_run(trial).plan
         if resume:
@@ -98,6 +96,15 @@ def compare(
     )
     with job:
         return run_study(complete, *alike(complete, trials, len(tokenizer)), job.folder, bar=bar)
+
+
+def refuse_launcher(command: str) -> None:
+    """Raise UserError where a launcher (torchrun, accelerate) has started several processes of a study."""
+    if (count := launched()[1]) > 1:
+        raise UserError(
+            f"WORLD_SIZE: {count} processes (allowed: 1, since {command} starts its own: see --workers; "
+            "lamina pretrain trains one model in several)"
+        )
 
 
 def alike(
@@ -125,17 +132,19 @@ def alike(
 def run_study(
     settings: Any,
     decided: Json,
-    trials: dict[str, PretrainSettings],
+    trials: Mapping[str, OneRun],
     folder: Path,
     *,
     bar: bool,
     header: Mapping[str, Any] | None = None,
     keys: Sequence[str] = _FROM_SETTINGS,
+    job: str = "pretrain",
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet, in a folder that is ours; returns the rows of results.csv.
 
     ``settings`` is the study's record (``workers``, ``command()``), ``decided`` are its values for study.yaml,
-    ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv.
+    ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv, ``job``
+    is what a trial does, a name in ``lamina.studies.trials.jobs``.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(settings.workers or cores, len(trials))
@@ -151,7 +160,7 @@ def run_study(
     write_study(folder, {**study, "settings": decided})
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
     todo = {t: s for t, s in trials.items() if t not in results}
-    tasks = {trial: Task(settings=s) for trial, s in todo.items()}
+    tasks = {trial: Task(settings=s, job=job) for trial, s in todo.items()}
     progress = Progress(tasks, done=len(results), show=bar)
 
     def ended(trial: str, result: Json) -> None:
@@ -169,7 +178,7 @@ def run_study(
 
 def write_results(
     folder: Path,
-    trials: dict[str, PretrainSettings],
+    trials: Mapping[str, OneRun],
     results: dict[str, Json],
     keys: Sequence[str] = _FROM_SETTINGS,
 ) -> pd.DataFrame:

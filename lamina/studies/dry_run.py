@@ -7,7 +7,7 @@ parameters and FLOPs are counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 TERAFLOPS = 989.0
 """Peak of an H100 or H200 (SXM), dense bfloat16, in TFLOP/s."""
 UTILIZATION = 0.4
-"""The share of the peak that training reaches, to expect on one host; deep and narrow models reach less."""
+"""The share of the peak to expect of training on one host, without what gradient checkpointing computes again; deep and
+narrow models reach less."""
 VOCABULARIES = {
     "mistralai/Mistral-7B-v0.1": 32_000,
     "meta-llama/Llama-2-7b-hf": 32_000,
@@ -40,6 +41,7 @@ BYTES = 257
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
 """Per arm: its trials, and of one trial the parameters (those one token uses), tokens, FLOPs and GPU-hours."""
 _ONE_ARM = ("learning_rate", "seed", "output")  # settings that an arm's trials may differ in
+_FITTING = ("batch_size", "gradient_accumulation", "gradient_checkpointing")  # follow from a size, mostly
 
 
 def dry_run(
@@ -123,18 +125,20 @@ def _common(settings: PretrainSettings) -> dict[str, object]:
 
 
 def _labels(arms: Mapping[str, PretrainSettings]) -> dict[str, str]:
-    """Each arm by the settings in which the arms differ, the placement first."""
+    """Each arm by the settings in which the arms differ, the placement first; what fits a step into memory last."""
     values = {key: _common(settings) for key, settings in arms.items()}
     names = [name for name in next(iter(values.values()), {}) if len({repr(v[name]) for v in values.values()}) > 1]
     names = ["placement", *(name for name in names if name != "placement")]
-    return {
-        key: " ".join(
-            str(each[name]) if name == "placement" else f"{name}={each[name]}"
-            for name in names
-            if name == "placement" or each[name] is not None
-        )
-        for key, each in values.items()
-    }
+    short = [name for name in names if name not in _FITTING]
+    labels = {key: _label(each, short) for key, each in values.items()}
+    if len(set(labels.values())) < len(labels):
+        labels = {key: _label(each, names) for key, each in values.items()}
+    return labels
+
+
+def _label(values: Mapping[str, object], names: Sequence[str]) -> str:
+    words = [f"{name}={values[name]}" for name in names if name != "placement" and values[name] is not None]
+    return " ".join([str(values["placement"]), *words])
 
 
 def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, float]:

@@ -89,7 +89,8 @@ def refuse_another_trial(trial: PretrainSettings) -> None:
             "or delete the trial's folder to train it again)"
         )
     refuse_mixture({folder.name: stored}, trial.to_dict(), free=())
-    if result["status"] != "diverged" and result.get("steps", trial.steps) != trial.steps:
+    ends_early = result["status"] == "diverged" or "max_learning_rate" in result
+    if not ends_early and result.get("steps", trial.steps) != trial.steps:
         raise UserError(
             f"{str(folder / 'result.json')!r}: {result['steps']!r} steps, where the study's trials have {trial.steps} "
             "(allowed: the file as it was; or delete the trial's folder to train it again)"

@@ -106,7 +106,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         trials: dict[str, PretrainSettings] = {}
         common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix("same:")}
         for spec, rate, seed in self._grid():
-            trial = f"{_slug(spec)}-lr{rate!r}-seed{seed}"
+            trial = f"{slug(spec)}-lr{rate!r}-seed{seed}"
             varied = {"placement": spec, "learning_rate": rate, "seed": seed}
             folder = str(Path(self.output) / "trials" / trial)
             trials[trial] = PretrainSettings(**{**common, **varied, "output": folder})
@@ -122,7 +122,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
                         yield spec, rate, seed
 
 
-def _slug(spec: str) -> str:
+def slug(spec: str) -> str:
     """A spec as a folder's name: ``mix_ln(alpha=0.5)`` becomes ``mix_ln-alpha-0.5``."""
     target = re.sub(r"[^(]*/", "", spec)
     slug = re.sub(r"[^\w.]+", "-", target).strip("-.")

@@ -90,11 +90,12 @@ def run(request: Json) -> int:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         _like_the_driver(request)
-        task = Task.from_request(request)
-        with task.claim():
-            # marks the folder as ours before the log is in it
-            write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
-            with (folder / "log.txt").open("a", encoding="utf-8") as log:
+        task, rank = Task.from_request(request), int(os.environ.get("RANK", "0"))
+        with task.claim() if rank == 0 else contextlib.nullcontext():
+            if rank == 0:  # marks the folder as ours before the log is in it
+                write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
+            name = f"log-{rank}.txt" if rank else "log.txt"
+            with (folder / name).open("a", encoding="utf-8") as log:
                 sys.stdout.flush()
                 for stream in (1, 2):
                     os.dup2(log.fileno(), stream)

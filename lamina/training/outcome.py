@@ -53,7 +53,7 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
         **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
-    return {**columns.checked(result), "rollbacks": run.rollbacks.to_list()}
+    return {**columns.checked(result), "rollbacks": run.rollbacks.to_list(), **run.guard.outcome(status)}
 
 
 def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
 from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
-from lamina.training.monitoring.guard import Diverged
+from lamina.training.monitoring.guard import Diverged, MakeGuard, usual_guard
 from lamina.training.monitoring.writers import keep_abandoned
 from lamina.training.outcome import outcome, verdict
 from lamina.training.resolve import POLICY, ResolvedRun, resolve_run
@@ -54,12 +54,13 @@ def pretrain(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
+    guard: MakeGuard = usual_guard,
 ) -> Json:
     """Train a model, from scratch or from a checkpoint, and write the run's folder; returns its result.json.
 
     ``settings`` are a whole record, or only the user's settings, by name. A run that diverges, gets stuck or is
     interrupted ends with that status, not with an exception. With ``resume``, a folder with a finished run is left
-    unchanged; otherwise the run resumes from its newest whole checkpoint.
+    unchanged; otherwise the run resumes from its newest whole checkpoint. ``guard`` makes what ends the run early.
 
     If torchrun or accelerate launch started several processes, all call this with the same settings: the first one
     writes the folder, and all return the same result.
@@ -81,7 +82,9 @@ def pretrain(
         with ExitStack() as held:
             resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
             seconds = float((earlier or {}).get("seconds") or 0.0)
-            return _recorded(resolved, blocks, tokenizer, processes, seconds, resume=resumes, bar=bar)
+            modes = {"make_guard": guard, "resume": resumes, "bar": bar}
+            run = partial(_run, resolved, blocks, tokenizer, processes, **modes)
+            return _recorded(run, resolved, processes, seconds)
 
 
 def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
@@ -122,16 +125,7 @@ def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, b
     return job.resumes
 
 
-def _recorded(
-    resolved: ResolvedRun,
-    blocks: Blocks,
-    tokenizer: PreTrainedTokenizerBase,
-    processes: Processes,
-    seconds: float,
-    *,
-    resume: bool,
-    bar: bool,
-) -> Json:
+def _recorded(run: Callable[[], Json], resolved: ResolvedRun, processes: Processes, seconds: float) -> Json:
     """Run, and write result.json unless a UserError ends it. ``seconds``: the run's time before it was resumed."""
     folder, began = Path(resolved.settings.output), time.monotonic()
 
@@ -142,7 +136,7 @@ def _recorded(
         return result
 
     try:
-        result = _run(resolved, blocks, tokenizer, processes, resume=resume, bar=bar)
+        result = run()
     except KeyboardInterrupt:
         return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
     except UserError:
@@ -181,6 +175,7 @@ def _run(
     tokenizer: PreTrainedTokenizerBase,
     processes: Processes,
     *,
+    make_guard: MakeGuard,
     resume: bool,
     bar: bool,
 ) -> Json:
@@ -192,7 +187,8 @@ def _run(
     folder = Path(settings.output)
     rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
     while True:
-        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, resume=resume, bar=bar)
+        guard = make_guard(settings, blocks.stats.unigram_entropy)
+        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, guard=guard, resume=resume, bar=bar)
         resolved = replace(resolved, settings=run.settings)  # precision and compilation are decided once
         complete = run.train()
         ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))

@@ -48,6 +48,7 @@ class TrainingRun:
         tokenizer: of the blocks.
         processes: this process and the run's others.
         rollbacks: the run's so far.
+        guard: decides whether the run has diverged.
         resume: whether to resume from the newest good checkpoint.
         bar: whether to show progress.
     """
@@ -60,6 +61,7 @@ class TrainingRun:
         processes: Processes,
         rollbacks: Rollbacks,
         *,
+        guard: DivergenceGuard,
         resume: bool,
         bar: bool,
     ):
@@ -73,7 +75,7 @@ class TrainingRun:
         if processes.size > 1 and processes.parallel == "fsdp2":
             shard(self.model, processes, resolved.device, bf16=bool(self._arguments.bf16))
         self.checkpoint, state = self._find_checkpoint() if resume else (None, {})
-        self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
+        self.guard = guard
         self.train_blocks = blocks.train.for_run(settings.seed)
         self.order = self._make_order(done=max(0, state.get("step", 0)))
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
@@ -124,6 +126,7 @@ class TrainingRun:
             bar=self.bar,
             processes=self.processes,
             realized=self.realized,
+            pause_step=self.settings.pause_step,
         )
 
     def _make_probing(self) -> list[ScheduledProbes]:

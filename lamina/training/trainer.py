@@ -193,7 +193,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
             self.guard.see_loss(step, loss)
         self.store_flos()
-        state = {**own, **collected((self.guard, *self.states))}
+        state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
         with checkpoints.draft(folder, step, self.processes) as path:
             saving.write(self, self.processes, path, state)
         keep = self.args.save_total_limit or 1

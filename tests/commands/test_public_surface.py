@@ -11,6 +11,7 @@ from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.settings import ProbeSettings
+from lamina.studies.max_rate_settings import MaxRateStudySettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
@@ -37,6 +38,10 @@ placement backbone widths num-layers untie-embeddings init width-scaling base-wi
 learning-rate steps seeds batch-size sequence-length corpus text-field tokenizer weight-decay beta1 beta2 epsilon
 max-grad-norm tolerance output threads
 """
+RISING = """
+placements max-learning-rate seeds window spike-margin spike-patience plateau-margin plateau-factor output workers
+"""
+FIXED_BY_RISING = "schedule min-learning-rate warmup decay decay-shape divergence-margin divergence-patience"
 OPTIONS = {
     "compare": [*SHARED.split(), *["placements", "learning-rates", "learning-rates-of", "seeds", "output", "workers"]],
     "pretrain": [*SHARED.split(), "placement", "from", "from-model", "output", "learning-rate", "seed", *SCALE.split()],
@@ -60,6 +65,7 @@ OPTIONS = {
     "probe": PROBE.split(),
     "transfer": [*SHARED.split(), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
+    "max-lr": [*(set(SHARED.split()) - set(FIXED_BY_RISING.split())), *RISING.split()],
 }
 SETTINGS = {
     "compare": CompareSettings,
@@ -68,8 +74,9 @@ SETTINGS = {
     "probe": ProbeSettings,
     "transfer": TransferSettings,
     "coord-check": CoordCheckSettings,
+    "max-lr": MaxRateStudySettings,
 }
-EXPORTED = {"__version__", "build", "compare", "placements", "preflight", "pretrain", "probe", "wire"}
+EXPORTED = {"__version__", "build", "compare", "max_lr", "placements", "preflight", "pretrain", "probe", "wire"}
 
 
 def test_the_package_exports_these_names():
@@ -84,6 +91,8 @@ def test_the_command_line_has_these_commands():
         "pretrain",
         "coord-check",
         "transfer",
+        "max-lr",
+        "study",
         "probe",
         "placements",
         "backbones",

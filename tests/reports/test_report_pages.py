@@ -10,8 +10,9 @@ from synthetic_study import COURSES, write_study
 
 from lamina.errors import UserError
 from lamina.reports import figures, report, screenshot
+from lamina.reports.palette import colors
 from lamina.reports.records import read_study
-from lamina.reports.style import Shown, colors
+from lamina.reports.style import Shown
 
 
 def without_plotly(page: str) -> str:

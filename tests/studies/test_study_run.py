@@ -40,7 +40,8 @@ def test_a_study_trains_its_trials_and_judges_its_claims(run, tmp_path, corpus):
         ("pre_ln", 0),
         ("pre_ln", 1),
     ]
-    assert rows["eval_loss"].notna().all() and rows["tuned"].all()
+    assert rows["eval_loss"].notna().all()
+    assert rows["tuned"].all()
     (claim,) = outcome.claims
     assert (claim["claim"], claim["verdict"], claim["study"], claim["scale"]) == ("mine", "holds", "mine", "cpu")
     mean = rows[rows["placement"] == "keel"]["eval_loss"].mean()
@@ -55,7 +56,8 @@ def test_a_second_study_takes_the_trials_that_it_shares(run, tmp_path, corpus):
     axes = {"placement": ["keel", "peri_ln"], "learning_rate": [3e-3], "seed": 2}
     rows = run(write_study(tmp_path / "files", "second", corpus=corpus, axes=axes), "other").results
     after = times(tmp_path)
-    assert len(before) == 4 and len(after) == 6
+    assert len(before) == 4
+    assert len(after) == 6
     assert {path: after[path] for path in before} == before
     assert len(rows) == 4
 
@@ -167,5 +169,6 @@ def test_a_claim_over_something_unmeasured_is_one_line(tmp_path, corpus, capsys)
     argv = ["--output", str(tmp_path / "out"), "--store", str(tmp_path / "t"), "--records", str(tmp_path / "r")]
     assert main(["study", "run", str(file), *argv]) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "mine" in err and "layer_drop" in err
+    assert "mine" in err
+    assert "layer_drop" in err
     assert (tmp_path / "out" / "results.csv").is_file()

@@ -107,6 +107,7 @@ _NANO_MOE_FIELDS = {
     "vocab_size": 32000,
 }
 _KEEL_FIELDS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+_PERI_FIELDS = {"max_position_embeddings": 8192, "vocab_size": 100277}  # cl100k_base
 _MIX_FIELDS = {"max_position_embeddings": 1024, "rms_norm_eps": 1e-6}
 
 PRESETS: dict[str, Preset] = {
@@ -126,9 +127,9 @@ PRESETS: dict[str, Preset] = {
         *(_llama(f"llama-stress-384x{depth}", _STRESS, 384, 1024, 6, depth) for depth in (32, 64, 128, 256, 512)),
         Preset(name="deepseek-nano", source=_NANO_MOE, model_type="deepseek_v3", fields=_NANO_MOE_FIELDS),
         Preset(name="16b-a2.4b", source=_MOE, model_type="deepseek_v3", fields=_MOE_FIELDS),
-        _llama("llama-400m", _PERI, 1024, 4096, 8, 24, max_position_embeddings=8192),
-        _llama("llama-1.5b", _PERI, 2048, 8192, 16, 24, max_position_embeddings=8192),
-        _llama("llama-3.2b", _PERI, 2560, 10240, 16, 32, max_position_embeddings=8192),
+        _llama("llama-400m", _PERI, 1024, 4096, 8, 24, **_PERI_FIELDS),
+        _llama("llama-1.5b", _PERI, 2048, 8192, 16, 24, **_PERI_FIELDS),
+        _llama("llama-3.2b", _PERI, 2560, 10240, 16, 32, **_PERI_FIELDS),
         _llama("llama-3b-wide", _KEEL.format(128), 2048, 6144, 16, 64, **_KEEL_FIELDS),
         _llama("llama-3b-deep", _KEEL.format(512), 1024, 3072, 16, 256, **_KEEL_FIELDS),
         _vit("vit-tiny", 192, 3),

@@ -14,9 +14,10 @@ from lamina.jobs.kinds import Kind
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
 from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, write_page
+from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
-from lamina.reports.style import PALETTE, polish, to_html
+from lamina.reports.style import polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, text
 
 _FIGURE = (

@@ -19,9 +19,10 @@ from lamina.jobs.kinds import Kind
 from lamina.reports import charts
 from lamina.reports.charts import Line
 from lamina.reports.page import PAGE, Section, figure, write_page
+from lamina.reports.palette import colors
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import GREY, colors, polish, to_html
+from lamina.reports.style import GREY, polish, to_html
 from lamina.reports.table import Field, Row, Table, chip, number, swatch, text
 
 RECORDS = "preflight.json"

@@ -11,9 +11,10 @@ from lamina.reports import figures, tables
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, prose, write_page
 from lamina.reports.pages.study import study_report
+from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
-from lamina.reports.style import PALETTE, to_html
+from lamina.reports.style import to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, text
 from lamina.studies.record import has_study
 

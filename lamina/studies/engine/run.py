@@ -7,24 +7,27 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs.environment import ENVIRONMENT, environment
-from lamina.jobs.files import write_json
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json, write_yaml
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
+from lamina.studies import processes
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import Executor, run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import measured_table, results_table
+from lamina.studies.engine.searched import run_search
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.record import STUDY, has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
@@ -40,7 +43,7 @@ logger = logging.getLogger(__name__)
 POLICY = ResumePolicy(
     what="study",
     # where trials are and how they are run, not which ones
-    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus")),
+    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus", "processes")),
 )
 
 
@@ -73,13 +76,17 @@ def run_study(
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), plan, store)
-    elif not plan.scale.needs:
-        plan.wanted(store.result)  # before the folder is touched: a placement or the corpus may be unreadable
+    if not (
+        plan.scale.needs or plan.scale.search
+    ):  # before the folder is touched: a placement or the corpus may be unreadable
+        missing = [trial for trial in plan.wanted(store.result) if store.complete(trial) is None]
+        if missing and complete.engine == "local":
+            processes.prepare()
     execute = _executor(complete)
     with job:
         results = _run(study, plan, complete, store, job.folder, execute, bar)
     if record:
-        _record(job.folder, complete.records_folder / f"{study.name}-{complete.scale}")
+        _record(study, complete, job.folder)
     return results
 
 
@@ -124,7 +131,9 @@ def _executor(settings: StudySettings) -> Executor:
         return run_trials
     from lamina.studies.engine.ray_cluster import executor
 
-    return executor(address=settings.address, gpus=settings.gpus)
+    return executor(
+        address=settings.address, gpus=settings.gpus, processes=settings.processes, cpus=settings.threads or 1
+    )
 
 
 def _run(
@@ -137,7 +146,6 @@ def _run(
         "created": created,
         "settings": settings.to_dict(),
         "definition": read_mapping(study.file),
-        "folder": str(study.file.parent),
     }
     Path(settings.store).mkdir(parents=True, exist_ok=True)
 
@@ -149,6 +157,15 @@ def _run(
     if plan.scale.needs:
         write_study(folder, {**header, "trials": []})
         results = write()
+    elif plan.scale.search is not None:
+        write_study(folder, {**header, "trials": []})
+        results = run_search(
+            *(plan.scale, plan.changes, store, folder),
+            workers=settings.workers,
+            execute=execute,
+            write=partial(write_results, folder),
+            bar=bar,
+        )
     else:
         write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
         try:
@@ -178,12 +195,28 @@ def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
         )
 
 
-def _record(folder: Path, records: Path) -> None:
-    """Copy what a study says to the records: tables and verdicts, no models."""
+def _record(study: Study, settings: StudySettings, folder: Path) -> None:
+    """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine."""
+    records = settings.records_folder / f"{study.name}-{settings.scale}"
     shutil.rmtree(records / TABLES, ignore_errors=True)
-    (records / TABLES).mkdir(parents=True, exist_ok=True)
-    for name in (RESULTS, verdicts.CLAIMS, STUDY, ENVIRONMENT):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, records / name)
+    records.mkdir(parents=True, exist_ok=True)
+    for name in (RESULTS, verdicts.CLAIMS):
+        shutil.copyfile(folder / name, records / name)
     for path in sorted((folder / TABLES).glob("*.parquet")):
+        (records / TABLES).mkdir(exist_ok=True)
         shutil.copyfile(path, records / TABLES / path.name)
+    known = environment(0)
+    write_yaml(
+        records / STUDY,
+        {
+            "study": study.name,
+            "scale": settings.scale,
+            "seeds": settings.seeds,
+            "changes": settings.changes,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "revision": known["git_revision"],
+            "versions": known["versions"],
+            "machine": known["machine"],
+            "definition": read_mapping(study.file),
+        },
+    )

@@ -10,7 +10,7 @@ from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, mapping, numbers, path, place, seed_number
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
-from lamina.jobs.settings import Settings, changed, not_below, setting
+from lamina.jobs.settings import Settings, at_least, changed, not_below, setting
 from lamina.studies.catalog.places import catalog_folder
 
 ScaleName = Literal["cpu", "gpu", "paper"]
@@ -53,14 +53,17 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
     engine: Engine = setting("local", "local (processes on this machine) or ray (a Ray cluster; lamina[ray])")
     address: str | None = setting(None, "with the engine ray, the cluster's address (default: one on this machine)")
-    gpus: float = setting(0.0, "with the engine ray, GPUs per trial", not_below(0.0))
+    gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0))
+    processes: int = setting(
+        1, "with the engine ray, processes per trial, on one host or several, one bundle each", at_least(1)
+    )
     threads: int | None = changed(1, help="CPU threads per trial")
 
     def check(self) -> None:
         """Raise UserError for an address without a cluster."""
         super().check()
         if self.engine != "ray":
-            for name in ("address", "gpus"):
+            for name in ("address", "gpus", "processes"):
                 if (value := getattr(self, name)) != self.default(name):
                     raise UserError(f"{name}: {value!r} has no effect here (allowed: with --engine ray)")
 

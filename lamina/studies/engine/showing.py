@@ -50,7 +50,7 @@ def _trials(plan: Plan, settings: StudySettings) -> list[str]:
 
 def dry_run_text(settings: StudySettings) -> str:
     """What a scale would train: parameters, tokens, FLOPs and GPU-hours, from models without weights."""
-    from lamina.studies.dry_run import dry_run
+    from lamina.studies.dry_run import dry_run, table
 
     assert settings.study is not None
     study: Study = read_study(settings.study)
@@ -59,4 +59,4 @@ def dry_run_text(settings: StudySettings) -> str:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
     plan = make_plan(study, settings)
     trials = {name: cast(PretrainSettings, one) for name, one in plan.dry().items()}
-    return f"{study.name}, scale {scale.name}\n{dry_run(trials).to_string(index=False)}"
+    return f"{study.name}, scale {scale.name}\n{table(dry_run(trials))}"

@@ -55,5 +55,10 @@ JOBS = {
             run="lamina.studies.trials.initial:initialize",
             trains=False,
         ),
+        TrialJob(
+            name="max-lr",
+            settings="lamina.studies.max_rate_settings:MaxRateSettings",
+            run="lamina.studies.max_rate:run_max_rate",
+        ),
     )
 }

@@ -29,6 +29,8 @@ class Store:
 
     def __init__(self, folder: Path, records: Records, threads: int | None = None):
         self.folder, self.records, self.threads = folder, records, threads
+        self._ended: dict[str, Json] = {}
+        self._complete: set[tuple[str, tuple[str, ...]]] = set()
 
     def task(self, trial: Trial) -> Task:
         """The trial as a process runs it."""
@@ -40,19 +42,24 @@ class Store:
 
     def result(self, trial: Trial) -> Json | None:
         """The result of a trial that has ended; None for any other."""
-        result = read_result(self.folder / trial.key)
-        if result is not None and result["status"] in ENDED:
-            return result
-        return self.records.rows.get(trial.key)
+        if trial.key in self._ended:
+            return self._ended[trial.key]
+        result = read_result(self.folder / trial.key) if (self.folder / trial.key).is_dir() else None
+        if result is None or result["status"] not in ENDED:
+            result = self.records.rows.get(trial.key)
+        if result is not None:
+            self._ended[trial.key] = result
+        return result
 
     def complete(self, trial: Trial) -> Json | None:
         """The result of a trial that has ended and has all its measures; None for any other."""
-        result = self.result(trial)
-        if result is None or not trial.measures:
+        result, place = self.result(trial), (trial.key, trial.measures)
+        if result is None or not trial.measures or place in self._complete:
             return result
         lacking = measures.missing(self.folder / trial.key, trial.measures)
         if any(self.records.table(trial.key, measure) is None for measure in lacking) and self._can_measure(result):
             return None
+        self._complete.add(place)
         return result
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:

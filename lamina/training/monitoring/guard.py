@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lamina.core.json_types import Json
+from lamina.jobs.status import Status
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitoring.layers import Row
+from lamina.training.setting_groups import GuardSettings
 
 Key = tuple[int, str, str]  # layer, sub-layer, metric
 WATCHED = ("gradient_norm", "hidden_variance", "hidden_abs_max")
@@ -76,6 +79,9 @@ class DivergenceGuard:
                 f"{self.above_since} to {step} (now {loss:.3f}); {self.first_to_leave()}",
             )
 
+    def see_steps(self, rows: Iterable[Row]) -> None:
+        """Read the loss and the gradient norm of every step since the last record; here only ``see_loss`` decides."""
+
     def see_gradient(self, step: int, norm: float, rows: Sequence[Row]) -> None:
         """Check the total gradient norm before clipping and, if it isn't finite, its layers. Raises Diverged."""
         if math.isfinite(norm):
@@ -101,6 +107,10 @@ class DivergenceGuard:
         self.recent = {(a, b, c): deque(values, maxlen=self.window) for a, b, c, values in seen["recent"]}
         self.departed = {(a, b, c): (step, ratio) for a, b, c, step, ratio in seen["left"]}
 
+    def outcome(self, status: Status) -> Json:
+        """What the guard adds to the result.json of a run that ended with ``status``: nothing here."""
+        return {}
+
     def first_to_leave(self) -> str:
         """A clause that names the layer that left first, and when; values that are not finite come before others."""
         if not self.departed:
@@ -115,6 +125,16 @@ class DivergenceGuard:
         excess = f"{ratio:.0f} times its recent median" if math.isfinite(ratio) else "not finite"
         where = f"model.model.layers[{layer}], block {layer + 1} ({sublayer})"
         return f"{where}, left first: its {metric} was {excess} at step {first}"
+
+
+MakeGuard: TypeAlias = Callable[[GuardSettings, float], DivergenceGuard]
+"""Makes a run's guard from its settings and its corpus's unigram entropy, in nats."""
+
+
+def usual_guard(settings: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
+    """The guard of a run that is meant to reach its last step."""
+    del unigram_entropy
+    return DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
 
 
 def _blame(key: Key, ratio: float) -> tuple[float, int, int]:

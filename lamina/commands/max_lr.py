@@ -1,0 +1,58 @@
+"""`lamina max-lr`: the largest learning rate that each placement bears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.api import max_lr
+from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.compare import failed
+from lamina.errors import TrialsFailed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EXAMPLES = """
+  lamina max-lr
+  lamina max-lr --placements post_ln,mix_ln,pre_ln,keel --seeds 0,1,2,3,4 --output runs/limits
+  lamina max-lr --backbone llama-71m --corpus books/ --tokenizer bpe:8192 --steps 5000 --max-learning-rate 5e-2
+  lamina max-lr --output runs/limits --resume
+"""
+DESCRIPTION = """\
+How high a learning rate does each placement bear? One run per placement and seed, with one linear warm-up from 0 to
+--max-learning-rate over all --steps (Keel's protocol). A run ends at the first of: a loss or gradient that is not
+finite; a spike, a loss that stays --spike-margin nats above its low for --spike-patience; a plateau, a loss that does
+not fall by --plateau-margin nats while the rate grows by --plateau-factor ("stuck" if it never got below the corpus's
+unigram entropy). Reports the rate just before: the last at which the loss was at its low, or still fell."""
+
+
+def run(argv: list[str]) -> int:
+    """Parse, train, write the page, print the table and the page's path."""
+    from lamina.studies.max_rate_settings import MaxRateStudySettings
+
+    parser = make_parser("max-lr", DESCRIPTION, EXAMPLES)
+    add_settings(parser, MaxRateStudySettings)
+    add_output_modes(parser, "continue the study in the output folder")
+    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    folder = Path(typed.get("output", MaxRateStudySettings.output))
+    try:
+        results, failure = max_lr(**typed, resume=others.resume, overwrite=others.overwrite), None
+    except TrialsFailed as error:
+        results, failure = error.results, error
+    print(summary(results))
+    print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}")
+    return 0 if failure is None else failed(failure)
+
+
+def summary(results: pd.DataFrame) -> str:
+    """The placements, the highest rate first, as lines for the terminal."""
+    from lamina.reports.max_rates import notices, spread, summarize
+
+    rows = summarize(results)
+    width = max(12, *(len(row.placement) for row in rows))
+    lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
+    for row in rows:
+        loss = "-" if row.loss != row.loss else f"{row.loss:.3f}"
+        lines.append(f"{row.placement:<{width}} {spread(row):>24} {loss:>10}  {row.ends}")
+    return "\n".join([*lines, "", *(f"note: {notice}" for notice in notices(rows))])

@@ -1,0 +1,102 @@
+"""Verdicts as sentences and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lamina.core.json_types import Json
+from lamina.reports.notices import listed
+from lamina.reports.results.markdown import NONE, code, number, plain
+from lamina.studies.judging.findings import Verdict
+
+MEANINGS = {
+    Verdict.HOLDS: "our trials show it",
+    Verdict.FAILS: "our trials exclude it, at this scale",
+    Verdict.INCONCLUSIVE: "the difference is inside the spread over seeds",
+    Verdict.NEEDS_SCALE: "this scale cannot decide it; the note says which can",
+    Verdict.NOT_RUN: "nobody has trained it yet; the command is beside it",
+}
+
+
+def counts(verdicts: Sequence[Json]) -> str:
+    """How many claims hold, fail, ...: each claim counts once, at the scale where it was decided."""
+    by_claim = best(verdicts)
+    number_of = {verdict: sum(one["verdict"] == verdict for one in by_claim) for verdict in Verdict}
+    parts = [
+        f"**{number_of[verdict]}** {word[number_of[verdict] != 1]}"
+        for verdict, word in (
+            (Verdict.HOLDS, ("holds", "hold")),
+            (Verdict.FAILS, ("fails", "fail")),
+            (Verdict.INCONCLUSIVE, ("is inconclusive", "are inconclusive")),
+            (Verdict.NEEDS_SCALE, ("needs a larger scale", "need a larger scale")),
+            (Verdict.NOT_RUN, ("has not been run yet", "have not been run yet")),
+        )
+        if number_of[verdict]
+    ]
+    return f"Of {len(by_claim)} claims, {listed(parts)}." if parts else "There is no claim yet."
+
+
+def best(verdicts: Iterable[Json]) -> list[Json]:
+    """One verdict per claim: of the largest scale that decided it, else the one that says most."""
+    order = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE, Verdict.FAILS, Verdict.HOLDS]
+    scales = ["cpu", "gpu", "paper"]
+
+    def rank(one: Json) -> tuple[int, int]:
+        known = min(order.index(one["verdict"]), order.index(Verdict.FAILS)) if one["verdict"] in order else -1
+        return known, scales.index(one["scale"]) if one["scale"] in scales else -1
+
+    chosen: dict[str, Json] = {}
+    for one in verdicts:
+        name = str(one["claim"])
+        if name not in chosen or rank(one) > rank(chosen[name]):
+            chosen[name] = one
+    return list(chosen.values())
+
+
+def summary(verdicts: Sequence[Json]) -> str:
+    """What held and what did not, in a sentence for each verdict."""
+    sentences = []
+    for verdict, head in (
+        (Verdict.HOLDS, "Held"),
+        (Verdict.FAILS, "Did not hold"),
+        (Verdict.INCONCLUSIVE, "Not decided by these trials"),
+        (Verdict.NEEDS_SCALE, "Not decidable at this scale"),
+        (Verdict.NOT_RUN, "Not run yet"),
+    ):
+        said = [plain(one.get("says") or one["claim"]).rstrip(".") for one in verdicts if one["verdict"] == verdict]
+        if said:
+            sentences.append(f"**{head}:** {'; '.join(said)}.")
+    return "\n\n".join(sentences)
+
+
+def command(study: str, scale: str) -> str:
+    """How to run a study again."""
+    return f"lamina study run {study}" + ("" if scale == "cpu" else f" --scale {scale}")
+
+
+def ours(one: Json) -> str:
+    """What we found, or how to find it."""
+    if one["verdict"] == Verdict.NOT_RUN:
+        return code(command(one["study"], one["scale"]))
+    if one["verdict"] == Verdict.NEEDS_SCALE:
+        return plain(one.get("note") or NONE)
+    return plain(one.get("ours") or NONE)
+
+
+def row(one: Json) -> list[str]:
+    """The cells of a verdict on its study's page."""
+    interval = one.get("interval")
+    within = f" [{number(interval[0], '.3g')}, {number(interval[1], '.3g')}]" if interval else ""
+    margin = number(one.get("margin"), ".3g")
+    p = one.get("p_holm", one.get("p"))
+    note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else plain(one.get("note") or "")
+    return [
+        f"{plain(one.get('says') or '')} ({code(one['claim'])})",
+        f"**{one['verdict']}**",
+        ours(one),
+        plain(one.get("paper") or NONE),
+        margin + (within.replace("[", "&#91;").replace("]", "&#93;") if margin != NONE else ""),
+        number(p, ".2g"),
+        str(one.get("seeds") or NONE),
+        note or NONE,
+    ]

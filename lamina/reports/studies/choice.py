@@ -1,0 +1,65 @@
+"""Which figures a study has: those that its YAML names, and those that follow from its axes and measures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from lamina.core.json_types import Json
+from lamina.reports.studies.drawing import Drawing, Request
+from lamina.reports.studies.folder import StudyFolder
+from lamina.reports.studies.kinds import KINDS
+from lamina.reports.studies.measured import MAPPED, can_show, probe_of
+
+logger = logging.getLogger(__name__)
+_MOST = 6
+_FIELDS = ("kind", "x", "y", "color", "measure")
+
+
+def drawings(study: StudyFolder) -> list[Drawing]:
+    """The figures of a study, the one of the paper's own form first; none of a study without a result."""
+    made: dict[str, Drawing] = {}
+    for request in (*_written(study), *_default(study)):
+        if request.kind not in KINDS:
+            logger.warning("%s: figure %r: left out (known: %s)", study.name, request.kind, ", ".join(KINDS))
+            continue
+        drawing = KINDS[request.kind](study, request)
+        if drawing is not None:
+            made.setdefault(drawing.name, drawing)
+    return list(made.values())[:_MOST]
+
+
+def _written(study: StudyFolder) -> list[Request]:
+    for part in (study.definition_of_scale, study.definition):
+        written = part.get("figures") or ([part["figure"]] if part.get("figure") else [])
+        if isinstance(written, list) and written:
+            return [_request(one) for one in written if isinstance(one, dict)]
+    return []
+
+
+def _request(written: Json) -> Request:
+    texts = {name: str(written.get(name) or "") for name in _FIELDS}
+    measure = texts.pop("measure").replace("/", "-", 1)
+    return Request(measure=measure, more={k: v for k, v in written.items() if k not in _FIELDS}, **texts)
+
+
+def _default(study: StudyFolder) -> Iterable[Request]:
+    others = [axis for axis in study.varied if axis != "placement"]
+    if "num_layers" in others:
+        yield Request(kind="by_depth")
+    for axis in others:
+        if axis != "num_layers":
+            yield Request(kind="by_axis", x=axis)
+    if not others:
+        yield Request(kind="by_axis")
+    yield Request(kind="sweep")
+    probes: set[str] = set()
+    for measure in study.measures:
+        probe = probe_of(measure)
+        if measure == "records-metrics":
+            yield Request(kind="curves")
+        elif probe in MAPPED:
+            yield Request(kind="heatmap", measure=measure)
+        elif can_show(measure) and probe not in probes:
+            yield Request(kind="lines_over_layers", measure=probe)
+        probes.add(probe)

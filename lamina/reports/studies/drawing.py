@@ -1,0 +1,114 @@
+"""A figure as data: what is drawn, whether a page or a paper draws it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lamina.core.json_types import Json
+from lamina.reports.palette import Look
+
+Value = float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line with its spread over seeds.
+
+    Attributes:
+        label: in the legend.
+        look: its color, dash and marker.
+        x, y: its points, sorted along x.
+        low, high: the ends of each point's spread; empty without one.
+        lost: x of the points at which no seed trained, and how those ended; drawn at the top edge.
+    """
+
+    label: str
+    look: Look
+    x: tuple[Value, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    lost: tuple[tuple[Value, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """A map: ``values`` by row (upwards) and column; NaN where there is nothing."""
+
+    rows: tuple[float, ...]
+    columns: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One field of a figure, of lines or of a map."""
+
+    title: str = ""
+    series: tuple[Series, ...] = ()
+    cells: Cells | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis: its title, whether it is logarithmic, and the values that have ticks (all of them are categories)."""
+
+    title: str
+    log: bool = False
+    ticks: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A figure.
+
+    Attributes:
+        name: the stem of its files.
+        title: what it shows, in a few words.
+        caption: how to read it.
+        x, y: the axes that all panels share.
+        panels: side by side, at most three in a row.
+        spread: whether the spread is drawn as error bars or as a band.
+        quantity: what the color of a map is of.
+    """
+
+    name: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    panels: tuple[Panel, ...]
+    spread: Literal["bars", "band"] = "bars"
+    quantity: str = ""
+
+    @property
+    def is_map(self) -> bool:
+        """Whether its panels are maps."""
+        return any(panel.cells is not None for panel in self.panels)
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether the lines' names say more than the ticks of x do."""
+        names = {series.label for panel in self.panels for series in panel.series}
+        return len(names) > 1 and not names <= set(self.x.ticks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A figure that a study's YAML asks for, or that follows from its axes.
+
+    Attributes:
+        kind: a name in ``lamina.reports.studies.kinds.KINDS``.
+        x, y: columns; "" leaves them to the kind.
+        color: the axis that has the lines; "" for the placement, or the first axis that varies.
+        measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
+        more: what else the YAML says.
+    """
+
+    kind: str
+    x: str = ""
+    y: str = ""
+    color: str = ""
+    measure: str = ""
+    more: Json = field(default_factory=dict)

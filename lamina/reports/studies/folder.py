@@ -1,0 +1,186 @@
+"""Reads what a study left: its folder, or its record, which has the same files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs import columns
+from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
+from lamina.studies.judging.checks import TRAINED
+
+RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
+_NO_ARM = ("learning_rate", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFolder:
+    """A study at one scale, as it was run.
+
+    Attributes:
+        folder: where its files are.
+        header: study.yaml.
+        results: one row per trial: its key, its values on the axes, ``tuned``, and the columns of a result.
+        claims: the verdicts.
+    """
+
+    folder: Path
+    header: Json
+    results: Frame
+    claims: list[Json]
+
+    @property
+    def definition(self) -> Json:
+        """The study's YAML as it was when it ran."""
+        return _mapping(self.header.get("definition"))
+
+    @property
+    def name(self) -> str:
+        """The study's id."""
+        return str(self.definition.get("study") or self.folder.name)
+
+    @property
+    def scale(self) -> str:
+        """The scale that ran."""
+        return str(_mapping(self.header.get("settings")).get("scale") or "cpu")
+
+    @property
+    def definition_of_scale(self) -> Json:
+        """The part of the YAML that is of this scale."""
+        return _mapping(_mapping(self.definition.get("scales")).get(self.scale))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the results have, those of the learning rate and the seed among them."""
+        return tuple(axis for axis in _mapping(self.definition_of_scale.get("axes")) if axis in self.results)
+
+    @property
+    def arm_axes(self) -> tuple[str, ...]:
+        """The axes that tell arms apart; of a study with none, the placement."""
+        return tuple(axis for axis in self.axes if axis not in _NO_ARM) or ("placement",)
+
+    @cached_property
+    def varied(self) -> tuple[str, ...]:
+        """The arms' axes that have more than one value here."""
+        return tuple(a for a in self.arm_axes if self.results[a].nunique() > 1) or self.arm_axes[:1]
+
+    @cached_property
+    def value(self) -> str:
+        """The column that the figures show: the eval loss, or what a job of another kind measured instead."""
+        if self.results["eval_loss"].notna().any():
+            return "eval_loss"
+        known = {*columns.names(), *self.axes, "key", "tuned"}
+        numeric = self.results.select_dtypes("number")
+        return next((str(name) for name in numeric if name not in known and numeric[name].notna().any()), "eval_loss")
+
+    @property
+    def tuned(self) -> Frame:
+        """The trials at their arm's chosen rate; all, where no rate was tuned."""
+        return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
+
+    @property
+    def measures(self) -> list[str]:
+        """The tables that are here, by the names of their files without the ending: ``end-angular_distance``."""
+        return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
+
+    def table(self, measure: str) -> Frame:
+        """A measure's rows of all trials, with their axes' values, seed and status; empty where it cannot be read."""
+        try:
+            rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
+        except (OSError, ValueError):
+            return pd.DataFrame()
+        own = [c for c in dict.fromkeys(("key", "placement", *self.arm_axes, "seed", "status")) if c in self.results]
+        rows = rows.rename(columns={name: f"measured_{name}" for name in own if name in rows and name != "key"})
+        return self.tuned[own].merge(rows, on="key", how="inner")
+
+    def label(self, row: Mapping[str, object], without: tuple[str, ...] = ()) -> str:
+        """The name of a row's arm: its values on the axes that vary, less some."""
+        words = []
+        for axis in (axis for axis in self.varied if axis not in without):
+            value = row[axis]
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            words.append(f"{axis.replace('_', ' ')} {value:g}" if number else str(value))
+        return ", ".join(words)
+
+
+def has_claims(folder: Path) -> bool:
+    """Whether a study judged claims, which a comparison does not."""
+    return (folder / CLAIMS).is_file()
+
+
+def read_folder(folder: Path) -> StudyFolder:
+    """Read a study's folder or record. Raises UserError that names the file which is missing or damaged."""
+    path = folder / CLAIMS
+    try:
+        claims = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
+        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
+    return StudyFolder(folder=folder, header=study_header(folder), results=_results(folder / RESULTS), claims=claims)
+
+
+def _results(path: Path) -> Frame:
+    try:
+        raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
+    except FileNotFoundError:
+        raw = pd.DataFrame({"status": []})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable as CSV ({error})") from None
+    tuned = raw["tuned"].astype(str).eq("True") if "tuned" in raw else pd.Series(False, index=raw.index)
+    return complete(raw).assign(tuned=tuned)
+
+
+def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
+    """One row per group: mean, std and range of a column over the seeds that trained, and how all of them ended.
+
+    Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
+    "3 finished, 2 diverged"). A column that is no loss counts whatever the status.
+    """
+    found = []
+    for key, group in rows.groupby(by, sort=False, dropna=False):
+        counted = group[group["status"].isin(TRAINED)] if column in ("eval_loss", "perplexity") else group
+        values = counted[column].dropna()
+        ended = ", ".join(f"{count} {status}" for status, count in group["status"].value_counts().items() if status)
+        found.append(
+            {
+                **dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)),
+                "mean": values.mean(),
+                "std": values.std(ddof=1),
+                "low": values.min(),
+                "high": values.max(),
+                "trained": len(values),
+                "trials": len(group),
+                "ended": ended,
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def arms(study: StudyFolder) -> Frame:
+    """One row per arm, at its rate, in the order of the study: label, placement, learning_rate, and ``over_seeds``.
+
+    Where several rates are left (a sweep that a claim reads), the arm stands at the one with the lowest mean among
+    those at which the most seeds trained.
+    """
+    rows = study.tuned
+    if rows.empty:
+        return pd.DataFrame()
+    rows = rows.assign(label=[study.label(row) for row in rows_of(rows)])
+    by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
+    table = over_seeds(rows, by, study.value)
+    share = table["trained"] / table["trials"]
+    best = table.assign(share=share).sort_values(["share", "mean"], ascending=[False, True], kind="stable")
+    kept = best.drop_duplicates([name for name in by if name != "learning_rate"]).index
+    return table.loc[sorted(kept)].reset_index(drop=True)
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, dict) else {}

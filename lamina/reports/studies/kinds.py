@@ -1,0 +1,115 @@
+"""The kinds of figures that a study may have, each a function from its tables to a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.studies import splitting
+from lamina.reports.studies.drawing import Axis, Drawing, Panel, Request, Series
+from lamina.reports.studies.folder import StudyFolder, arms, over_seeds
+from lamina.reports.studies.measured import heatmap, lines_over_layers
+
+Kind = Callable[[StudyFolder, Request], Drawing | None]
+_LOST = "Marks along the top edge: no seed trained there (diverged or stuck)."
+_SPREAD = "Mean and standard deviation over the seeds that trained."
+
+
+def sweep(study: StudyFolder, request: Request) -> Drawing | None:
+    """The value against the learning rate, one line per arm."""
+    rows = study.results
+    if rows["learning_rate"].nunique() < 2 or rows[_value(study, request)].isna().all():
+        return None
+    by = list(dict.fromkeys(["placement", *study.varied, "learning_rate"]))
+    table = over_seeds(rows, by, _value(study, request))
+    return _drawing(study, request, table, "learning_rate", f"{_SPREAD} {_LOST}")
+
+
+def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
+    """The value of each arm at its rate, against one axis."""
+    x = request.x or next((a for a in study.varied if a != "placement"), study.varied[0])
+    table = arms(study) if _value(study, request) == study.value else _other(study, request)
+    if table.empty or x not in table or table["mean"].isna().all():
+        return None
+    rate = " Each arm at its own best learning rate." if study.results["learning_rate"].nunique() > 1 else ""
+    return _drawing(study, request, table, x, f"{_SPREAD}{rate} {_LOST}")
+
+
+def by_depth(study: StudyFolder, request: Request) -> Drawing | None:
+    """``by_axis`` over the number of layers."""
+    return by_axis(study, Request(kind=request.kind, x=request.x or "num_layers", y=request.y, color=request.color))
+
+
+def curves(study: StudyFolder, request: Request) -> Drawing | None:
+    """A training record against the steps: the mean over the seeds, and their range as a band."""
+    rows = study.table(request.measure or "records-metrics")
+    x, y = request.x or "step", request.y or "loss"
+    if rows.empty or not {x, y} <= set(rows):
+        return None
+    rows = rows[rows[y].notna()]
+    by = list(dict.fromkeys(["placement", *study.varied, x]))
+    table = over_seeds(rows.rename(columns={y: "y"}), by, "y")
+    color = splitting.color_axis(study, x, request.color)
+
+    def series(part: Frame, label: str, look: splitting.Look) -> Series | None:
+        return splitting.line(part, x, label, look, band="range")
+
+    drawn = splitting.panels(study, table, color, x, series)
+    if not drawn:
+        return None
+    return Drawing(
+        name=_name(study, "curves", y),
+        title=f"{splitting.title_of(y).capitalize()} while training",
+        caption="Mean over the seeds; the band is their range.",
+        x=Axis(title=splitting.title_of(x)),
+        y=Axis(title=splitting.title_of(y), log=bool(request.more.get("log"))),
+        panels=drawn,
+        spread="band",
+    )
+
+
+KINDS: dict[str, Kind] = {
+    "sweep": sweep,
+    "by_depth": by_depth,
+    "by_axis": by_axis,
+    "lines_over_layers": lines_over_layers,
+    "heatmap": heatmap,
+    "curves": curves,
+}
+
+
+def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption: str) -> Drawing | None:
+    color = splitting.color_axis(study, "" if x == "placement" else x, request.color)
+
+    def series(part: Frame, label: str, look: splitting.Look) -> Series | None:
+        return splitting.line(part, x, label, look)
+
+    drawn: tuple[Panel, ...] = splitting.panels(study, table, color, x, series)
+    if not drawn:
+        return None
+    value = _value(study, request)
+    return Drawing(
+        name=_name(study, request.kind.replace("_", "-"), "" if request.kind in ("sweep", "by_depth") else x),
+        title=f"{splitting.title_of(value).partition(' (')[0].capitalize()} by {splitting.title_of(x)}",
+        caption=" ".join(caption.split()),
+        x=splitting.axis(x, table[x]),
+        y=Axis(title=splitting.title_of(value)),
+        panels=drawn,
+    )
+
+
+def _value(study: StudyFolder, request: Request) -> str:
+    return request.y if request.y in study.results else study.value
+
+
+def _other(study: StudyFolder, request: Request) -> Frame:
+    """The arms with another column than the study's own value."""
+    at = {(row["label"], row["learning_rate"]) for row in rows_of(arms(study))}
+    rows = study.tuned.assign(label=[study.label(row) for row in rows_of(study.tuned)])
+    rows = rows[[(row["label"], row["learning_rate"]) in at for row in rows_of(rows)]]
+    by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
+    return over_seeds(rows, by, request.y)
+
+
+def _name(study: StudyFolder, *parts: str) -> str:
+    return "-".join([study.name, study.scale, *(part.replace("_", "-") for part in parts if part)])

@@ -1,0 +1,164 @@
+"""Figures of what a study measured on its models: lines over layers, and maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.studies import splitting
+from lamina.reports.studies.drawing import Axis, Cells, Drawing, Panel, Request, Series
+from lamina.reports.studies.folder import StudyFolder, over_seeds
+
+_TIMES = {"init": "before training", "end": "after training"}
+_MOST_MAPS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What of a probe's table a figure shows.
+
+    Attributes:
+        metric: the metric.
+        rows: values that other columns must have, where the table has the column.
+        x: the column along x.
+        log: whether y is logarithmic.
+    """
+
+    metric: str
+    rows: Mapping[str, object]
+    x: str = "layer"
+    log: bool = False
+
+
+_BLOCK = {"sublayer": "block", "role": "all"}
+_STATE = {"sublayer": "block", "role": "state"}
+_SHOWN = {
+    "gradients": Shown(metric="gradient_norm", rows=_BLOCK, log=True),
+    "hidden_states": Shown(metric="variance", rows=_STATE, log=True),
+    "layers": Shown(metric="hidden_variance", rows={"sublayer": "feed_forward"}, log=True),
+    "layer_drop": Shown(metric="loss_increase", rows={"size": 1}),
+    "attention": Shown(metric="entropy", rows={"role": "all"}),
+    "jacobian": Shown(metric="norm", rows={"sublayer": "block", "role": "jacobian"}, log=True),
+    "logit_lens": Shown(metric="cross_entropy", rows=_STATE),
+    "gains": Shown(metric="gain_mean", rows={"sublayer": "feed_forward"}),
+    "similarity": Shown(metric="cosine_by_distance", rows={}, x="size"),
+}
+_MAPS = {"angular_distance": "angular_distance", "similarity": "cosine"}
+MAPPED = ("angular_distance",)
+"""The probes that are drawn as a map unless the study says otherwise."""
+
+
+def probe_of(measure: str) -> str:
+    """The probe of a measure's table: ``end-angular_distance-tokens-all`` is of angular_distance."""
+    return measure.split("-")[1] if "-" in measure else measure
+
+
+def can_show(measure: str) -> bool:
+    """Whether there is a figure for a measure that no study has to describe."""
+    return probe_of(measure) in {*_SHOWN, *_MAPS}
+
+
+def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
+    """A metric of a measure against the layer, one line per arm; the same probe before and after training in panels."""
+    probe = probe_of(request.measure) if request.measure else next(iter(map(probe_of, study.measures)), "")
+    known = _SHOWN.get(probe, Shown(metric=request.y, rows={}))
+    metric, x = request.y or known.metric, request.x or known.x
+    chosen = dict(known.rows) if metric == known.metric else {}
+    chosen |= {name: request.more[name] for name in ("sublayer", "role", "index", "size") if name in request.more}
+    drawn: list[Panel] = []
+    for measure in _measures(study, probe, request.measure):
+        rows = _rows(study.table(measure), metric, chosen)
+        if x not in rows or rows.empty:
+            continue
+        for time, part in _times(measure, rows):
+            drawn += _over(study, part, request, x, time)
+    if not drawn:
+        return None
+    log = bool(request.more.get("log", known.log)) and all(y > 0 for p in drawn for s in p.series for y in s.y)
+    return Drawing(
+        name="-".join([study.name, study.scale, probe.replace("_", "-"), metric.replace("_", "-")]),
+        title=f"{metric.replace('_', ' ').capitalize()} by {splitting.title_of(x)}",
+        caption="Mean over the seeds; the band is their range.",
+        x=Axis(title="layers apart" if x == "size" else x.replace("_", " ")),
+        y=Axis(title=metric.replace("_", " "), log=log),
+        panels=tuple(drawn),
+        spread="band",
+    )
+
+
+def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
+    """A measure as maps, one per arm: its mean over the seeds by two columns."""
+    measure = request.measure or next((m for m in study.measures if probe_of(m) in _MAPS), "")
+    metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
+    x, y = request.x or "start", request.y or "size"
+    rows = _rows(study.table(measure), metric, {})
+    if rows.empty or not {x, y} <= set(rows):
+        return None
+    rows = rows.assign(label=[study.label(row) for row in rows_of(rows)])
+    panels = []
+    for label, part in rows.groupby("label", sort=False):
+        cells = part.pivot_table(index=y, columns=x, values="value", aggfunc="mean").sort_index().sort_index(axis=1)
+        if cells.shape[1] > 1:
+            panels.append(Panel(title=str(label), cells=_cells(cells)))
+    if not panels:
+        return None
+    return Drawing(
+        name="-".join([study.name, study.scale, measure.replace("_", "-")]),
+        title=f"{metric.replace('_', ' ').capitalize()}, {_TIMES.get(measure.split('-')[0], 'while training')}",
+        caption=f"Mean over the seeds.{' The first maps of several.' if len(panels) > _MOST_MAPS else ''}",
+        x=Axis(title="first layer" if x == "start" else x.replace("_", " ")),
+        y=Axis(title="layers apart" if y == "size" else y.replace("_", " ")),
+        panels=tuple(panels[:_MOST_MAPS]),
+        quantity=metric.replace("_", " "),
+    )
+
+
+def _measures(study: StudyFolder, probe: str, wanted: str) -> list[str]:
+    """The tables of a probe, those before training first."""
+    if wanted in study.measures:
+        return [wanted]
+    order = ["init", "end", "records"]
+    return sorted((m for m in study.measures if probe_of(m) == probe), key=lambda m: order.index(m.split("-")[0]))
+
+
+def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
+    if table.empty or "metric" not in table:
+        return pd.DataFrame()
+    rows = table[table["metric"].eq(metric)]
+    for name, value in chosen.items():
+        if name in rows:
+            rows = rows[rows[name].eq(value)]
+    return rows
+
+
+def _times(measure: str, rows: Frame) -> list[tuple[str, Frame]]:
+    """A table's panels: one, or for a training record its first and its last step."""
+    if "step" not in rows:
+        return [(_TIMES.get(measure.split("-")[0], ""), rows)]
+    steps = sorted(rows["step"].unique())
+    ends = dict.fromkeys([steps[0], steps[-1]])
+    return [(f"step {step:g}", rows[rows["step"].eq(step)]) for step in ends]
+
+
+def _over(study: StudyFolder, rows: Frame, request: Request, x: str, time: str) -> list[Panel]:
+    by = list(dict.fromkeys(["placement", *study.varied, x]))
+    seeds = rows.groupby([*by, "seed", "status"], sort=False, dropna=False)["value"].mean().reset_index()
+    table = over_seeds(seeds, by, "value")
+    color = splitting.color_axis(study, x, request.color)
+
+    def series(part: Frame, label: str, look: splitting.Look) -> Series | None:
+        return splitting.line(part[part["mean"].notna()], x, label, look, band="range")
+
+    drawn = splitting.panels(study, table, color, x, series)
+    return [Panel(title=", ".join(filter(None, [panel.title, time])), series=panel.series) for panel in drawn]
+
+
+def _cells(table: Frame) -> Cells:
+    return Cells(
+        rows=tuple(float(value) for value in table.index),
+        columns=tuple(float(value) for value in table.columns),
+        values=tuple(tuple(float(value) for value in row) for row in table.to_numpy()),
+    )

@@ -1,0 +1,133 @@
+"""How a study's arms become lines and panels: one axis has the colors, the rest of the axes the panels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from lamina.reports.palette import PALETTE, Look, looks
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.studies.drawing import Axis, Panel, Series, Value
+from lamina.reports.studies.folder import StudyFolder
+
+_MOST_PANELS = 9
+_MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+_TITLES = {
+    "eval_loss": "eval loss (nats per token)",
+    "learning_rate": "learning rate",
+    "max_learning_rate": "largest learning rate",
+    "num_layers": "layers",
+    "hidden_size": "width",
+}
+
+
+def title_of(column: str) -> str:
+    """A column's name on an axis."""
+    return _TITLES.get(column, column.replace("_", " "))
+
+
+def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
+    """The axis that has the colors: the one wanted, else the placement, else the first that varies and is not x."""
+    if wanted in study.axes or wanted == "placement":
+        return wanted
+    free = [axis for axis in study.varied if axis != x]
+    return "placement" if "placement" in free or not free else free[0]
+
+
+def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
+    """The look of each value of an axis: a placement has its own, other values have one by their order."""
+    values = list(dict.fromkeys(_text(value) for value in study.results[axis]))
+    if axis == "placement":
+        return looks(values)
+    return {
+        value: Look(PALETTE[place % len(PALETTE)], marker=_MARKERS[place % len(_MARKERS)])
+        for place, value in enumerate(values)
+    }
+
+
+def panels(
+    study: StudyFolder, rows: Frame, color: str, x: str, series: Callable[[Frame, str, Look], Series | None]
+) -> tuple[Panel, ...]:
+    """Rows as panels of lines: ``series`` makes a line of the rows of one color, its label and its look.
+
+    The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names.
+    """
+    if rows.empty:
+        return ()
+    rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
+    several = len(set(rest)) <= _MOST_PANELS
+    rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
+    chosen, made = looks_of(study, color), []
+    for title, group in rows.groupby("panel", sort=False):
+        lines = []
+        for (name, more), part in group.groupby(["line", "rest"], sort=False):
+            label = str(name) if several or not more else f"{name}, {more}"
+            lines.append(series(part, label, chosen[str(name)]))
+        kept = tuple(line for line in lines if line is not None)
+        if kept:
+            made.append(Panel(title=str(title), series=kept))
+    return tuple(made)
+
+
+def axis(column: str, values: Iterable[object]) -> Axis:
+    """The axis of a column's values: numbers that span a factor of 8 or more are on a logarithmic scale."""
+    ordered = ordered_values(values)
+    numbers = [value for value in ordered if isinstance(value, float)]
+    log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= 8
+    return Axis(title=title_of(column), log=log or column == "learning_rate", ticks=tuple(ordered))
+
+
+def ordered_values(values: Iterable[object]) -> list[Value]:
+    """Values of an axis, each once: numbers by size, texts as they come."""
+    once = list(dict.fromkeys(point(value) for value in values))
+    numbers = [value for value in once if isinstance(value, float)]
+    return sorted(numbers) if len(numbers) == len(once) else [_text(value) for value in once]
+
+
+def point(value: object) -> Value:
+    """A value of an axis as a figure takes it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return float(value)
+
+
+def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std") -> Series | None:
+    """A line through one row per point, as ``over_seeds`` makes them; None without a point.
+
+    ``band``: the spread is the standard deviation ("std") or the range ("range").
+    """
+    known = rows[rows["mean"].notna()]
+    order = {value: place for place, value in enumerate(ordered_values(rows[x]))}
+    known = known.assign(place=[order[_key(value, order)] for value in known[x]]).sort_values("place", kind="stable")
+    lost = rows[rows["mean"].isna()]
+    if known.empty and lost.empty:
+        return None
+    y = tuple(float(value) for value in known["mean"])
+    several = bool((known["trained"] > 1).any())
+    if band == "std":
+        spread = [0.0 if math.isnan(std) else float(std) for std in known["std"]]
+        low, high = _around(y, spread, -1), _around(y, spread, 1)
+    else:
+        low, high = (tuple(float(value) for value in known[name]) for name in ("low", "high"))
+    return Series(
+        label=label,
+        look=look,
+        x=tuple(_key(value, order) for value in known[x]),
+        y=y,
+        low=low if several else (),
+        high=high if several else (),
+        lost=tuple((_key(row[x], order), str(row["ended"])) for row in rows_of(lost)),
+    )
+
+
+def _around(y: Sequence[float], spread: Sequence[float], sign: int) -> tuple[float, ...]:
+    return tuple(value + sign * by for value, by in zip(y, spread, strict=True))
+
+
+def _key(value: object, order: dict[Value, int]) -> Value:
+    as_point = point(value)
+    return as_point if as_point in order else _text(value)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

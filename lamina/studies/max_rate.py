@@ -1,0 +1,104 @@
+"""`lamina max-lr`: how high a learning rate each placement bears, by Keel's protocol (arXiv 2601.19895).
+
+A trial is one run with one linear warm-up from 0, all else as in `lamina pretrain`. It ends where a rule of
+``lamina.training.monitoring.max_rate_rules`` holds; its result is the rate just before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lamina.core.json_types import Json
+from lamina.data import prepare_blocks
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
+from lamina.studies.compare import alike, refuse_launcher, run_study
+from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
+from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
+from lamina.training.monitoring.guard import DivergenceGuard
+from lamina.training.monitoring.max_rate import MaxRateGuard
+from lamina.training.pretrain import pretrain
+from lamina.training.resolve import SPEED_BEFORE, resolve_run
+from lamina.training.setting_groups import GuardSettings
+
+KEYS = ("placement", "seed")
+POLICY = ResumePolicy(
+    what="study",
+    free=frozenset(
+        (
+            *("placements", "seeds", "workers", "output", "threads"),
+            *("save_steps", "keep", "report_to", "probe_every", "probes"),
+        )
+    ),
+    before=SPEED_BEFORE,
+    decided=frozenset(SPEED_BEFORE),
+)
+
+
+def run_max_rate(
+    settings: MaxRateSettings, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
+    """Raise the learning rate until the run fails; writes a run's folder and returns its result.json.
+
+    Beyond a run's columns, the result has ``max_learning_rate``, ``stop_rule`` and ``loss_at_stop``.
+
+    Raises:
+        UserError, OSError: as ``pretrain`` does.
+    """
+
+    def guard(run: GuardSettings, unigram_entropy: float) -> DivergenceGuard:
+        rules = settings.rules(unigram_entropy)
+        return MaxRateGuard(margin=run.divergence_margin, patience=run.divergence_patience, rules=rules)
+
+    return pretrain(settings.run(), resume=resume, overwrite=overwrite, bar=bar, guard=guard)
+
+
+def max_lr(
+    settings: MaxRateStudySettings | Mapping[str, Any],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> pd.DataFrame:
+    """Raise the learning rate of every placement and seed until it fails; returns the rows of results.csv.
+
+    ``settings`` are a whole record, or only the user's settings, by name. With ``resume``, trials that ended are
+    skipped and the others resume from their last checkpoint.
+
+    Raises:
+        UserError: for invalid settings, a corpus that can't be read, an output folder in use, settings or placements
+            that differ from those of the study to resume.
+        OSError: the disk is full.
+        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+    """
+    modes: Json = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": stored_study}
+    job = open_job(Kind.MAX_LR, MaxRateStudySettings, settings, **modes)
+    complete, trials = job.settings, job.settings.trials()
+    refuse_launcher(complete.command_name)
+    runs = {name: trial.run() for name, trial in trials.items()}
+    for run in runs.values():
+        plan = resolve_run(run).plan
+        if resume:
+            refuse_another_plan(Path(run.output), run.placement, plan)
+            refuse_another_trial(run)
+    _, tokenizer = prepare_blocks(
+        complete.corpus,
+        complete.tokenizer,
+        complete.sequence_length,
+        eval_fraction=complete.eval_fraction,
+        text_field=complete.text_field,
+        progress=bar,
+    )
+    with job:
+        decided, _ = alike(complete, runs, len(tokenizer))
+        speed = {name: decided[name] for name in SPEED_BEFORE}
+        trials = {name: replace(trial, **speed) for name, trial in trials.items()}
+        modes = {"header": {"kind": str(Kind.MAX_LR)}, "keys": KEYS, "job": "max-lr"}
+        return run_study(complete, decided, trials, job.folder, bar=bar, **modes)

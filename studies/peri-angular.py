@@ -1,0 +1,52 @@
+"""Peri-LN Figures 9a and 39."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values, equivalent_values
+from lamina.studies.judging.curves import deep, layer_means, numbers, rows
+
+FIXED = {"placement": "peri_ln(learnable_gain=false)"}
+ALIKE = 0.05  # of the mean angle, where 0.5 is a right angle
+
+
+def each_layer(table: Frame) -> Frame:
+    """The angle by which each layer turns the stream, by depth."""
+    return layer_means(rows(table, metric="angular_distance", size=1), "start")
+
+
+def mean_angle(table: Frame) -> float:
+    return float(each_layer(table).mean())
+
+
+def deep_angle(table: Frame) -> float:
+    """Of the last third of the layers."""
+    return float(deep(each_layer(table)).mean())
+
+
+@claim(
+    says="After training the layers of Pre-LN turn the stream less than those of Peri-LN: they are more redundant",
+    paper="Figure 9a (400M): Pre-LN is markedly the most redundant",
+)
+def peri_angular(trials: Trials) -> Finding:
+    pre, peri = (numbers(trials.tuned(), p, "angular_distance", mean_angle) for p in ("pre_ln", "peri_ln"))
+    return compare_values(pre, peri, names=("mean angle: Pre-LN", "Peri-LN"))
+
+
+@claim(
+    says="At init the layers of Pre-LN and of Peri-LN turn the stream alike, within 0.05 (0.5 is a right angle)",
+    paper="Figure 39a: very similar states in both; smaller angles in Post-LN",
+)
+def peri_angular__init(trials: Trials) -> Finding:
+    pre, peri, post = (
+        numbers(trials.tuned(), p, "angular_distance", mean_angle, at="init") for p in ("pre_ln", "peri_ln", "post_ln")
+    )
+    alike = equivalent_values(pre, peri, within=ALIKE, names=("mean angle at init: Pre-LN", "Peri-LN"))
+    return all_of(alike, compare_values(post, peri, names=("Post-LN", "Peri-LN")))
+
+
+@claim(
+    says="With the output norms' gains fixed at 1 the last third of Peri-LN's layers turns the stream less",
+    paper="Figure 39d: the deep layers lose",
+)
+def peri_angular__fixed(trials: Trials) -> Finding:
+    fixed, learned = (numbers(trials.tuned(), arm, "angular_distance", deep_angle) for arm in (FIXED, "peri_ln"))
+    return compare_values(fixed, learned, names=("deep layers' angle, gains fixed", "learned"))

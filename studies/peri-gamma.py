@@ -1,0 +1,57 @@
+"""Peri-LN Figures 8 and 9b."""
+
+from lamina.studies.judging import (
+    Finding,
+    Trials,
+    above,
+    all_of,
+    any_of,
+    claim,
+    compare_values,
+    equivalent,
+    lower,
+    monotone,
+    needs_scale,
+)
+from lamina.studies.judging.curves import rows, trained
+
+DIFFERENT = 0.01
+PRE, FIXED, LEARNED = ({"scheme": name} for name in ("pre", "fixed", "learned"))
+
+
+@claim(
+    says="With the output norms' gains fixed at 1 the loss is already below Pre-LN's, and learned gains are no worse "
+    "(lower, or level within 0.02)",
+    paper="Figure 8: fixed beats Pre-LN, learned is slightly better, at 400M and 1.5B",
+)
+def peri_gamma(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    slightly = any_of(lower(tuned, LEARNED, than=FIXED), equivalent(tuned, LEARNED, FIXED))
+    return all_of(lower(tuned, FIXED, than=PRE), slightly)
+
+
+@claim(says="With the gains fixed at 1 there are fewer gradient spikes than in Pre-LN", paper="Figure 8: suppressed")
+def peri_gamma__spikes(trials: Trials) -> Finding:
+    """Each at its own best rate; a spike is a surge: above 3 times the median of the 20 steps before."""
+    tuned = trials.tuned()
+    counts = [tuned.arm(arm).table.set_index("seed")["gradient_surges"].astype(float).to_dict() for arm in (FIXED, PRE)]
+    if not any(counts[0].values()) and not any(counts[1].values()):
+        return needs_scale("gpu" if trials.scale == "cpu" else "paper", "no run here has a spike")
+    return compare_values(*counts, names=("gradient spikes a seed: fixed", "Pre-LN"))
+
+
+@claim(
+    says="The learned gains of the output norms, which start at 1, come to differ between layers (standard deviation "
+    "above 0.01) and rise or fall with depth",
+    paper="Figure 9b: near 1 early in training, then gradually adjusted with depth",
+)
+def peri_gamma__depth(trials: Trials) -> Finding:
+    found = []
+    table = trained(trials.tuned().arm(LEARNED)).measure("gains")
+    for sublayer, gains in rows(table, role="out_norm", metric="gain_mean").groupby("sublayer"):
+        name = f"mean gain of the {sublayer}'s output norm"
+        spread = gains.groupby("seed")["value"].std().to_dict()
+        by_layer = {float(layer): part.set_index("seed")["value"].to_dict() for layer, part in gains.groupby("layer")}
+        ways = (monotone(by_layer, rising=way, name=name, at_least=0.3) for way in (True, False))
+        found += [above(spread, DIFFERENT, name=f"{name}, spread over layers"), any_of(*ways)]
+    return all_of(*found)

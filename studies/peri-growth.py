@@ -1,0 +1,71 @@
+"""Peri-LN Figures 1, 6, 14, 15."""
+
+import math
+from collections.abc import Callable
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, all_of, below, claim, compare_values
+from lamina.studies.judging.curves import numbers, rows, split
+
+TWICE = 2.0
+
+
+def last_variance(table: Frame) -> float:
+    states = rows(table, metric="variance", role="state")
+    return math.log(states.set_index("layer")["value"].sort_index().iloc[-1])
+
+
+def metric(name: str) -> Callable[[Frame], float]:
+    return lambda table: float(rows(table, metric=name)["value"].iloc[0])
+
+
+def growth(trials: Trials, placement: str) -> dict[int, float]:
+    """By seed the logarithm of the factor by which training multiplies the last state's variance."""
+    before = numbers(trials, placement, "hidden_states", last_variance, at="init")
+    after = numbers(trials, placement, "hidden_states", last_variance)
+    return {seed: after[seed] - before[seed] for seed in sorted(before.keys() & after.keys())}
+
+
+@claim(
+    says="Training multiplies the variance of the last hidden state by more in Pre-LN than in Peri-LN",
+    paper="Figure 1 (1.5B, 6.3B tokens): explosive growth in Pre-LN, moderate in Peri-LN",
+)
+def peri_growth(trials: Trials) -> Finding:
+    parts = split(trials.tuned(), "size")
+    names = ("log of Peri-LN's growth", "log of Pre-LN's")
+    return all_of(*(compare_values(growth(p, "peri_ln"), growth(p, "pre_ln"), names=names) for p in parts))
+
+
+@claim(
+    says="After training Pre-LN's variance grows over depth rather exponentially than linearly, Peri-LN's the reverse",
+    paper="Section 5.1: exponential in depth (Pre-LN), well controlled (Peri-LN)",
+)
+def peri_growth__exponential(trials: Trials) -> Finding:
+    found = []
+    for part in split(trials.tuned(), "size"):
+        for placement, curved in (("pre_ln", True), ("peri_ln", False)):
+            line = numbers(part, placement, "hidden_states", metric("growth_linear_r2"))
+            exponential = numbers(part, placement, "hidden_states", metric("growth_exponential_r2"))
+            names = (f"{placement}: R^2 of a line", "of an exponential")
+            found.append(compare_values(line, exponential, lower=curved, names=names))
+    return all_of(*found)
+
+
+@claim(
+    says="Post-LN keeps the last state's variance within a factor of two over training",
+    paper="Figure 6: constant",
+)
+def peri_growth__post_constant(trials: Trials) -> Finding:
+    found = []
+    for part in split(trials.tuned(), "size"):
+        post = part.arm("post_ln")
+        change = {
+            int(seed): abs(last_variance(end) - last_variance(begin))
+            for (seed, end), (_, begin) in zip(
+                post.measure("hidden_states").groupby("seed"),
+                post.measure("hidden_states", at="init").groupby("seed"),
+                strict=True,
+            )
+        }
+        found.append(below(change, math.log(TWICE), name="log of the factor"))
+    return all_of(*found)

@@ -1,0 +1,61 @@
+"""Peri-LN Figures 4 and 5."""
+
+from lamina.core.frames import Frame
+from lamina.jobs.status import Status
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values, needs_scale
+from lamina.studies.judging.curves import numbers, rows, split
+
+
+def without_post(trials: Trials) -> Trials:
+    """The trials of both placements at the rates that both have, of full depth."""
+    trials = trials if "depth" not in trials.axes else trials.where(depth="as it is")
+    rates = [set(trials.arm(placement).values("learning_rate")) for placement in ("pre_ln", "peri_ln")]
+    return trials.where(placement=["pre_ln", "peri_ln"], learning_rate=list(set.intersection(*rates)))
+
+
+def spikes(trials: Trials, placement: str) -> dict[int, float]:
+    """By seed, the surges of the gradient's norm over all steps of all its runs, however they ended."""
+    return trials.arm(placement).table.groupby("seed")["gradient_surges"].sum().astype(float).to_dict()
+
+
+def diverged(trials: Trials, placement: str) -> int:
+    return int((trials.arm(placement).table["status"] == Status.DIVERGED.value).sum())
+
+
+def last_gradient(table: Frame) -> float:
+    """The norm of the gradient of the last layer's parameters."""
+    norms = rows(table, metric="gradient_norm", sublayer="block", role="all").set_index("layer")["value"].sort_index()
+    return float(norms.iloc[-1])
+
+
+@claim(
+    says="Over seeds and learning rates Peri-LN has fewer gradient spikes than Pre-LN",
+    paper="Figures 3 to 5: frequent in Pre-LN, comparatively few in Peri-LN; no counts printed",
+)
+def peri_instability(trials: Trials) -> Finding:
+    found = []
+    for part in split(without_post(trials), "size"):
+        counts = [spikes(part, placement) for placement in ("peri_ln", "pre_ln")]
+        if not any(counts[0].values()) and not any(counts[1].values()):
+            found.append(needs_scale("gpu" if trials.scale == "cpu" else "paper", "no run here has a spike"))
+            continue
+        finding = compare_values(*counts, names=("gradient spikes a seed: Peri-LN", "Pre-LN"))
+        ends = [diverged(part, placement) for placement in ("peri_ln", "pre_ln")]
+        found.append(finding.noted(f"diverged: Peri-LN {ends[0]}, Pre-LN {ends[1]} runs"))
+    return all_of(*found)
+
+
+@claim(
+    says="Where training is stable, the final layer's gradient norm is largest in Post-LN, then Pre-LN, then Peri-LN",
+    paper="Figure 5a (400M): Post-LN > Pre-LN > Peri-LN",
+)
+def peri_instability__final_layer(trials: Trials) -> Finding:
+    """At the lowest rate, where each of them trains."""
+    found = []
+    for part in split(trials if "depth" not in trials.axes else trials.where(depth="shallow"), "size"):
+        rate = min(float(str(rate)) for rate in part.arm("post_ln").values("learning_rate"))
+        stable = part.where(learning_rate=rate)
+        norms = {p: numbers(stable, p, "gradients", last_gradient) for p in stable.values("placement")}
+        for large, small in (("post_ln", "pre_ln"), ("pre_ln", "peri_ln")):
+            found.append(compare_values(norms[small], norms[large], names=(f"{small}'s", large)))
+    return all_of(*found)

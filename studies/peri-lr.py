@@ -1,0 +1,66 @@
+"""Peri-LN Figures 3a, 12, 16-18."""
+
+from dataclasses import replace
+
+from lamina.studies.judging import (
+    Finding,
+    Trials,
+    Verdict,
+    all_of,
+    claim,
+    compare_values,
+    higher,
+    needs_scale,
+    optimum,
+)
+
+OPPOSITE = {Verdict.HOLDS: Verdict.FAILS, Verdict.FAILS: Verdict.HOLDS}
+LEVEL = 0.01  # nats by which Peri-LN may lie above and still count as level
+
+
+def not_worse(trials: Trials) -> Finding:
+    """Peri-LN's loss is not above Pre-LN's by more than LEVEL: the refutation of "Peri-LN's is higher"."""
+    worse = higher(trials, "peri_ln", than="pre_ln", by=LEVEL)
+    return replace(worse, verdict=OPPOSITE.get(worse.verdict, worse.verdict), p=None)
+
+
+def at_every_rate(trials: Trials) -> Finding:
+    both = trials.where(placement=["pre_ln", "peri_ln"])
+    return all_of(*(not_worse(both.where(learning_rate=rate)) for rate in both.values("learning_rate")))
+
+
+@claim(
+    says="At every learning rate Peri-LN's loss is at most Pre-LN's (not above it by 0.01 or more)",
+    paper="Figure 3a, 400M to 3.2B, 1e-4 to 5e-3: below Pre-LN's at every rate",
+)
+def peri_lr(trials: Trials) -> Finding:
+    return at_every_rate(trials if "setup" not in trials.axes else trials.where(setup="as it is"))
+
+
+@claim(
+    says="It holds with shorter texts, a longer warm-up and another budget too",
+    paper="Figures 16-18: 8B, 16B and 30B tokens, 2048 tokens a text, 30 % of warm-up",
+)
+def peri_lr__setups(trials: Trials) -> Finding:
+    if "setup" not in trials.axes:
+        return needs_scale("paper", "this scale has one setup (cpu and paper have the others)")
+    setups = [setup for setup in trials.values("setup") if setup not in ("as it is", "shallow")]
+    return all_of(*(at_every_rate(trials.where(setup=setup)) for setup in setups))
+
+
+@claim(
+    says="Post-LN's best learning rate is lower than Pre-LN's",
+    paper="Figure 12: Post-LN's range is much lower than 2e-3, which is the best of Pre-LN and Peri-LN at every size",
+)
+def peri_lr__post(trials: Trials) -> Finding:
+    """From each seed's own sweep: its best rate, by the parabola through it."""
+    if "setup" in trials.axes:
+        trials = trials.where(setup="shallow" if "shallow" in trials.values("setup") else "as it is")
+    best: dict[str, dict[int, float]] = {"post_ln": {}, "pre_ln": {}}
+    for placement, rates in best.items():
+        for seed in trials.seeds:
+            try:
+                rates[seed] = optimum(trials.where(seed=seed), placement).rate
+            except ValueError:  # no rate trains
+                continue
+    return compare_values(best["post_ln"], best["pre_ln"], names=("best rate of Post-LN", "of Pre-LN"))

@@ -1,0 +1,11 @@
+"""Peri-LN Figure 19."""
+
+from lamina.studies.judging import Finding, Trials, claim, equivalent
+
+
+@claim(
+    says="LayerNorm in the place of RMSNorm changes Peri-LN's loss by less than 0.02",
+    paper="Figure 19 (400M): no notable difference",
+)
+def peri_norm(trials: Trials) -> Finding:
+    return equivalent(trials.tuned(), {"scheme": "layer"}, {"scheme": "rms"})

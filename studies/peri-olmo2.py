@@ -1,0 +1,27 @@
+"""Peri-LN Figures 32-34."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, equivalent, lower
+from lamina.studies.judging.curves import split
+
+COMPARABLE = 0.05  # nats
+
+
+@claim(
+    says="Peri-LN and OLMo 2's placement are comparable: their losses differ by less than 0.05",
+    paper="Figures 32-34 (400M, 1.5B, 3.2B): comparable; no numbers printed",
+)
+def peri_olmo2(trials: Trials) -> Finding:
+    parts = split(trials.tuned(), "size")
+    return all_of(*(equivalent(part, "peri_ln", "olmo2", within=COMPARABLE) for part in parts))
+
+
+@claim(
+    says="Peri-LN's loss is slightly lower than that of OLMo 2's placement",
+    paper="Figures 32, 33: at 400M and 1.5B, not at 3.2B",
+)
+def peri_olmo2__better(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    if "size" in tuned.axes:
+        tuned = tuned.where(size=["400m", "1.5b"])
+    parts = split(tuned, "size")
+    return all_of(*(lower(part, "peri_ln", than="olmo2") for part in parts))

@@ -1,0 +1,79 @@
+"""Peri-LN Table 1."""
+
+import math
+
+from scipy import stats
+
+from lamina.jobs.status import Status
+from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, needs_scale, ordered
+from lamina.studies.judging.curves import split, trained
+
+HALF = 0.5
+
+
+@claim(
+    says="Peri-LN's loss is below Pre-LN's, and Pre-LN's is below Post-LN's",
+    paper="Table 1, on C4: 3.34 < 3.43 (400M), 3.18 < 3.29 (1.5B), 3.11 < 3.20 (3.2B); Post-LN's 7.46, 5.38, 4.43",
+)
+def peri_scores(trials: Trials) -> Finding:
+    parts = split(trials.tuned(), "size")
+    return all_of(*(ordered(part, ["peri_ln", "pre_ln", "post_ln"]) for part in parts))
+
+
+@claim(
+    says="Over seeds the standard deviation of Peri-LN's loss is less than half of Pre-LN's",
+    paper="Table 1, of tasks' scores: 0.54 and 1.51 on average (400M), 0.45 and 1.33, 0.54 and 1.64",
+)
+def peri_scores__spread(trials: Trials) -> Finding:
+    return all_of(*(half_the_spread(part) for part in split(trials.tuned(), "size")))
+
+
+def half_the_spread(trials: Trials) -> Finding:
+    """The ratio of two standard deviations with the 95 % interval of the F distribution.
+
+    Holds below 1/2 if the interval excludes 1, fails if it lies above 1/2.
+    """
+    losses = [trained(trials.arm(placement)).table["eval_loss"].dropna() for placement in ("peri_ln", "pre_ln")]
+    seeds = min(map(len, losses))
+    if seeds < 3:
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours="fewer than 3 seeds that trained", seeds=seeds)
+    peri, pre = (float(values.std()) for values in losses)
+    freedom = [len(values) - 1 for values in losses]
+    ratio = peri / pre
+    low, high = (ratio / math.sqrt(stats.f.ppf(share, *freedom)) for share in (0.975, 0.025))
+    below = stats.f.cdf(ratio**2, *freedom)
+    verdict = Verdict.HOLDS if ratio < HALF and high < 1 else Verdict.FAILS if low > HALF else Verdict.INCONCLUSIVE
+    return Finding(
+        verdict=verdict,
+        ours=f"Peri-LN {peri:.3g}, Pre-LN {pre:.3g}: ratio {ratio:.2f} (95 % {low:.2f} to {high:.2f}, {seeds} seeds)",
+        margin=ratio,
+        interval=(low, high),
+        p=2 * min(below, 1 - below),
+        seeds=seeds,
+    )
+
+
+@claim(
+    says="No seed of Peri-LN diverges, and some of Pre-LN do",
+    paper="of 5 seeds at 400M, 1.5B, 3.2B: Peri-LN 0, 0, 0; Pre-LN 2, 0, 3; Post-LN 0, 1, 0",
+)
+def peri_scores__diverged(trials: Trials) -> Finding:
+    tuned = trials.tuned()
+    runs = {p: tuned.arm(p).table["status"] for p in ("peri_ln", "pre_ln")}
+    peri, pre = (int((statuses == Status.DIVERGED.value).sum()) for statuses in runs.values())
+    ours = f"diverged: Peri-LN {peri} of {len(runs['peri_ln'])}, Pre-LN {pre} of {len(runs['pre_ln'])}"
+    seeds = len(tuned.seeds)
+    if peri:
+        return Finding(verdict=Verdict.FAILS, ours=ours, seeds=seeds)
+    if pre or trials.scale == "paper":
+        return Finding(verdict=Verdict.HOLDS if pre else Verdict.FAILS, ours=ours, seeds=seeds)
+    return needs_scale("paper", f"no run of either diverges at its own best rate ({ours})")
+
+
+@claim(
+    says="Peri-LN's average score over five tasks is above Pre-LN's, and Pre-LN's is above Post-LN's",
+    paper="51.57 > 49.69 > 42.45 (400M), 56.55 > 53.71 > 45.49 (1.5B), 58.56 > 56.69 > 46.45 (3.2B)",
+)
+def peri_scores__tasks(trials: Trials) -> Finding:
+    return needs_scale("paper", "a model has to know more than text of 100 steps for ARC-e, HellaSwag, PIQA, SIQA and "
+                       "WinoGrande, and a study does not score tasks yet")  # fmt: skip

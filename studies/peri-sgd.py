@@ -1,0 +1,30 @@
+"""Peri-LN Figure 35."""
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values
+from lamina.studies.judging.curves import trained
+from lamina.studies.judging.sweeps import best_rate
+
+
+def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:
+    """By seed the loss at the best of an optimizer's rates, of runs that learned."""
+    labels = [str(label) for label in trials.values("optimizer")]
+    sweep = trials.where(placement=placement, optimizer=[label for label in labels if label.startswith(optimizer)])
+    return trained(sweep.where(learning_rate=best_rate(sweep.table))).by_seed(placement)["eval_loss"].to_dict()
+
+
+@claim(
+    says="With SGD, each at its best rate, Peri-LN's loss is below Pre-LN's",
+    paper="Figure 35 (400M; 1e-3, 3e-3, 5e-3): below at every rate",
+)
+def peri_sgd(trials: Trials) -> Finding:
+    arms = [best(trials, placement, "sgd") for placement in ("peri_ln", "pre_ln")]
+    return compare_values(*arms, names=("SGD: Peri-LN", "Pre-LN"))
+
+
+@claim(says="SGD is worse than AdamW with both", paper="Figure 35: by a considerable margin")
+def peri_sgd__worse(trials: Trials) -> Finding:
+    found = []
+    for placement in ("pre_ln", "peri_ln"):
+        arms = [best(trials, placement, optimizer) for optimizer in ("adamw", "sgd")]
+        found.append(compare_values(*arms, names=(f"{placement}: AdamW", "SGD")))
+    return all_of(*found)

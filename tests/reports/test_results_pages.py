@@ -1,0 +1,126 @@
+"""docs/results: every claim with its verdict or its command, texts as they are, and figures beside them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from synthetic_claims import CLAIMS, write_claims_study
+
+from lamina.reports.results import write_results
+from lamina.reports.results.markdown import plain
+
+
+def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
+    return SimpleNamespace(
+        name=name,
+        paper=paper,
+        source="Mix-LN <Table> 1",
+        title=f"Title of {name}",
+        scales={scale: SimpleNamespace(needs=needs) for scale in scales},
+    )
+
+
+def not_run(name: str, scale: str = "cpu") -> dict:
+    return {
+        "claim": name,
+        "says": "It is so",
+        "study": name,
+        "scale": scale,
+        "verdict": "not run yet",
+        "ours": "",
+        "paper": "1 < 2",
+        "seeds": 0,
+        "date": None,
+        "note": f"lamina study run {name}",
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    record = write_claims_study(root / "records" / "mix-ppl-cpu", tables=("gradients",))
+    verdicts = [*json.loads((record / "claims.json").read_text("utf-8")), not_run("keel-lr")]
+    verdicts.append({**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"})
+    studies = [
+        study("mix-ppl", scales=("cpu", "gpu")),
+        study("keel-lr", "keel"),
+        study("peri-lr", "peri_ln", needs="gpu: too small"),
+    ]
+    (root / "docs").mkdir()
+    (root / "docs" / "old.md").write_text("of a study that is gone")
+    write_results(verdicts, studies, root / "records", root / "docs")
+    return root
+
+
+def page(results, name: str) -> str:
+    return (results / "docs" / f"{name}.md").read_text("utf-8")
+
+
+def test_the_first_page_counts_the_claims_and_has_all_of_them_by_paper(results):
+    first = page(results, "index")
+    assert "Of 4 claims, **1** holds, **1** fails, **1** needs a larger scale and **1** has not been run yet." in first
+    assert first.index("## Keel") < first.index("## Mix-LN") < first.index("## Peri-LN")
+    row = next(line for line in first.splitlines() if "[mix-ppl](mix-ppl.md)" in line)
+    assert row == (
+        "| [mix-ppl](mix-ppl.md)<br>Mix-LN's loss is below Pre-LN's | **holds** | mix_ln 2.400 &lt; pre_ln 2.500 "
+        "| 21.39 &lt; 21.92 | 5 | cpu |"
+    )
+    assert "A verdict is about its scale and no more" in first
+
+
+def test_a_claim_that_was_not_run_has_its_command_and_one_that_needs_a_scale_says_which(results):
+    first = page(results, "index")
+    assert "| **not run yet** | `lamina study run keel-lr` |" in first
+    assert "| **needs scale** | gpu: too small |" in first
+    assert "Not run yet: `lamina study run keel-lr`\n\n- It is so" in page(results, "keel-lr")
+    assert "Not decidable at this scale: gpu: too small" in page(results, "peri-lr")
+    assert "## At scale gpu\n\nNot run yet: `lamina study run mix-ppl --scale gpu`" in page(results, "mix-ppl")
+
+
+def test_a_studys_page_has_verdicts_arms_figures_and_where_they_come_from(results):
+    text = page(results, "mix-ppl")
+    assert "**Held:** Mix-LN's loss is below Pre-LN's." in text
+    assert "**Did not hold:** Post-LN" in text
+    assert "| −0.1 &#91;−0.12, −0.08&#93; | 0.0024 | 5 | – |" in text
+    assert "| mix_ln | 0.005 | 2.4200 ± 0.0158 | 5 | 5 finished |" in text
+    assert "| post_ln | 0.005 | 3.2750 ± 0.0129 | 4 | 4 finished, 1 stuck |" in text
+    assert "44 trials, A Processor, 2026-11-22, revision abc1234. Run it again: `lamina study run mix-ppl`" in text
+    for name in ("by-axis-placement", "sweep", "gradients-gradient-norm"):
+        assert f"(figures/mix-ppl-cpu-{name}.svg)" in text
+
+
+def test_texts_of_claims_show_as_they_are(results):
+    text = page(results, "mix-ppl")
+    assert "Post-LN &lt;b&gt;does not&lt;/b&gt; train &#124; at all" in text
+    assert "&#91;a&#93;(b) \\*c\\*" in text
+    assert all(line.count("|") in (0, 6, 9) for line in text.splitlines())
+    markdown = pytest.importorskip("markdown")
+    for words in ("a_b *c* _d_ `e` [f](g) <h> & | i", "# x", "1. y", "- z", "2 * 3 < 4"):
+        shown = markdown.markdown(plain(words), extensions=["tables", "sane_lists"])
+        assert shown.count("<") == 2
+        assert shown.startswith("<p>")
+
+
+def test_every_figure_is_there_for_the_page_and_for_a_paper(results):
+    files = {path.name for path in (results / "docs" / "figures").iterdir()}
+    names = {path.removesuffix(".svg") for path in files if path.endswith(".svg")}
+    assert len(names) == 3
+    assert files == {f"{name}{ending}" for name in names for ending in (".svg", ".json")}
+    figure = json.loads((results / "docs" / "figures" / "mix-ppl-cpu-sweep.json").read_text("utf-8"))
+    line = next(trace for trace in figure["data"] if trace["name"] == "mix_ln")
+    assert line["y"] == pytest.approx([2.4447, 2.42, 2.4447], abs=1e-4)
+
+
+def test_the_pages_are_the_same_again_and_what_is_gone_goes(results):
+    before = {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()}
+    assert results / "docs" / "old.md" not in before
+    verdicts = json.loads((results / "records" / "mix-ppl-cpu" / "claims.json").read_text("utf-8"))
+    again = [*verdicts, not_run("keel-lr"), {**not_run("peri-lr"), "verdict": "needs scale", "note": "gpu: too small"}]
+    studies = [
+        study("mix-ppl", scales=("cpu", "gpu")),
+        study("keel-lr", "keel"),
+        study("peri-lr", "peri_ln", needs="gpu: too small"),
+    ]
+    write_results(again, studies, results / "records", results / "docs")
+    assert {path: path.read_bytes() for path in (results / "docs").rglob("*") if path.is_file()} == before
+    assert len(CLAIMS) == 2

@@ -1,0 +1,123 @@
+"""The figures of a study: their numbers are those of its tables, on a page and for a paper."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pandas as pd
+import pytest
+from synthetic_claims import BEST, PLACEMENTS, write_claims_study
+
+from lamina.reports.palette import look
+from lamina.reports.studies import interactive, printed
+from lamina.reports.studies.choice import drawings
+from lamina.reports.studies.folder import arms, read_folder
+
+
+def kinds(study) -> list[str]:
+    return [drawing.name.removeprefix("mix-ppl-cpu-") for drawing in drawings(study)]
+
+
+def drawn(study, name: str):
+    return next(drawing for drawing in drawings(study) if drawing.name == f"mix-ppl-cpu-{name}")
+
+
+def test_an_arms_mean_is_that_of_the_trials_that_trained_at_its_rate(tmp_path):
+    folder = write_claims_study(tmp_path / "study")
+    table = arms(read_folder(folder)).set_index("label")
+    rows = pd.read_csv(folder / "results.csv")
+    rows = rows[rows["tuned"] & rows["status"].eq("finished")]
+    for placement, group in rows.groupby("placement"):
+        assert table.loc[placement, "mean"] == pytest.approx(group["eval_loss"].mean())
+        assert table.loc[placement, "std"] == pytest.approx(group["eval_loss"].std(ddof=1))
+        assert table.loc[placement, "learning_rate"] == BEST
+    assert table.loc["post_ln", "ended"] == "4 finished, 1 stuck"
+    assert list(table.index) == list(PLACEMENTS)
+
+
+def test_a_sweep_shows_every_rates_mean_and_marks_where_no_seed_trained(tmp_path):
+    folder = write_claims_study(tmp_path / "study")
+    sweep = drawn(read_folder(folder), "sweep")
+    rows = pd.read_csv(folder / "results.csv")
+    lines = {series.label: series for series in sweep.panels[0].series}
+    expected = rows[rows["placement"].eq("mix_ln")].groupby("learning_rate")["eval_loss"].mean()
+    assert lines["mix_ln"].x == tuple(expected.index)
+    assert lines["mix_ln"].y == pytest.approx(list(expected))
+    assert lines["post_ln"].x == (BEST,)
+    assert [ended for _, ended in lines["post_ln"].lost] == ["3 stuck", "3 stuck"]
+    assert sweep.x.log
+    assert {name: line.look for name, line in lines.items()} == {name: look(name) for name in PLACEMENTS}
+
+
+def test_the_axes_decide_the_figures(tmp_path):
+    assert kinds(read_folder(write_claims_study(tmp_path / "one"))) == ["by-axis-placement", "sweep"]
+    deep = read_folder(write_claims_study(tmp_path / "deep", extra={"num_layers": [8, 16, 64]}))
+    assert kinds(deep) == ["by-depth", "sweep"]
+    by_depth = drawn(deep, "by-depth")
+    assert by_depth.x.log
+    (panel,) = by_depth.panels
+    keel = next(series for series in panel.series if series.label == "keel")
+    assert keel.x == (8.0, 16.0, 64.0)
+    assert keel.y == pytest.approx((2.46, 2.56, 2.66))
+    labels = read_folder(write_claims_study(tmp_path / "arms", extra={"arm": ["deep", "wide"]}))
+    by_arm = drawn(labels, "by-axis-arm")
+    assert by_arm.x.ticks == ("deep", "wide")
+    assert len(drawn(labels, "sweep").panels) == 2
+
+
+def test_measures_are_lines_over_layers_maps_and_curves(tmp_path):
+    study = read_folder(write_claims_study(tmp_path / "study", tables=("gradients", "angles", "metrics")))
+    assert kinds(study)[2:] == ["end-angular-distance", "gradients-gradient-norm", "curves-loss"]
+    lines = drawn(study, "gradients-gradient-norm")
+    assert [panel.title for panel in lines.panels] == ["before training", "after training"]
+    keel = next(series for series in lines.panels[1].series if series.label == "keel")
+    assert keel.y == pytest.approx([2 * layer * 3 for layer in (1, 2, 3, 4)])  # the mean over seeds 0 to 4
+    assert keel.low == pytest.approx([2, 4, 6, 8])
+    cells = drawn(study, "end-angular-distance").panels[0].cells
+    assert cells.columns == (0.0, 1.0, 2.0, 3.0)
+    assert cells.values[2][:2] == pytest.approx((0.3, 0.3))
+    curve = drawn(study, "curves-loss").panels[0].series[0]
+    assert curve.y == pytest.approx((5.0, 4.2, 3.2))
+
+
+def test_the_yaml_chooses_the_first_figure_and_a_kind_that_is_none_is_left_out(tmp_path, caplog):
+    wanted = [{"kind": "sweeep"}, {"kind": "curves", "y": "tokens"}]
+    study = read_folder(write_claims_study(tmp_path / "study", tables=("metrics",), figures=wanted))
+    assert kinds(study)[:2] == ["curves-tokens", "by-axis-placement"]
+    assert "'sweeep'" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("everything") / "study"
+    return read_folder(write_claims_study(folder, tables=("gradients", "angles", "metrics")))
+
+
+def test_the_pages_figures_have_the_same_points(everything):
+    sweep = drawn(everything, "sweep")
+    traces = {trace.name: trace for trace in interactive.plot(sweep).data if trace.mode == "lines+markers"}
+    for series in sweep.panels[0].series:
+        assert tuple(traces[series.label].x) == series.x
+        assert tuple(traces[series.label].y) == series.y
+        assert traces[series.label].line.dash == series.look.dash
+    for drawing in drawings(everything):
+        assert interactive.plot(drawing).data
+
+
+def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_path):
+    pytest.importorskip("matplotlib")
+    for drawing in drawings(everything):
+        svg, pdf = printed.write(drawing, tmp_path)
+        assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+        assert svg.stat().st_size > 3000
+        assert pdf.read_bytes().startswith(b"%PDF")
+        before = svg.read_bytes()
+        assert printed.write(drawing, tmp_path, ["svg"])[0].read_bytes() == before
+
+
+def test_figures_load_no_torch():
+    code = (
+        "import sys, lamina.reports.studies.printed as p, lamina.reports.studies.choice, matplotlib.figure; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

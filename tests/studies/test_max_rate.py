@@ -1,0 +1,219 @@
+"""`lamina max-lr`: one rising rate per placement and seed, stopped by a rule, resumed to the same result."""
+
+import json
+import signal
+
+import pandas as pd
+import pytest
+from training.tiny_runs import SMALL, TIMING, flags, last_step, layers, result, start, wait_for
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.jobs.kinds import Kind, kind_of
+from lamina.reports import report
+from lamina.reports.max_rates import spread, summarize
+from lamina.studies.max_rate import run_max_rate
+from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
+from lamina.studies.trials.jobs import JOBS
+from lamina.training.monitoring.max_rate_rules import find_stop
+from lamina.training.monitoring.recorder import RunRecorder
+
+FAST = {"precision": "fp32", "compile": "off"}
+QUICK = {**SMALL, "steps": 60, "logging_steps": 5, "eval_steps": 60, "window": 2, "init": "normal"} | FAST
+HIGH = {**QUICK, "max_learning_rate": 20.0}  # so high that any run fails
+OPEN = {"max_learning_rate": 1e-2, "plateau_factor": 1e6, "spike_margin": 50.0}  # no run fails
+STUDY = {**HIGH, "placements": "post_ln,pre_ln", "seeds": "0,1", "workers": 2, "init": "same:normal"}
+
+
+@pytest.fixture
+def trial(corpus, tmp_path):
+    def make(name="trial", **changed):
+        given = {**HIGH, "placement": "pre_ln", **changed}
+        return MaxRateSettings(corpus=str(corpus), output=str(tmp_path / name), **given)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def studied(corpus, session_cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("max-lr") / "study"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE", str(session_cache))
+        results = lamina.max_lr(**STUDY, corpus=str(corpus), output=str(folder), bar=False)
+    return folder, results
+
+
+def losses_of(folder):
+    rows = layers(folder)
+    return rows[rows["metric"] == "step_loss"].sort_values("step")["value"].tolist()
+
+
+def test_a_trial_stops_and_reports_the_rate_by_its_own_losses(trial, tmp_path):
+    settings = trial()
+    found = run_max_rate(settings, bar=False)
+    folder = tmp_path / "trial"
+    assert result(folder)["max_learning_rate"] == found["max_learning_rate"]
+    assert found["status"] == "finished"
+    assert found["stop_rule"] in ("spike", "plateau", "stuck", "non-finite")
+    assert 0 < found["max_learning_rate"] < settings.max_learning_rate
+    assert found["steps"] < settings.steps
+    losses = losses_of(folder)
+    stop = find_stop(losses, settings.rules(found["unigram_entropy"]))
+    assert stop is not None
+    assert (stop.rate, stop.rule, stop.loss) == (found["max_learning_rate"], found["stop_rule"], found["loss_at_stop"])
+    assert stop.reason == found["reason"]
+
+
+def test_the_rate_rises_linearly_and_never_decays(trial, tmp_path):
+    settings = trial(**OPEN)
+    found = run_max_rate(settings, bar=False)
+    assert (found["stop_rule"], found["max_learning_rate"], found["steps"]) == ("none", 1e-2, 60)
+    records = [json.loads(line) for line in (tmp_path / "trial" / "metrics.jsonl").read_text().splitlines()]
+    rates = {r["step"]: r["learning_rate"] for r in records if r.get("learning_rate") is not None}
+    rules = settings.rules(0.0)
+    for step, rate in rates.items():
+        assert rate == pytest.approx(rules.rate(step))
+
+
+def test_a_run_that_is_not_stopped_trains_as_pretrain_does(trial, corpus, tmp_path):
+    run_max_rate(trial(**OPEN), bar=False)
+    same = {name: value for name, value in QUICK.items() if name != "window"}
+    lamina.pretrain(
+        **same,
+        placement="pre_ln",
+        learning_rate=1e-2,
+        warmup=60,
+        corpus=str(corpus),
+        output=str(tmp_path / "plain"),
+        bar=False,
+    )
+    assert losses_of(tmp_path / "trial") == losses_of(tmp_path / "plain")
+
+
+def test_a_loss_that_is_not_finite_stops_a_trial(trial, tmp_path):
+    settings = trial(max_learning_rate=1e9, max_grad_norm=0.0, spike_patience=60, plateau_factor=1e6, placement="b2t")
+    found = run_max_rate(settings, bar=False)
+    assert found["status"] == "finished"
+    if found["stop_rule"] == "non-finite":
+        assert "not finite" in found["reason"] or "nan" in found["reason"] or "inf" in found["reason"]
+
+
+class Killed(BaseException):
+    """Ends a run without a result, as a kill does."""
+
+
+def test_a_killed_trial_resumes_to_the_same_result(trial, tmp_path, monkeypatch):
+    whole = run_max_rate(trial("whole", save_steps=7), bar=False)
+    settings, ended = trial("cut", save_steps=7), RunRecorder.on_step_end
+
+    def killed(self, args, state, *rest, **more):
+        ended(self, args, state, *rest, **more)
+        if state.global_step == whole["steps"] - 2:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunRecorder, "on_step_end", killed)
+        with pytest.raises(Killed):
+            run_max_rate(settings, bar=False)
+    assert not (tmp_path / "cut" / "result.json").exists()
+    assert list((tmp_path / "cut" / "checkpoints").glob("checkpoint-*"))
+    run_max_rate(settings, resume=True, bar=False)
+    resumed, straight = (result(tmp_path / name) for name in ("cut", "whole"))
+    assert {**resumed, **dict.fromkeys(TIMING)} == {**straight, **dict.fromkeys(TIMING)}
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    assert run_max_rate(settings, resume=True, bar=False) == result(tmp_path / "cut")  # it has ended
+
+
+def test_a_study_has_a_trial_per_placement_and_seed(studied):
+    folder, results = studied
+    assert kind_of(folder) is Kind.MAX_LR
+    assert set(zip(results["placement"], results["seed"], strict=True)) == {
+        (placement, seed) for placement in ("post_ln", "pre_ln") for seed in (0, 1)
+    }
+    assert set(results["status"]) == {"finished"}
+    assert results["max_learning_rate"].between(0, 20, inclusive="right").all()
+    written = pd.read_csv(folder / "results.csv")
+    assert written["max_learning_rate"].tolist() == pytest.approx(results["max_learning_rate"].tolist())
+    assert written["stop_rule"].tolist() == results["stop_rule"].tolist()
+
+
+def test_the_table_has_mean_and_spread_over_the_seeds(studied):
+    _, results = studied
+    for row in summarize(results):
+        rates = results.loc[results["placement"] == row.placement, "max_learning_rate"]
+        assert row.mean == pytest.approx(rates.mean())
+        assert row.std == pytest.approx(rates.std(ddof=1))
+        assert (row.low, row.high, row.seeds) == (rates.min(), rates.max(), 2)
+        assert f"{rates.mean():.2e} ± " in spread(row)
+    means = [row.mean for row in summarize(results)]
+    assert means == sorted(means, reverse=True)
+
+
+def test_the_page_has_a_line_and_a_mark_for_every_trial(studied):
+    folder, results = studied
+    page = report(folder).read_text(encoding="utf-8")
+    assert "Loss against learning rate" in page
+    assert page.count(" after ") >= len(results)
+    assert "spike: the loss stayed more than 0.5 nats" in page
+
+
+def test_the_command_prints_the_table_and_resumes(studied, capsys):
+    folder, results = studied
+    written = (folder / "results.csv").read_bytes()
+    assert main(["max-lr", "--output", str(folder), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "largest learning rate" in out
+    assert "report.html" in out
+    assert all(spread(row) in out for row in summarize(results))
+    assert (folder / "results.csv").read_bytes() == written
+
+
+def test_other_thresholds_do_not_mix_with_finished_trials(studied):
+    folder, _ = studied
+    with pytest.raises(UserError, match=r"plateau_margin: 0.2 differs from the study's 0.05"):
+        lamina.max_lr(output=str(folder), plateau_margin=0.2, resume=True, bar=False)
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_finished_and_resumes(corpus, tmp_path):
+    folder = tmp_path / "study"
+    given = {**STUDY, "placements": "pre_ln", "seeds": "0,1", "workers": 1, "steps": 240, **OPEN}
+    given |= {"save_steps": 50, "logging_steps": 10}
+    process = start("max-lr", *flags(**given, corpus=corpus, output=folder))
+    wait_for(lambda: last_step(folder / "trials" / "pre_ln-seed0") >= 50, 300)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert result(folder / "trials" / "pre_ln-seed0")["status"] == "interrupted"
+    assert "max_learning_rate" not in result(folder / "trials" / "pre_ln-seed0")
+    assert main(["max-lr", "--output", str(folder), "--resume"]) == 0
+    results = pd.read_csv(folder / "results.csv")
+    assert results["stop_rule"].tolist() == ["none", "none"]
+    assert losses_of(folder / "trials" / "pre_ln-seed0") != losses_of(folder / "trials" / "pre_ln-seed1")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"plateau_factor": 1.0}, "plateau_factor: 1.0"),
+        ({"max_learning_rate": 0.0}, "max_learning_rate: 0.0"),
+        ({"spike_patience": 500}, "spike_patience: 500 steps are more than steps = 300"),
+        ({"placements": "pre_ln,pre_ln"}, "names one twice"),
+        ({"learning_rate": 1e-3}, "unknown setting 'learning_rate'"),
+        ({"warmup": 10}, "unknown setting 'warmup'"),
+        ({"window": 0}, "window: 0"),
+    ],
+)
+def test_bad_settings_are_one_line(given, message):
+    with pytest.raises(UserError, match=message) as error:
+        MaxRateStudySettings.from_dict(given)
+    assert "\n" not in str(error.value)
+
+
+def test_it_is_a_job_of_trials():
+    job = JOBS["max-lr"]
+    assert job.settings_class() is MaxRateSettings
+    assert job.function() is run_max_rate
+    assert not {"learning_rate", "schedule", "warmup"} & set(MaxRateSettings.names())

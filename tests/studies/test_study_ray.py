@@ -1,0 +1,90 @@
+"""Trials on a Ray cluster of this machine: the local engine's numbers, and lost workers and drivers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from studies.study_files import write_study
+from training.tiny_runs import result, start, wait_for
+
+from lamina.api import study
+from lamina.cli import main
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+LONG = {"steps": 600, "save_steps": 20, "eval_steps": 600, "logging_steps": 20}
+
+
+def argv(tmp_path, file, name, *more):
+    places = ["--output", tmp_path / name, "--store", tmp_path / f"{name}-trials", "--records", tmp_path / "records"]
+    return ["study", "run", str(file), *map(str, places), "--workers", "2", *more]
+
+
+def losses(tmp_path, name):
+    import pandas as pd
+
+    return pd.read_csv(tmp_path / name / "results.csv")[["key", "status", "eval_loss"]].to_dict("records")
+
+
+def process_of(folder: Path) -> int | None:
+    """The process that runs the trial of a folder, by the name of its log."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(link) == str(folder / "log.txt") for link in (entry / "fd").iterdir()):
+                return int(entry.name)
+        except OSError:
+            continue
+    return None
+
+
+def test_ray_gives_the_local_engines_numbers(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    for name, more in (("local", []), ("ray", ["--engine", "ray"])):
+        assert main(argv(tmp_path, file, name, *more)) == 0
+    assert losses(tmp_path, "local") == losses(tmp_path, "ray")
+
+
+def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus):
+    axes = {"placement": ["pre_ln"], "learning_rate": [3e-3], "seed": 2}
+    file = write_study(tmp_path / "files", corpus=corpus, axes=axes, changed=LONG, claims="")
+    assert main(argv(tmp_path, file, "local")) == 0
+    driver = start(*argv(tmp_path, file, "ray", "--engine", "ray"))
+    store = tmp_path / "ray-trials"
+    folder = wait_for(lambda: next((p.parents[1] for p in store.glob("*/checkpoints/checkpoint-*")), None), 120)
+    worker = wait_for(lambda: process_of(folder.resolve()))
+    parent = int((Path("/proc") / str(worker) / "stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)  # Ray's worker, whose task is run again
+    time.sleep(5)
+    driver.kill()
+    driver.wait()
+    subprocess.run(["ray", "stop", "--force"], check=False, capture_output=True)
+    assert main(argv(tmp_path, file, "ray", "--engine", "ray", "--resume")) == 0
+    assert losses(tmp_path, "local") == losses(tmp_path, "ray")
+
+
+def test_two_processes_share_a_trial(tmp_path, corpus):
+    axes = {"placement": ["keel"], "learning_rate": [3e-3], "seed": 1}
+    file = write_study(tmp_path / "files", corpus=corpus, axes=axes)
+    assert main(argv(tmp_path, file, "ray", "--engine", "ray", "--processes", "2")) == 0
+    assert main(argv(tmp_path, file, "local")) == 0
+    (one,), (two,) = losses(tmp_path, "local"), losses(tmp_path, "ray")
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-5)  # sums of gradients in another order
+
+
+def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path, corpus, capsys):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    assert main(argv(tmp_path, file, "ray", "--engine", "ray", "--address", "127.0.0.1:1")) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+    assert not list((tmp_path / "ray-trials").glob("*/result.json"))
+
+
+def test_python_takes_the_engine_too(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    places = {"store": str(tmp_path / "trials"), "records": str(tmp_path / "records")}
+    outcome = study(study=str(file), output=str(tmp_path / "out"), engine="ray", workers=2, bar=False, **places)
+    assert outcome.claims[0]["verdict"] == "holds"
+    assert all(result(tmp_path / "trials" / key)["status"] for key in outcome.results["key"])
