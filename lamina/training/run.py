@@ -126,6 +126,7 @@ class TrainingRun:
             bar=self.bar,
             processes=self.processes,
             realized=self.realized,
+            pause_step=self.settings.pause_step,
         )
 
     def _make_probing(self) -> list[ScheduledProbes]:
