@@ -124,8 +124,8 @@ class StudyFolder:
 
 
 def has_claims(folder: Path) -> bool:
-    """Whether a study judged claims, which a comparison does not."""
-    return (folder / CLAIMS).is_file()
+    """Whether a folder is of a study with a definition, which may judge claims; a comparison has none."""
+    return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 
 def read_folder(folder: Path) -> StudyFolder:

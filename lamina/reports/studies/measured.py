@@ -77,9 +77,10 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
             drawn += _over(study, part, request, x, time)
     if not drawn:
         return None
+    table = request.measure if request.measure in study.measures else probe
     log = bool(request.more.get("log", known.log)) and all(y > 0 for p in drawn for s in p.series for y in s.y)
     return Drawing(
-        name="-".join([study.name, study.scale, probe.replace("_", "-"), metric.replace("_", "-")]),
+        name="-".join([study.name, study.scale, *(part.replace("_", "-") for part in (table, metric))]),
         title=f"{metric.replace('_', ' ').capitalize()} by {splitting.title_of(x)}",
         caption="Mean over the seeds; the band is their range.",
         x=Axis(title="layers apart" if x == "size" else x.replace("_", " ")),
