@@ -11,7 +11,11 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures docs clean
+# Hours: trains what the committed records lack, and goes on where it was.
+results: $(VENV)/.development
+	$(BIN)/lamina study run all --resume=auto --record $(ARGS)
+
+.PHONY: results demo test test-all check format reliability bench bench-gpu bench-peers pictures docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
