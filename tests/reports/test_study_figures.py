@@ -13,7 +13,9 @@ from lamina.reports.studies import interactive, printed
 from lamina.reports.studies.choice import drawings
 from lamina.reports.studies.drawing import Request
 from lamina.reports.studies.folder import arms, read_folder
-from lamina.reports.studies.kinds import sweep
+from lamina.reports.studies.kinds import KINDS, sweep
+from lamina.studies.catalog import places
+from lamina.studies.catalog.study import read_study
 
 
 def kinds(study) -> list[str]:
@@ -154,3 +156,16 @@ def test_arms_of_one_placement_share_its_color_and_differ_in_form(tmp_path):
     assert lines["pre_ln"].color == lines["pre_ln, scaled"].color == look("pre_ln").color
     assert lines["pre_ln"].dash != lines["pre_ln, scaled"].dash
     assert lines["keel"] == look("keel")
+
+
+@pytest.mark.parametrize("name", places.names())
+def test_every_figure_that_the_catalog_asks_for_is_of_a_known_kind_and_of_what_its_study_measures(name):
+    study = read_study(name)
+    for figure in study.figures:
+        assert figure["kind"] in KINDS
+        for axis in {figure.get("x"), figure.get("color")} - {None, "none", "placement", "learning_rate"}:
+            known = {"layer", "start", "size", "index", "step"}
+            assert axis in known or any(axis in scale.axes for scale in study.scales.values())
+        wanted = str(figure.get("measure", "")).partition("(")[0].rpartition("/")[2]
+        listed = [one for scale in study.scales.values() for time in scale.measures.values() for one in time]
+        assert not wanted or wanted in {one.partition("(")[0] for one in listed}
