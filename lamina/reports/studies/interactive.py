@@ -103,7 +103,7 @@ def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, 
 def _lost(figure: go.Figure, series: Series, places: list[Value], top: float, *, row: int, col: int) -> None:
     """Marks along the top edge where no seed trained."""
     color, label = series.look.color, escape(series.label)
-    told = [[f"{x:g}" if isinstance(x, float) else escape(x), escape(ended)] for x, ended in series.lost]
+    told = [[f"{x:g}" if isinstance(x, float) else escape(str(x)), escape(ended)] for x, ended in series.lost]
     figure.add_scatter(
         x=places,
         y=[top] * len(places),

@@ -102,7 +102,7 @@ def axis(column: str, values: Iterable[object]) -> Axis:
 
 def joined(values: Iterable[object]) -> bool:
     """Whether a line may join the values of an axis: numbers, or texts with a number in them."""
-    return all(isinstance(value, float) or re.search(r"\d", value) for value in ordered_values(values))
+    return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
