@@ -30,6 +30,7 @@ from lamina.training.monitoring.falling import RecordedLosses
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes
+from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.optimization.schedule import schedule_of
@@ -78,6 +79,7 @@ class TrainingRun:
         self.guard = guard
         self.train_blocks = blocks.train.for_run(settings.seed)
         self.order = self._make_order(done=max(0, state.get("step", 0)))
+        self.updates = UpdateRatios(self.model)
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
         self._probing = self._make_probing()
         self.states: list[Stateful] = [
@@ -126,6 +128,7 @@ class TrainingRun:
             bar=self.bar,
             processes=self.processes,
             realized=self.realized,
+            updates=self.updates,
         )
 
     def _make_probing(self) -> list[ScheduledProbes]:
@@ -140,7 +143,7 @@ class TrainingRun:
             args=self._arguments,
             train_dataset=self.train_blocks,
             eval_dataset=Subset(held_out, spread(len(held_out), settings.eval_blocks or len(held_out))),
-            callbacks=[self.recorder, *self._tensorboard(), *self._probing],
+            callbacks=[self.updates, self.recorder, *self._tensorboard(), *self._probing],
             guard=self.guard,
             order=self.order,
             processes=self.processes,

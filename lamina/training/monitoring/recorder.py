@@ -22,6 +22,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows
+from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 
 TWICE_SECONDS = 3.0
@@ -42,6 +43,7 @@ class RunRecorder(TrainerCallback):
         track_layers: bool,
         bar: bool,
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
+        updates: UpdateRatios | None = None,
         processes: Processes | None = None,
     ):
         self.processes = Processes() if processes is None else processes
@@ -49,6 +51,7 @@ class RunRecorder(TrainerCallback):
         self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
         self.realized = realized  # by step: each corpus's share of a mix so far
+        self.updates = updates
         self.interrupted: str | None = None
         self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
@@ -190,6 +193,7 @@ class RunRecorder(TrainerCallback):
         states = hidden_state_rows(model, self.monitor_ids.to(device), step)
         self.guard.see_layers(states)
         rows = [*gradients, *states, *gain_rows(model, step)]
+        rows += self.updates.rows(step) if self.updates is not None else []
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
         self.layers.add(rows)
         if time.monotonic() - self._flushed > 30:
