@@ -65,7 +65,7 @@ def number(
         too_low = value <= low if open_low else value < low
         too_high = value >= high if open_high else value > high
         if not (too_low or too_high):
-            return value
+            return float(value) if isinstance(value, float) else value  # NumPy's floats are floats, but not to YAML
     span = f"above {low:g}" if open_low else f"at least {low:g}"
     if math.isfinite(high):
         span += f" and {'below' if open_high else 'at most'} {high:g}"

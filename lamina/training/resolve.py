@@ -25,7 +25,7 @@ POLICY = ResumePolicy(
     free=frozenset(
         (
             *("output", "save_steps", "keep", "report_to", "threads", "parallel", "device"),
-            *("rollback", "rollback_factor", "rollback_skip", "probe_every", "probes"),
+            *("rollback", "rollback_factor", "rollback_skip", "probe_every", "probes", "pause_step"),
         )
     ),
     before=SPEED_BEFORE,

@@ -129,6 +129,7 @@ class TrainingRun:
             processes=self.processes,
             realized=self.realized,
             updates=self.updates,
+            pause_step=self.settings.pause_step,
         )
 
     def _make_probing(self) -> list[ScheduledProbes]:

@@ -110,6 +110,15 @@ class RollbackSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PauseSettings(Settings):
+    """Where a run pauses."""
+
+    pause_step: int | None = setting(
+        None, "evaluate, save a checkpoint and stop after this step; --resume goes on from there", at_least(1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PretrainSettings(
     RunSettings,
     PlacementSettings,
@@ -120,6 +129,7 @@ class PretrainSettings(
     ParallelSettings,
     StreamSettings,
     RollbackSettings,
+    PauseSettings,
 ):
     """One pretraining run."""
 

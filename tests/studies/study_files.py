@@ -17,8 +17,10 @@ def {name}(trials):
 """
 
 
-def write_study(folder: Path, name: str = "mine", *, claims: str | None = None, corpus: Path, **scale) -> Path:
-    """A study of two placements and two seeds; ``scale`` replaces parts of its cpu scale."""
+def write_study(
+    folder: Path, name: str = "mine", *, claims: str | None = None, corpus: Path, changed=(), **scale
+) -> Path:
+    """A study of two placements and two seeds; ``scale`` replaces parts of its cpu scale, ``changed`` settings."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in SMALL.items() if key != "threads"}
     cpu = {
@@ -26,6 +28,7 @@ def write_study(folder: Path, name: str = "mine", *, claims: str | None = None, 
         "axes": {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3], "seed": 2},
         **scale,
     }
+    cpu["settings"].update(changed)
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump({"study": name, "title": "A tiny study", "scales": {"cpu": cpu}}), encoding="utf-8")
     text = CLAIMS.format(a="keel", name=name.replace("-", "_")) if claims is None else claims

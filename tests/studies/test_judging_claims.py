@@ -1,11 +1,14 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from synthetic_trials import rows, trials
 
 from lamina.errors import UserError
+from lamina.studies.catalog.study import Scale
+from lamina.studies.engine.verdicts import _reader
 from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims
 from lamina.studies.judging.claims import Claim, unjudged
 
@@ -119,6 +122,15 @@ def test_outside_of_a_file_the_decorator_leaves_the_function_as_it_is():
 def test_claims_without_trials_say_why(file):
     finding = Finding(verdict=Verdict.NOT_RUN, ours="", note="lamina study run mix-ppl")
     assert [each.verdict for each in unjudged(load_claims(file(CLAIMS)), finding)] == ["not run yet"] * 2
+
+
+def test_a_claim_names_a_probe_with_or_without_its_options():
+    measures = {"end": ("layer_drop(meaning=remove)", "gains"), "records": ("metrics",)}
+    read = _reader(Scale(name="cpu", measures=measures), SimpleNamespace(table=lambda key, measure: (key, measure)))
+    assert read("a", "layer_drop", "end") == read("a", "layer_drop(meaning=remove)", "end")
+    assert read("a", "layer_drop", "end") == ("a", "end/layer_drop(meaning=remove)")
+    assert read("a", "metrics", "records") == ("a", "records/metrics")
+    assert read("a", "gains", "init") is None
 
 
 def test_importing_the_judge_loads_no_heavy_library():

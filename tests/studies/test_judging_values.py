@@ -1,4 +1,5 @@
 import pytest
+from scipy import stats
 
 from lamina.studies.judging import (
     Finding,
@@ -46,13 +47,16 @@ def test_an_exact_formula_allows_no_seed_to_miss_it():
     assert close(2.0**-64, 2.0**-64, 1e-6).verdict == "holds"
 
 
-def test_a_trend_needs_its_direction_in_all_of_five_seeds():
-    rising = {x: {seed: x + 0.01 * seed for seed in range(5)} for x in (8, 16, 32)}
-    assert monotone(rising).verdict == "holds"
-    assert monotone(rising).p == pytest.approx(1 / 32)
+def test_a_trend_needs_its_direction_and_more_than_the_seeds_spread():
+    rising = {x: {seed: x + 0.1 * seed * x for seed in range(5)} for x in (8, 16, 32)}
+    found = monotone(rising, name="gain")
+    slopes = [(32 - 8) / 2 * (1 + 0.1 * seed) for seed in range(5)]  # of values at the ranks 0, 1, 2
+    assert (found.verdict, found.margin) == ("holds", 1.0)
+    assert found.p == pytest.approx(stats.ttest_1samp(slopes, 0).pvalue)
+    assert found.ours == "gain 9.6, 19.2, 38.4 at 8, 16, 32: rising with tau 1.00 (5 seeds, p < 0.001)"
     assert monotone(rising, rising=False).verdict == "fails"
-    four = {x: dict.fromkeys(range(4), x) for x in (8, 16, 32)}
-    assert monotone(four).verdict == "inconclusive"
+    falling = {x: {seed: -value for seed, value in values.items()} for x, values in rising.items()}
+    assert monotone(falling, rising=False).verdict == "holds"
     mixed = {x: {seed: x * (1 if seed else -1) for seed in range(5)} for x in (8, 16, 32)}
     assert monotone(mixed).verdict == "inconclusive"
     assert monotone({1: {0: 1.0}, 2: {1: 2.0}}).verdict == "inconclusive"

@@ -50,9 +50,7 @@ def test_ray_gives_the_local_engines_numbers(tmp_path, corpus):
 
 def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus):
     axes = {"placement": ["pre_ln"], "learning_rate": [3e-3], "seed": 2}
-    file = write_study(tmp_path / "files", corpus=corpus, axes=axes)
-    text = file.read_text().replace("    settings:\n", "    settings:\n      save_steps: 20\n")
-    file.write_text(text.replace("steps: 4", "steps: 400"))
+    file = write_study(tmp_path / "files", corpus=corpus, axes=axes, changed=LONG, claims="")
     assert main(argv(tmp_path, file, "local")) == 0
     driver = start(*argv(tmp_path, file, "ray", "--engine", "ray"))
     store = tmp_path / "ray-trials"

@@ -11,6 +11,7 @@ from lamina.core.values import is_finite, seed_number
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.studies.catalog.places import BASES, catalog_folder, find
+from lamina.studies.search.space import Search, read_search
 from lamina.studies.trials.jobs import JOBS, TrialJob
 
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
@@ -18,7 +19,7 @@ SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 RECORDS = ("metrics", "layers")
 _STUDY = {"study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes"}
-_SCALE = {"base", "settings", "axes", "measures", "job", "skip", "needs", "notes", "figure", "figures"}
+_SCALE = {"base", "settings", "axes", "measures", "job", "skip", "needs", "search", "notes", "figure", "figures"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Scale:
         seeds: of the trials.
         measures: per time (init, end, records), the probes or records.
         skip: combinations of axis values that are left out.
+        search: how settings are searched, if they are.
         needs: why this scale cannot decide the claims; empty if it can.
         folder: of the study's file; placements that begin with ``./`` are relative to it.
     """
@@ -56,6 +58,7 @@ class Scale:
     seeds: tuple[int, ...] = (0,)
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip: tuple[Json, ...] = ()
+    search: Search | None = None
     needs: str = ""
     folder: Path = Path()
 
@@ -141,10 +144,13 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     axes = dict(_mapping(where, data, "axes"))
     rates, tuning = _rates(where, axes.pop("learning_rate", None))
     seeds = _seeds(where, axes.pop("seed", 1))
+    settings = {**_base(where, data.get("base"), folder), **_mapping(where, data, "settings")}
+    steps = settings.get("steps")
     scale = Scale(
         name=name,
         job=job,
-        settings={**_base(where, data.get("base"), folder), **_mapping(where, data, "settings")},
+        settings=settings,
+        search=read_search(where, data.get("search"), JOBS[job].settings_class().names(), steps),
         axes={axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()},
         rates=rates,
         tuning=tuning,
@@ -154,6 +160,8 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         needs=_text(where, data, "needs", default=""),
         folder=folder,
     )
+    if scale.search is not None and (scale.axes or rates or tuning):
+        raise UserError(f"{where}axes: with a search, only 'seed' (allowed: the others in the search's space)")
     if tuning is not None and tuning.seeds > len(seeds):
         raise UserError(f"{where}learning_rate: seeds: {tuning.seeds} (allowed: at most the {len(seeds)} of 'seed')")
     return scale

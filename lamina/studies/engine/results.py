@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
@@ -19,27 +19,33 @@ _NOTES = {*columns.NOTES, "rollbacks", "key", "tuned"}
 
 def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
     """A row per trial that has a result: its key, its place on the axes, whether it is tuned, and the result."""
-    import pandas as pd
-
     failed = failed or {}
-    found: dict[str, tuple[Trial, Json]] = {}
+    found: dict[str, Json] = {}
     for trial in plan.wanted(store.result):
         result = failed.get(trial.key) or store.result(trial)
         if result is not None:
-            found[trial.key] = (trial, result)
-    rows = [_row(plan, trial, result) for trial, result in found.values()]
-    names = ["key", *plan.scale.axes, "placement", "learning_rate", "seed", "tuned"]
+            found[trial.key] = result_row(trial, result, _values(plan, trial), tuned=plan.is_tuned(trial))
+    return as_table(found.values(), list(plan.scale.axes))
+
+
+def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
+    """The rows of a study as a table: the key, the axes, then the columns of a result."""
+    import pandas as pd
+
+    rows = list(rows)
+    names = ["key", *axes, "placement", "learning_rate", "seed", "tuned"]
     rest = [name for name in columns.names() if name not in (*names, "trial")]
     more = list(dict.fromkeys(name for row in rows for name in row if name not in names and name not in rest))
     return pd.DataFrame(rows, columns=list(dict.fromkeys([*names, *rest, *more])))
 
 
-def _row(plan: Plan, trial: Trial, result: Json) -> Json:
-    left_out = {*_NOTES, *plan.scale.axes, "trial"}
+def result_row(trial: Trial, result: Json, values: Mapping[str, object], *, tuned: bool) -> Json:
+    """A trial's row: its key, ``values`` (its place on the axes), and the numbers and texts of its result."""
+    left_out = {*_NOTES, *values, "trial"}
     scalars = {n: value for n, value in result.items() if n not in left_out and not isinstance(value, dict | list)}
     placement = str(getattr(trial.settings, "placement", ""))
-    own: Json = {"key": trial.key, "placement": placement, **_values(plan, trial), "seed": trial.seed}
-    return {**scalars, **own, "learning_rate": trial.learning_rate, "tuned": plan.is_tuned(trial)}
+    own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
+    return {**scalars, **own, "learning_rate": trial.learning_rate, "tuned": tuned}
 
 
 def _values(plan: Plan, trial: Trial) -> Json:

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import Executor, run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import measured_table, results_table
+from lamina.studies.engine.searched import run_search
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.record import STUDY, has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
@@ -74,7 +76,9 @@ def run_study(
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), plan, store)
-    if not plan.scale.needs:  # before the folder is touched: a placement or the corpus may be unreadable
+    if not (
+        plan.scale.needs or plan.scale.search
+    ):  # before the folder is touched: a placement or the corpus may be unreadable
         missing = [trial for trial in plan.wanted(store.result) if store.complete(trial) is None]
         if missing and complete.engine == "local":
             processes.prepare()
@@ -153,6 +157,15 @@ def _run(
     if plan.scale.needs:
         write_study(folder, {**header, "trials": []})
         results = write()
+    elif plan.scale.search is not None:
+        write_study(folder, {**header, "trials": []})
+        results = run_search(
+            *(plan.scale, plan.changes, store, folder),
+            workers=settings.workers,
+            execute=execute,
+            write=partial(write_results, folder),
+            bar=bar,
+        )
     else:
         write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
         try:

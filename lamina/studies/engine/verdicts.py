@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lamina.core import specs
+from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
@@ -14,7 +16,7 @@ from lamina.studies.catalog.places import catalog_folder, names
 from lamina.studies.catalog.study import SCALES, Scale, Study, read_study
 from lamina.studies.judging.claims import judge, load_claims
 from lamina.studies.judging.findings import Verdict
-from lamina.studies.judging.trials import Trials
+from lamina.studies.judging.trials import Reader, Trials
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,10 +42,21 @@ def judge_study(study: Study, scale: Scale, results: pd.DataFrame, store: Store)
             results,
             axes=list(scale.axes),
             scale=scale.name,
-            measures=lambda key, name, at: store.table(key, f"{at}/{name}"),
+            measures=_reader(scale, store),
         )
         judged = [one.record() for one in judge(claims, trials)]
     return [{**one, **_provenance(study, scale)} for one in judged]
+
+
+def _reader(scale: Scale, store: Store) -> Reader:
+    """Reads a trial's table under the name that a claim gives it: as in the YAML, or the probe's name alone."""
+
+    def read(key: str, name: str, at: str) -> Frame | None:
+        listed = scale.measures.get(at, ())
+        fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
+        return store.table(key, f"{at}/{fits[0]}") if fits else None
+
+    return read
 
 
 def _provenance(study: Study, scale: Scale) -> Json:

@@ -79,7 +79,10 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """The disjunction: holds if one holds, fails if all fail. Its p is the smallest times the number of parts."""
+    """The disjunction: holds if one holds, fails if all fail. Its p is the smallest times the number of parts.
+
+    Where one holds, its numbers stand alone.
+    """
     assert findings
     ps = [finding.p for finding in findings if finding.p is not None]
     p = min(1.0, min(ps) * len(ps)) if ps else None
@@ -87,7 +90,8 @@ def any_of(*findings: Finding) -> Finding:
         deciding = [finding for finding in findings if finding.verdict == verdict]
         if deciding:
             best = min(deciding, key=lambda finding: 0.0 if finding.p is None else finding.p)
-            return _joined(findings, best, None if best.p is None else p)
+            shown = (best,) if verdict == Verdict.HOLDS else findings
+            return _joined(shown, best, None if best.p is None else p)
     return _joined(findings, findings[0], p)
 
 

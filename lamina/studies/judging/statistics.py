@@ -112,13 +112,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def sign_test(successes: int, count: int) -> float:
-    """The p of at least ``successes`` of ``count`` fair coins, one-sided."""
-    from scipy import stats
-
-    return float(stats.binomtest(successes, count, 0.5, alternative="greater").pvalue)
-
-
 def kendall(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Kendall's tau-b and its two-sided p. Tau is 0 where one side is constant."""
     from scipy import stats

@@ -114,10 +114,11 @@ class Trials:
         return table[list(dict.fromkeys([column, "status"]))].sort_index()
 
     def measure(self, name: str, at: str = "end") -> Frame:
-        """A probe's table at "init" or "end", of all trials that have one, named as in the study's YAML.
+        """A probe's table at "init" or "end", of all trials that have one.
 
-        Each row has its trial in front: the axes, placement, learning_rate, seed and key. A column of the probe that
-        has one of these names gets the probe's name as a prefix. Raises NotMeasured if no trial has the table.
+        ``name``: as the study's YAML has it, or the probe's alone. Each row has its trial in front: the axes,
+        placement, learning_rate, seed and key. A column of the probe that has one of these names gets the probe's name
+        as a prefix. Raises NotMeasured if no trial has the table.
         """
         return self._tables(name, at)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lamina.studies.judging.differences import (
     BySeed,
@@ -16,7 +16,7 @@ from lamina.studies.judging.differences import (
     seeds_text,
 )
 from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict
-from lamina.studies.judging.statistics import ALPHA, bootstrap_interval, kendall, sign_test, t_test
+from lamina.studies.judging.statistics import ALPHA, bootstrap_interval, kendall, t_test
 
 
 def compare_values(
@@ -66,30 +66,28 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     """Whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
 
     Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
-    direction and a sign test over the seeds has p below .05 (5 seeds at least); fails if the mean tau is not in that
-    direction at all. Seeds that lack an x are left out.
+    direction, and a t test over the seeds of the slope (of value over the rank of x) has p below .05. Fails if the mean
+    tau is not in that direction at all. Seeds that lack an x are left out.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*(set(values[x]) for x in xs)))
-    taus = [kendall(xs, [values[x][seed] for x in xs])[0] * (1 if rising else -1) for seed in seeds]
+    places = ", ".join(f"{x:g}" for x in xs)
     course = ", ".join(number(mean([values[x][seed] for seed in seeds])) if seeds else "-" for x in xs)
+    text = f"{name} {course} at {places}".strip()
     if len(seeds) < TOO_FEW:
-        return Finding(
-            verdict=Verdict.INCONCLUSIVE,
-            ours=f"{name} {course}".strip(),
-            seeds=len(seeds),
-            note=f"fewer than {TOO_FEW} seeds with all of {', '.join(f'{x:g}' for x in xs)}",
-        )
-    tau = mean(taus)
-    p = sign_test(sum(each > 0 for each in taus), len(seeds))
-    if tau >= at_least and p < ALPHA:
+        note = f"fewer than {TOO_FEW} seeds with all of {places}"
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=text, seeds=len(seeds), note=note)
+    sign = 1 if rising else -1
+    tau = mean([kendall(xs, [sign * values[x][seed] for x in xs])[0] for seed in seeds])
+    slopes = [_slope([sign * values[x][seed] for x in xs]) for seed in seeds]
+    p = t_test(slopes)
+    if tau >= at_least and mean(slopes) > 0 and p < ALPHA:
         verdict = Verdict.HOLDS
     else:
         verdict = Verdict.FAILS if tau <= 0 else Verdict.INCONCLUSIVE
     return Finding(
         verdict=verdict,
-        ours=f"{name} {course} at {', '.join(f'{x:g}' for x in xs)}: {'rising' if rising else 'falling'} with "
-        f"tau {tau:.2f} ({seeds_text(len(seeds))}, {p_text(p)})".strip(),
+        ours=f"{text}: {'rising' if rising else 'falling'} with tau {tau:.2f} ({seeds_text(len(seeds))}, {p_text(p)})",
         margin=tau,
         p=p,
         seeds=len(seeds),
@@ -124,6 +122,14 @@ def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: i
         ours=f"{name} {sum(cases)} of {len(cases)} (claimed: at least {at_least:.0%})".strip(),
         margin=share,
         seeds=seeds,
+    )
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Of the least-squares line through values at 0, 1, 2, ..."""
+    center = (len(values) - 1) / 2
+    return sum((x - center) * value for x, value in enumerate(values)) / sum(
+        (x - center) ** 2 for x in range(len(values))
     )
 
 

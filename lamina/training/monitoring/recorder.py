@@ -45,6 +45,7 @@ class RunRecorder(TrainerCallback):
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
         updates: UpdateRatios | None = None,
         processes: Processes | None = None,
+        pause_step: int | None = None,
     ):
         self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
@@ -53,6 +54,7 @@ class RunRecorder(TrainerCallback):
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
         self.interrupted: str | None = None
+        self.pause_step = pause_step
         self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
         # The clock stops during evaluations, records and checkpoints: they are not training time.
@@ -90,6 +92,8 @@ class RunRecorder(TrainerCallback):
             self.bar.update(1)
         if orphaned():
             self.interrupted = "the study that started it is gone"
+        if self.pause_step is not None and self.pause_step <= state.global_step < state.max_steps:
+            self.interrupted, control.should_evaluate = "paused", True
         if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)
             control.should_training_stop = control.should_save = True

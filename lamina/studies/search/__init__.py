@@ -1,0 +1,1 @@
+"""Searches: Optuna proposes settings, cheap rungs drop most of them, a race over paired seeds decides."""

@@ -1,0 +1,29 @@
+"""Keel, Section 5.2."""
+
+from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, higher, lower, optimum
+
+
+@claim(
+    says="From Pre-LN's best learning rate to Keel's, Keel's loss falls and Pre-LN's rises",
+    paper="over 1.5e-3, 3e-3 and 6e-3 at 512 layers",
+)
+def keel_lr(trials: Trials) -> Finding:
+    ours, other = (optimum(trials, arm) for arm in ("keel", "pre_ln"))
+    rates = f"best rate {ours.trained:g} (keel), {other.trained:g} (pre_ln)"
+    if ours.trained <= other.trained:
+        return Finding(verdict=Verdict.FAILS, ours=rates, seeds=len(trials.seeds))
+    finding = all_of(
+        lower(trials, _at("keel", ours.trained), than=_at("keel", other.trained)),
+        higher(trials, _at("pre_ln", ours.trained), than=_at("pre_ln", other.trained)),
+    ).noted(rates)
+    return finding.noted("a best rate lies at the sweep's edge") if ours.at_edge or other.at_edge else finding
+
+
+@claim(says="At its own best rate, Keel's loss is below Pre-LN's at its own")
+def keel_lr__best(trials: Trials) -> Finding:
+    arms = [_at(arm, optimum(trials, arm).trained) for arm in ("keel", "pre_ln")]
+    return lower(trials, arms[0], than=arms[1])
+
+
+def _at(placement: str, rate: float) -> dict[str, object]:
+    return {"placement": placement, "learning_rate": rate}

@@ -1,0 +1,50 @@
+"""KEEL Table 1."""
+
+from itertools import pairwise
+
+from lamina.studies.judging import Finding, Trials, all_of, claim, higher
+
+ORDER = ("post_ln", "deepnorm", "hybridnorm", "mix_ln", "pre_ln", "keel")
+POST = ("post_ln", "deepnorm", "hybridnorm", "mix_ln")
+TABLE = "Post 3.0e-4, DeepNorm 3.5e-4, HybridNorm 4.9e-4, Mix 8.6e-4, Pre 7.65e-3, Keel 1.01e-2 (64 layers)"
+
+
+@claim(
+    says="Keel bears a higher learning rate than Pre-LN, and Pre-LN a higher one than Mix-LN, HybridNorm, DeepNorm and "
+    "Post-LN",
+    paper=TABLE,
+)
+def keel_maxlr(trials: Trials) -> Finding:
+    return all_of(_higher(trials, "keel", "pre_ln"), *(_higher(trials, "pre_ln", arm) for arm in POST))
+
+
+@claim(says="Keel bears a higher learning rate than Pre-LN", paper="1.01e-2 > 7.65e-3; 512 layers 6.31e-3 > 4.67e-3")
+def keel_maxlr__keel(trials: Trials) -> Finding:
+    return _higher(trials, "keel", "pre_ln")
+
+
+@claim(says="The order is Post-LN < DeepNorm < HybridNorm < Mix-LN < Pre-LN < Keel", paper=TABLE)
+def keel_maxlr__order(trials: Trials) -> Finding:
+    return all_of(*(_higher(trials, upper, than) for than, upper in pairwise(ORDER)))
+
+
+@claim(says="FuseNorm bears a lower learning rate than Keel")
+def keel_maxlr__fusenorm(trials: Trials) -> Finding:
+    return _higher(trials, "keel", "fusenorm")
+
+
+@claim(says="Peri-LN bears a higher learning rate than Pre-LN")
+def keel_maxlr__peri_ln(trials: Trials) -> Finding:
+    return _higher(trials, "peri_ln", "pre_ln")
+
+
+def _higher(trials: Trials, arm: str, than: str) -> Finding:
+    """At the paper's scale, at each depth. A difference of 2e-4 is about a step of the warm-up."""
+    if "num_layers" not in trials.axes:
+        return higher(trials, arm, than=than, column="max_learning_rate", by=2e-4, any_status=True)
+    return all_of(
+        *(
+            higher(trials.where(num_layers=depth), arm, than=than, column="max_learning_rate", by=2e-4, any_status=True)
+            for depth in trials.values("num_layers")
+        )
+    )

@@ -1,0 +1,35 @@
+"""Keel: the rise of the loss without each layer."""
+
+from lamina.core.frames import Frame
+from lamina.studies.judging import Finding, Trials, claim, compare_values
+
+NAMES = ("keel", "pre_ln")
+
+
+@claim(
+    says="Without one of the layers of the deeper half, Keel's loss rises more than Pre-LN's, on average",
+    paper="deep layers matter more than in Pre-LN (perplexity on C4)",
+)
+def keel_redundancy(trials: Trials) -> Finding:
+    keel, pre = (rises[rises["deep"]].groupby("seed")["value"].mean().to_dict() for rises in _rises(trials))
+    return compare_values(keel, pre, lower=False, names=NAMES)
+
+
+@claim(says="The deeper half has a larger share of all layers' harm in Keel than in Pre-LN")
+def keel_redundancy__share(trials: Trials) -> Finding:
+    keel, pre = (_shares(rises) for rises in _rises(trials))
+    return compare_values(keel, pre, lower=False, names=NAMES)
+
+
+def _rises(trials: Trials) -> list[Frame]:
+    """The rise of the loss by layer and seed, of Keel and of Pre-LN."""
+    table: Frame = trials.tuned().measure("layer_drop", at="end")
+    table = table[(table["meaning"] == "remove") & (table["metric"] == "loss_increase")]
+    table = table.assign(deep=table["layer"] >= (table["layer"].max() + 1) / 2)
+    return [table[table["placement"] == placement] for placement in NAMES]
+
+
+def _shares(rises: Frame) -> dict[int, float]:
+    rises = rises.assign(value=rises["value"].clip(lower=0.0))
+    total = rises.groupby("seed")["value"].sum()
+    return (rises[rises["deep"]].groupby("seed")["value"].sum() / total).to_dict()

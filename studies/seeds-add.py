@@ -1,0 +1,30 @@
+"""Combinations of the four seeds' placements against their parts."""
+
+from lamina.studies.judging import Finding, Trials, all_of, any_of, claim, lower
+
+FUSED = ("fused keel, root of N", "fused keel, N", "fused keel, 2 N")
+
+
+@claim(says="FuseNorm's skip in Keel has a lower loss than FuseNorm and than Keel, with one of three alphas")
+def seeds_add(trials: Trials) -> Finding:
+    return any_of(*(_beats(trials, arm, "fusenorm", "keel") for arm in FUSED))
+
+
+@claim(says="FuseNorm's skip in Keel (alpha = N) has a lower loss than both at three times the steps, too")
+def seeds_add__longer(trials: Trials) -> Finding:
+    return _beats(trials, "fused keel, N", "fusenorm", "keel", budget="three times")
+
+
+@claim(says="Mix-LN with Keel above has a lower loss than Mix-LN and than Keel")
+def seeds_add__mix_keel(trials: Trials) -> Finding:
+    return _beats(trials, "mix with keel", "mix_ln", "keel")
+
+
+@claim(says="Mix-LN with Peri-LN above has a lower loss than Mix-LN and than Peri-LN")
+def seeds_add__mix_peri(trials: Trials) -> Finding:
+    return _beats(trials, "mix with peri_ln", "mix_ln", "peri_ln")
+
+
+def _beats(trials: Trials, arm: str, *parts: str, budget: str = "once") -> Finding:
+    tuned = trials.tuned().where(budget=budget)
+    return all_of(*(lower(tuned, arm, than=part) for part in parts))
