@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from lamina.core.json_types import Json
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
-from lamina.data.blocks import PartShare, spread
+from lamina.data.blocks import Block, PartShare, spread
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.identity import RunIdentity
 from lamina.training.checkpointing.resuming import checkpoint_to_resume
@@ -152,6 +152,7 @@ class TrainingRun:
             rate_factors=self._rate_factors,
             schedule=schedule_of(settings),
             rate_factor=self.rollbacks.learning_rate_factor,
+            second=self._second_corpus(),
             states=self.states,
             keep_also=is_good if settings.rollback else None,
         )
@@ -160,6 +161,13 @@ class TrainingRun:
         for callback in (self.recorder, *self._probing):
             callback.trainer = trainer
         return trainer
+
+    def _second_corpus(self) -> Subset[Block] | None:
+        """The blocks of the second corpus to evaluate on."""
+        second = self.blocks.second
+        if second is None:
+            return None
+        return Subset(second, spread(len(second), self.settings.eval_blocks or len(second)))
 
     def _monitor_ids(self) -> torch.Tensor:
         """Held-out blocks for the layer monitor and the scheduled probes, [blocks, sequence_length]."""

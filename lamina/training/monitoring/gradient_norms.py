@@ -32,6 +32,7 @@ class LayerGradNorms(_Trainer):
     gradient_norms: GradientNorms | None
     series: StepSeries | None = None
     experts: ExpertBalance | None = None
+    second_loss: float | None = None  # on the second corpus, at the last evaluation
     overflows: int = 0
     overflows_in_a_row: int = 0
 
