@@ -11,7 +11,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures docs clean
+.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
@@ -61,6 +61,15 @@ bench-gpu:
 # Without their dependencies: a second torch must not come in. What is missing is left out of the comparison, and said.
 bench-peers: $(VENV)/.development
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$(PEERS)" $(PEER_PACKAGES)
+
+# The pages of docs/results from the records of studies.
+results-docs: $(VENV)/.development
+	$(BIN)/python docs/results.py
+
+# Hours: trains what the committed records lack, and goes on where it was.
+results: $(VENV)/.development
+	$(BIN)/lamina study run all --resume=auto --record $(ARGS)
+	$(MAKE) results-docs
 
 pictures: $(VENV)/.development
 	$(BIN)/lamina placements post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel --num-layers 4 --svg docs/placements.svg

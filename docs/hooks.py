@@ -6,19 +6,26 @@ of the repository that the site does not hold becomes its text, once the file is
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from plotly.offline import get_plotlyjs
 
 logger = logging.getLogger("mkdocs.hooks")  # mkdocs counts its warnings under --strict
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+DOCS = ROOT / "docs"
+PLOTLY = "assets/plotly.min.js"
+STUDIES = "results/*.md"
+_PICTURE = re.compile(r"^!\[[^\]\[]*\]\((?P<path>[^)\s]+\.svg)\)$", re.MULTILINE)
 _SOURCES = {page: source for source, page in PAGES.items()}
 # Code first: what looks like a link in it is none.
 _LINK = re.compile(
@@ -27,17 +34,38 @@ _LINK = re.compile(
 )
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of the results into the navigation: they are generated, so mkdocs.yml does not name them."""
+    config.nav = _with_results(config.nav or [])
+    return config
+
+
+def _with_results(nav: list[Any]) -> list[Any]:
+    """Navigation with the studies' pages in the place of ``results/*.md``."""
+    items: list[Any] = []
+    for item in nav:
+        if isinstance(item, dict):
+            item = {name: _with_results(part) if isinstance(part, list) else part for name, part in item.items()}
+        if item == STUDIES:
+            pages = sorted(path.name for path in (DOCS / "results").glob("*.md") if path.name != "index.md")
+            items += [{Path(name).stem: f"results/{name}"} for name in pages]
+        else:
+            items.append(item)
+    return items
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand at the root of the repository."""
+    """Add the pages that stand at the root of the repository, and what draws the figures of the results."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    files.append(File.generated(config, PLOTLY, content=get_plotlyjs()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let each link of a page lead to a page or a file of the site."""
     source = _SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    return site_links(markdown, source, files)
+    return with_figures(site_links(markdown, source, files), page.file)
 
 
 def site_links(markdown: str, source: str, files: Files) -> str:
@@ -60,6 +88,32 @@ def site_links(markdown: str, source: str, files: Files) -> str:
         return found["label"]
 
     return _LINK.sub(link, markdown)
+
+
+def with_figures(markdown: str, page: File) -> str:
+    """A page with its figures interactive: those whose picture has its data, a JSON file of the same name, beside it.
+
+    The data are in the page, as a browser reads no other file from a file. The picture is linked below, for a paper.
+    """
+
+    def figure(found: re.Match[str]) -> str:
+        data = DOCS / posixpath.dirname(page.src_uri) / found["path"]
+        if not data.with_suffix(".json").is_file():
+            return found[0]
+        drawn = json.loads(data.with_suffix(".json").read_text(encoding="utf-8"))
+        drawn["layout"].pop("template", None)
+        name, text = data.stem, json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
+        height = drawn["layout"].get("height", 420)
+        return (
+            f'<div id="{name}" style="height:{height}px"></div>\n'
+            f'<script>{{const drawn = {text}; Plotly.newPlot("{name}", drawn.data, drawn.layout, '
+            "{responsive: true, displaylogo: false});}</script>\n\n"
+            f"[For a paper: SVG]({found['path']})"
+        )
+
+    changed = _PICTURE.sub(figure, markdown)
+    way = posixpath.relpath(PLOTLY, posixpath.dirname(page.src_uri) or ".")
+    return changed if changed == markdown else f'<script src="{way}"></script>\n\n{changed}'
 
 
 def _page_of(path: str) -> str:

@@ -12,12 +12,12 @@ from lamina import auto_classes as registering
 
 if TYPE_CHECKING:
     from lamina import data, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
-    from lamina.api import compare, max_lr, preflight, pretrain
+    from lamina.api import compare, max_lr, preflight, pretrain, study
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "compare", "max_lr", "placements", "preflight", "pretrain", "probe", "wire"]
+__all__ = ["__version__", "build", "compare", "max_lr", "placements", "preflight", "pretrain", "probe", "study", "wire"]
 
 _LAZY = {
     "build": "lamina.modeling.building",
@@ -26,6 +26,7 @@ _LAZY = {
     "max_lr": "lamina.api",
     "preflight": "lamina.api",
     "pretrain": "lamina.api",
+    "study": "lamina.api",
     "probe": "lamina.probes.engine.measure",
 }
 _PACKAGES = ("placements", "modeling", "data", "probes", "training", "preflights", "studies", "reports")

@@ -22,24 +22,14 @@ def keel_jacobian(trials: Trials) -> Finding:
 
 @claim(says="Measured, Keel's is 1 within 5 % at every depth", paper="tends to 1")
 def keel_jacobian__keel(trials: Trials) -> Finding:
-    found = _products(trials, "keel", "residual_path")
-    return all_of(
-        *(
-            close({seed: 10**log for seed, log in enumerate(logs)}, 1.0, 0.05, name=f"keel, {name}:")
-            for (name, _), logs in found.items()
-        )
-    )
+    products = [10**log for log, _ in _products(trials, "keel", "residual_path")]
+    return close(dict(enumerate(products)), 1.0, 0.05, name="keel: product", seeds=len(trials.seeds))
 
 
 @claim(says="Measured, Post-LN's falls as 2^(-L/2), its logarithm within 20 %", paper="2^(-L/2)")
 def keel_jacobian__post_ln(trials: Trials) -> Finding:
-    found = _products(trials, "post_ln", "residual_path")
-    return all_of(
-        *(
-            close(dict(enumerate(logs)), -(blocks - 1) * math.log10(2), 0.2, name=f"post_ln, {name}: log10")
-            for (name, blocks), logs in found.items()
-        )
-    ).noted("the formula takes branches as large as the skip; at the start they are smaller")
+    finding = _to_formula(trials, "post_ln", "residual_path", 0.2)
+    return finding.noted("the formula takes branches as large as the skip; at the start they are smaller")
 
 
 @claim(
@@ -47,22 +37,25 @@ def keel_jacobian__post_ln(trials: Trials) -> Finding:
     paper="(1 + 1/L^2)^(-L/2); 2^(-L/2)",
 )
 def keel_jacobian__formula(trials: Trials) -> Finding:
-    findings = []
-    for (name, blocks), logs in _products(trials, "keel", "keel").items():
-        expected = -(blocks - 1) * math.log10(1 + 1 / (2 * blocks) ** 2)
-        findings.append(close(dict(enumerate(logs)), expected, 1e-3, name=f"keel, {name}: log10"))
-    for (name, blocks), logs in _products(trials, "post_ln", "keel").items():
-        expected = -(blocks - 1) * math.log10(2)
-        findings.append(close(dict(enumerate(logs)), expected, 1e-3, name=f"post_ln, {name}: log10"))
-    return all_of(*findings)
+    return all_of(*(_to_formula(trials, placement, "keel", 1e-3) for placement in ("keel", "post_ln")))
 
 
-def _products(trials: Trials, placement: str, role: str) -> dict[tuple[str, int], list[float]]:
-    """By initializer and depth, log10 of the product over the blocks but the first, one number per seed."""
+def _to_formula(trials: Trials, placement: str, role: str, tolerance: float) -> Finding:
+    """The logarithm over the formula's, which is the same per block: 1 where it holds."""
+    ratios = []
+    for log, blocks in _products(trials, placement, role):
+        factor = 1 + 1 / (2 * blocks) ** 2 if placement == "keel" else 2.0
+        ratios.append(log / (-(blocks - 1) * math.log10(factor)))
+    name = f"{placement}: logarithm over the formula's"
+    return close(dict(enumerate(ratios)), 1.0, tolerance, name=name, seeds=len(trials.seeds))
+
+
+def _products(trials: Trials, placement: str, role: str) -> list[tuple[float, int]]:
+    """Of each model, log10 of the product over the blocks but the first, and the number of blocks."""
     table: Frame = trials.where(placement=placement).measure(PROBE, at="init")
     table = table[(table["sublayer"] == "block") & (table["role"] == role) & (table["metric"] == "log10_product")]
-    found: dict[tuple[str, int], list[float]] = {}
-    for (init, depth, _), rows in table.groupby(["init", "num_layers", "seed"]):
+    logs = []
+    for (_, depth), rows in table.groupby(["key", "num_layers"]):
         by_layer = rows.sort_values("layer")["value"]
-        found.setdefault((f"{init}, {depth} blocks", int(depth)), []).append(by_layer.iloc[-1] - by_layer.iloc[0])
-    return found
+        logs.append((float(by_layer.iloc[-1] - by_layer.iloc[0]), int(depth)))
+    return logs

@@ -48,6 +48,6 @@ def peri_linear__uncorrelated(trials: Trials) -> Finding:
     found = []
     for at in ("init", "end"):
         ratio = numbers(trials, PERI, "hidden_states", added, at=at)
-        names = (f"growth over added variance at {at}", "1")
+        names = (f"growth over added variance at {at}", "exactly")
         found.append(equivalent_values(ratio, dict.fromkeys(ratio, 1.0), within=UNCORRELATED, names=names))
     return all_of(*found)

@@ -71,6 +71,7 @@ def test_a_users_script_is_checked_against_the_types_of_the_wheel(built, tmp_pat
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert "lamina/py.typed" in file.namelist()
+        assert any(name.endswith("data/share/lamina/studies/bases.yaml") for name in file.namelist())
         file.extractall(tmp_path / "site")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "pyrightconfig.json").write_text('{"extraPaths": ["site"], "include": ["script.py"]}')

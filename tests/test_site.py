@@ -84,3 +84,30 @@ def test_a_link_that_leads_nowhere_is_a_warning_which_the_strict_build_counts(ho
         assert hooks.site_links("[a](compare.md)", "README.md", files_of(hooks, "compare.md")) == "a"
     assert "README.md: the link to compare.md leads nowhere" in caplog.text
     assert caplog.records[0].name.startswith("mkdocs.")
+
+
+def test_the_results_are_those_of_the_records(tmp_path):
+    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pages = module.write(tmp_path, draw=False)
+    committed = ROOT / "docs" / "results"
+    assert {page.name for page in pages} == {page.name for page in committed.glob("*.md")}
+    stale = [page.name for page in pages if page.read_text("utf-8") != (committed / page.name).read_text("utf-8")]
+    assert not stale, "run make results-docs"
+    pictures = {found for page in pages for found in re.findall(r"\((figures/[^)]+)\)", page.read_text("utf-8"))}
+    assert all((committed / picture).is_file() for picture in pictures), "run make results-docs"
+
+
+def test_a_figure_with_its_data_beside_it_is_interactive(hooks, tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "DOCS", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text('{"data": [{"name": "</script>"}], "layout": {"height": 300}}')
+    page = files_of(hooks, "results/x.md").get_file_from_path("results/x.md")
+    drawn = hooks.with_figures("Text\n\n![A](a.svg)\n\n![B](b.svg)\n", page)
+    assert '<script src="../assets/plotly.min.js"></script>' in drawn
+    assert 'id="a" style="height:300px"' in drawn
+    assert "\\u003c/script>" in drawn
+    assert "[For a paper: SVG](a.svg)" in drawn
+    assert "![B](b.svg)" in drawn
+    assert hooks.with_figures("![B](b.svg)", page) == "![B](b.svg)"

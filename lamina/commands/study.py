@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import textwrap
@@ -47,7 +48,7 @@ def run(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {"list": _list, "show": _show, "run": _run, "worker": _worker}
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_HELP)
-        return 0
+        argparse.ArgumentParser().exit()
     if argv[0] not in commands:
         raise unknown("command of `lamina study`", argv[0], commands)
     return commands[argv[0]](argv[1:])

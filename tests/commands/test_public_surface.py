@@ -11,6 +11,7 @@ from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.settings import ProbeSettings
+from lamina.studies.engine.settings import StudySettings
 from lamina.studies.max_rate_settings import MaxRateStudySettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
@@ -25,7 +26,7 @@ eval-blocks save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 """
-SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip"
+SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step"
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
@@ -41,6 +42,7 @@ max-grad-norm tolerance output threads
 RISING = """
 placements max-learning-rate seeds window spike-margin spike-patience plateau-margin plateau-factor output workers
 """
+STUDY = "study scale seeds corpus set engine address gpus processes store records output workers threads"
 FIXED_BY_RISING = "schedule min-learning-rate warmup decay decay-shape divergence-margin divergence-patience"
 OPTIONS = {
     "compare": [*SHARED.split(), *["placements", "learning-rates", "learning-rates-of", "seeds", "output", "workers"]],
@@ -65,6 +67,7 @@ OPTIONS = {
     "probe": PROBE.split(),
     "transfer": [*SHARED.split(), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
+    "study": STUDY.split(),
     "max-lr": [*(set(SHARED.split()) - set(FIXED_BY_RISING.split())), *RISING.split()],
 }
 SETTINGS = {
@@ -75,8 +78,20 @@ SETTINGS = {
     "transfer": TransferSettings,
     "coord-check": CoordCheckSettings,
     "max-lr": MaxRateStudySettings,
+    "study": StudySettings,
 }
-EXPORTED = {"__version__", "build", "compare", "max_lr", "placements", "preflight", "pretrain", "probe", "wire"}
+EXPORTED = {
+    "__version__",
+    "build",
+    "compare",
+    "max_lr",
+    "placements",
+    "preflight",
+    "pretrain",
+    "probe",
+    "study",
+    "wire",
+}
 
 
 def test_the_package_exports_these_names():

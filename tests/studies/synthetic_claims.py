@@ -47,7 +47,7 @@ def trials_of(
 
     Args:
         outcome: an arm's loss, or the status of a run that failed; at a rate that is not the chosen one, the loss is
-            0.1 higher. ``arm["learning_rate"]`` is the rate.
+            0.1 higher. ``arm["place"]`` is the place of the rate among the study's.
         tables: by (probe or record, time), the table of an arm; the second argument is a small random number.
         spread: of the losses and of that number.
     """
@@ -57,25 +57,30 @@ def trials_of(
     rates, tuned = [float(rate) for rate in sweep["tune"]], None if sweep is not given else float(sweep["tune"][1])
     seeds = described["axes"].get("seed", 1)
     draw = random.Random(0)
-    rows, frames = [], {}
+    rows, trained, frames = [], {}, {}
     for arm in arms_of(described):
         for rate, seed in product(rates, range(seeds)):
             if rate == tuned or seed < sweep["seeds"]:
                 noise, key = draw.gauss(0, spread), str(len(rows))
-                ended = outcome({**arm, "learning_rate": rate})
+                ended = outcome({**arm, "place": rates.index(rate)})
                 status = ended if isinstance(ended, str) else "finished"
                 loss = (
                     7.2 if isinstance(ended, str) else ended + 0.01 * seed + noise + 0.1 * (tuned not in (None, rate))
                 )
                 own = {"status": status, "eval_loss": loss, "tuned": tuned in (None, rate)}
                 rows.append({**arm, "learning_rate": rate, "seed": seed, "key": key, **own})
-                for place, table in (tables or {}).items():
-                    frames[key, *place] = table({**arm, "learning_rate": rate}, noise)
+                trained[key] = (arm, noise)
     table = pd.DataFrame(rows)
     if described.get("job") == "init":
         table = table.drop(columns=["status", "eval_loss"])
-    axes = list(described["axes"])
-    return Trials(table, axes=axes, scale=scale, measures=lambda key, name, at: frames.get((key, name, at)))
+
+    def measured(key, name, at):
+        made = (tables or {}).get((name, at))
+        if made is not None and (key, name, at) not in frames:
+            frames[key, name, at] = made(*trained[key])
+        return frames.get((key, name, at))
+
+    return Trials(table, axes=list(described["axes"]), scale=scale, measures=measured)
 
 
 def judged(study: str, claim: str, trials: Trials) -> Judged:

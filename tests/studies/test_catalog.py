@@ -18,7 +18,6 @@ from lamina.studies.catalog.arms import arms
 from lamina.studies.catalog.places import BASES, catalog_folder
 from lamina.studies.catalog.study import SCALES, read_study
 from lamina.studies.judging import Trials, differences, judge, load_claims, statistics, value_checks
-from lamina.studies.trials.jobs import JOBS
 
 FILES = sorted(path for path in catalog_folder().glob("*.yaml") if path.name != BASES)
 WITHOUT_CLAIMS = {"calibration"}
@@ -27,8 +26,6 @@ NUMBERS = {*columns.NUMBERS, "max_learning_rate"} - {"learning_rate", "seed"}
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def study(request):
-    if "job: max-lr" in request.param.read_text() and "max-lr" not in JOBS:
-        pytest.skip("the job max-lr is not there yet")
     return read(request.param)
 
 

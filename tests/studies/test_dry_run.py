@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from lamina.errors import UserError
+from lamina.studies.catalog.places import names
+from lamina.studies.catalog.study import read_study
 from lamina.studies.dry_run import dry_run, table
+from lamina.studies.engine.plan import Plan
 from lamina.training.settings import PretrainSettings
 
 MIX_1B = PretrainSettings(
@@ -80,3 +83,17 @@ def test_what_cannot_be_built_is_named():
         dry_run({"trial-7": replace(MIX_1B, placement="kee")})
     with pytest.raises(UserError, match=r"utilization: 40 \(allowed"):
         dry_run({"a": MIX_1B}, utilization=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_a_studys_trials_at_the_papers_scale_all_build(name):
+    scale = read_study(name).scales["paper"]
+    if scale.job != "pretrain" or not scale.settings:
+        pytest.skip("nothing to pretrain")
+    trials = {
+        trial: settings for trial, settings in Plan(scale).dry().items() if isinstance(settings, PretrainSettings)
+    }
+    arms = dry_run(trials)
+    assert arms["trials"].sum() == len(trials)
+    assert (arms["gpu_hours"] > 0).all()

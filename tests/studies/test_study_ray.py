@@ -54,7 +54,7 @@ def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus):
     assert main(argv(tmp_path, file, "local")) == 0
     driver = start(*argv(tmp_path, file, "ray", "--engine", "ray"))
     store = tmp_path / "ray-trials"
-    folder = wait_for(lambda: next((p.parents[1] for p in store.glob("*/checkpoints/checkpoint-*")), None), 120)
+    folder = wait_for(lambda: next((p.parents[1] for p in store.glob("*/checkpoints/checkpoint-*")), None), 400)
     worker = wait_for(lambda: process_of(folder.resolve()))
     parent = int((Path("/proc") / str(worker) / "stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)  # Ray's worker, whose task is run again

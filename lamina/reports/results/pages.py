@@ -46,8 +46,13 @@ def index(studies: Sequence[Study], verdicts: Sequence[Json], folders: Iterable[
     for paper, title in PAPERS.items():
         own = [study for study in studies if study.paper == paper]
         rows = [_claim(study, one) for study in own for one in verdicts if one["study"] == study.name]
+        if own:
+            parts.append(f"## {title}")
         if rows:
-            parts += [f"## {title}", table(["claim", "verdict", "ours", "paper", "seeds:", "scale"], rows)]
+            parts.append(table(["claim", "verdict", "ours", "paper", "seeds:", "scale"], rows))
+        if silent := [study for study in own if study.name not in {one["study"] for one in verdicts}]:
+            links = [f"[{study.name}]({study.name}.md) ({plain(study.title)})" for study in silent]
+            parts.append(f"Measured without a claim: {'; '.join(links)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -91,8 +96,9 @@ def _span(values: Sequence[float]) -> str:
 
 def _claim(study: Study, one: Json) -> list[str]:
     says = plain(one.get("says") or study.title)
+    link = f"[{plain(one['claim'])}]({study.name}.md)"
     return [
-        f"[{plain(one['claim'])}]({study.name}.md)<br>{says}",
+        f"{link}<br>{says}" if "/" in str(one["claim"]) else f"**{link}**<br>{says}",
         f"**{one['verdict']}**",
         said.ours(one),
         plain(one.get("paper") or NONE),

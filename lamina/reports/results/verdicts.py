@@ -19,10 +19,20 @@ MEANINGS = {
 
 
 def counts(verdicts: Sequence[Json]) -> str:
-    """How many claims hold, fail, ...: each claim counts once, at the scale where it was decided."""
-    by_claim = best(verdicts)
+    """How many claims hold, fail, ...: first the studies' own, then with their parts.
+
+    Each claim counts once, at the scale where it was decided.
+    """
+    whole = [one for one in verdicts if "/" not in str(one["claim"])]
+    sentences = [f"Of {len(best(whole))} claims, {_numbers(best(whole))}."]
+    if len(whole) < len(verdicts):
+        sentences.append(f"Their parts counted by themselves, of {len(best(verdicts))} {_numbers(best(verdicts))}.")
+    return " ".join(sentences) if verdicts else "There is no claim yet."
+
+
+def _numbers(by_claim: Sequence[Json]) -> str:
     number_of = {verdict: sum(one["verdict"] == verdict for one in by_claim) for verdict in Verdict}
-    parts = [
+    words = [
         f"**{number_of[verdict]}** {word[number_of[verdict] != 1]}"
         for verdict, word in (
             (Verdict.HOLDS, ("holds", "hold")),
@@ -33,7 +43,7 @@ def counts(verdicts: Sequence[Json]) -> str:
         )
         if number_of[verdict]
     ]
-    return f"Of {len(by_claim)} claims, {listed(parts)}." if parts else "There is no claim yet."
+    return listed(words)
 
 
 def best(verdicts: Iterable[Json]) -> list[Json]:

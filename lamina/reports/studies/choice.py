@@ -10,6 +10,7 @@ from lamina.reports.studies.drawing import Drawing, Request
 from lamina.reports.studies.folder import StudyFolder
 from lamina.reports.studies.kinds import KINDS
 from lamina.reports.studies.measured import MAPPED, can_show, probe_of
+from lamina.studies.trials.measures import file_name
 
 logger = logging.getLogger(__name__)
 _MOST = 6
@@ -39,7 +40,8 @@ def _written(study: StudyFolder) -> list[Request]:
 
 def _request(written: Json) -> Request:
     texts = {name: str(written.get(name) or "") for name in _FIELDS}
-    measure = texts.pop("measure").replace("/", "-", 1)
+    measure = texts.pop("measure")
+    measure = file_name(measure).removesuffix(".parquet") if "/" in measure else measure
     return Request(measure=measure, more={k: v for k, v in written.items() if k not in _FIELDS}, **texts)
 
 

@@ -69,6 +69,7 @@ class Drawing:
         caption: how to read it.
         x, y: the axes that all panels share.
         panels: side by side, at most three in a row.
+        joined: whether the points of a series are joined by a line.
         spread: whether the spread is drawn as error bars or as a band.
         quantity: what the color of a map is of.
     """
@@ -79,6 +80,7 @@ class Drawing:
     x: Axis
     y: Axis
     panels: tuple[Panel, ...]
+    joined: bool = True
     spread: Literal["bars", "band"] = "bars"
     quantity: str = ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,14 +96,26 @@ class StudyFolder:
             rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
         except (OSError, ValueError):
             return pd.DataFrame()
-        own = [c for c in dict.fromkeys(("key", "placement", *self.arm_axes, "seed", "status")) if c in self.results]
+        axes = ("key", "placement", *self.arm_axes, "learning_rate", "seed", "status")
+        own = [column for column in dict.fromkeys(axes) if column in self.results]
         rows = rows.rename(columns={name: f"measured_{name}" for name in own if name in rows and name != "key"})
         return self.tuned[own].merge(rows, on="key", how="inner")
 
-    def label(self, row: Mapping[str, object], without: tuple[str, ...] = ()) -> str:
+    @cached_property
+    def has_sweep(self) -> bool:
+        """Whether an arm has several learning rates."""
+        return bool((self.results.groupby(list(self.varied))["learning_rate"].nunique() > 1).any())
+
+    @cached_property
+    def measured_axes(self) -> tuple[str, ...]:
+        """The axes that vary among the trials that were measured: with the learning rate, where none was tuned."""
+        rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
+        return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
+
+    def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
         """The name of a row's arm: its values on the axes that vary, less some."""
         words = []
-        for axis in (axis for axis in self.varied if axis not in without):
+        for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
             number = isinstance(value, int | float) and not isinstance(value, bool)
             words.append(f"{axis.replace('_', ' ')} {value:g}" if number else str(value))
@@ -173,7 +185,7 @@ def arms(study: StudyFolder) -> Frame:
     rows = study.tuned
     if rows.empty:
         return pd.DataFrame()
-    rows = rows.assign(label=[study.label(row) for row in rows_of(rows)])
+    rows = rows.assign(label=[study.label(row, without=_NO_ARM) for row in rows_of(rows)])
     by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
     table = over_seeds(rows, by, study.value)
     share = table["trained"] / table["trials"]

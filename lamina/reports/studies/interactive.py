@@ -48,6 +48,8 @@ def plot(drawing: Drawing) -> go.Figure:
     lines = 1 + len(named) // 6
     figure.update_layout(showlegend=drawing.has_legend, margin_t=34 + 22 * lines if drawing.has_legend else 44)
     figure.update_layout(legend_y=1.02 + 0.06 * (grid.down == 1))
+    if not drawing.joined:
+        figure.update_layout(scattermode="group", scattergap=0.7)
     if drawing.is_map:
         figure.update_layout(coloraxis={"colorscale": "Viridis", "colorbar": charts.color_bar(drawing.quantity)})
     return charts.titles_above(figure)
@@ -75,9 +77,9 @@ def _draw(
         x=series.x or [None],
         y=series.y or [None],
         error_y=_bars(series) if bars else None,
-        mode="lines+markers" if len(series.x) <= 40 else "lines",
+        mode="lines" if len(series.x) > 40 else "lines+markers" if drawing.joined else "markers",
         line={"color": color, "width": 2.2, "dash": series.look.dash},
-        marker={"symbol": series.look.marker, "size": 7 if len(series.x) <= 16 else 4},
+        marker={"symbol": series.look.marker, "size": 7 if len(series.x) <= 16 else 4, "color": color},
         name=label,
         showlegend=legend,
         hovertemplate=f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",

@@ -11,6 +11,8 @@ from lamina.reports.studies.folder import StudyFolder, arms, over_seeds
 from lamina.reports.studies.measured import heatmap, lines_over_layers
 
 Kind = Callable[[StudyFolder, Request], Drawing | None]
+ONE_LINE = "none"
+"""A figure's color that makes one line of all arms."""
 _LOST = "Marks along the top edge: no seed trained there (diverged or stuck)."
 _SPREAD = "Mean and standard deviation over the seeds that trained."
 
@@ -18,7 +20,7 @@ _SPREAD = "Mean and standard deviation over the seeds that trained."
 def sweep(study: StudyFolder, request: Request) -> Drawing | None:
     """The value against the learning rate, one line per arm."""
     rows = study.results
-    if rows["learning_rate"].nunique() < 2 or rows[_value(study, request)].isna().all():
+    if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
     by = list(dict.fromkeys(["placement", *study.varied, "learning_rate"]))
     table = over_seeds(rows, by, _value(study, request))
@@ -31,7 +33,8 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     table = arms(study) if _value(study, request) == study.value else _other(study, request)
     if table.empty or x not in table or table["mean"].isna().all():
         return None
-    rate = " Each arm at its own best learning rate." if study.results["learning_rate"].nunique() > 1 else ""
+    table = table.drop(columns="learning_rate") if x != "learning_rate" else table
+    rate = " Each arm at its own best learning rate." if study.has_sweep else ""
     return _drawing(study, request, table, x, f"{_SPREAD}{rate} {_LOST}")
 
 
@@ -44,10 +47,14 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
     """A training record against the steps: the mean over the seeds, and their range as a band."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
+    if {"metric", "value"} <= set(rows):  # by layer: of each step the largest
+        rows = rows[rows["metric"].eq(y)].rename(columns={"value": y})
+        rows = rows.groupby(list(dict.fromkeys(["placement", *study.measured_axes, "seed", "status", x])))[y].max()
+        rows = rows.reset_index()
     if rows.empty or not {x, y} <= set(rows):
         return None
     rows = rows[rows[y].notna()]
-    by = list(dict.fromkeys(["placement", *study.varied, x]))
+    by = list(dict.fromkeys(["placement", *study.measured_axes, x]))
     table = over_seeds(rows.rename(columns={y: "y"}), by, "y")
     color = splitting.color_axis(study, x, request.color)
 
@@ -62,7 +69,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
         title=f"{splitting.title_of(y).capitalize()} while training",
         caption="Mean over the seeds; the band is their range.",
         x=Axis(title=splitting.title_of(x)),
-        y=Axis(title=splitting.title_of(y), log=bool(request.more.get("log"))),
+        y=Axis(title=splitting.title_of(y), log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
         panels=drawn,
         spread="band",
     )
@@ -84,6 +91,8 @@ def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption
     def series(part: Frame, label: str, look: splitting.Look) -> Series | None:
         return splitting.line(part, x, label, look)
 
+    if request.color == ONE_LINE:
+        table, color = table.assign(all=splitting.title_of(study.value)), "all"
     drawn: tuple[Panel, ...] = splitting.panels(study, table, color, x, series)
     if not drawn:
         return None
@@ -95,6 +104,7 @@ def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption
         x=splitting.axis(x, table[x]),
         y=Axis(title=splitting.title_of(value)),
         panels=drawn,
+        joined=splitting.joined(table[x]),
     )
 
 
@@ -105,7 +115,7 @@ def _value(study: StudyFolder, request: Request) -> str:
 def _other(study: StudyFolder, request: Request) -> Frame:
     """The arms with another column than the study's own value."""
     at = {(row["label"], row["learning_rate"]) for row in rows_of(arms(study))}
-    rows = study.tuned.assign(label=[study.label(row) for row in rows_of(study.tuned)])
+    rows = study.tuned.assign(label=[study.label(row, without=("learning_rate",)) for row in rows_of(study.tuned)])
     rows = rows[[(row["label"], row["learning_rate"]) in at for row in rows_of(rows)]]
     by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
     return over_seeds(rows, by, request.y)

@@ -144,7 +144,7 @@ def _times(measure: str, rows: Frame) -> list[tuple[str, Frame]]:
 
 
 def _over(study: StudyFolder, rows: Frame, request: Request, x: str, time: str) -> list[Panel]:
-    by = list(dict.fromkeys(["placement", *study.varied, x]))
+    by = list(dict.fromkeys(["placement", *study.measured_axes, x]))
     seeds = rows.groupby([*by, "seed", "status"], sort=False, dropna=False)["value"].mean().reset_index()
     table = over_seeds(seeds, by, "value")
     color = splitting.color_axis(study, x, request.color)

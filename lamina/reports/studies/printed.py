@@ -50,6 +50,7 @@ _STYLE = {
     "lines.markersize": 4,
     "legend.frameon": False,
 }
+_ASIDE = 0.12  # between points of several series at one category, in categories
 _WIDTH, _HEIGHT = 2.5, 2.1  # of a panel, in inches
 
 
@@ -125,12 +126,13 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
 
 
 def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> None:
-    for series in panel.series:
-        x = _places(series.x, drawing.x)
+    for number, series in enumerate(panel.series):
+        aside = 0.0 if drawing.joined or _apart(panel) else _ASIDE * (number - (len(panel.series) - 1) / 2)
+        x = [place + aside for place in _places(series.x, drawing.x)]
         color, few = series.look.color, len(x) <= 16
         form = {
             "color": color,
-            "linestyle": _DASHES[series.look.dash],
+            "linestyle": _DASHES[series.look.dash] if drawing.joined else "",
             "marker": _MARKERS[series.look.marker] if few else "",
             "label": _plain(series.label),
         }
@@ -146,6 +148,12 @@ def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> No
     _scale(field, drawing.x)
     if drawing.y.log:
         field.set_yscale("log")
+
+
+def _apart(panel: Panel) -> bool:
+    """Whether no two series have a point at the same place."""
+    places = [x for series in panel.series for x in series.x]
+    return len(set(places)) == len(places)
 
 
 def _scale(field: Axes, axis: Axis) -> None:

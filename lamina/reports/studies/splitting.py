@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from lamina.reports.palette import PALETTE, Look, looks
@@ -11,7 +12,9 @@ from lamina.reports.studies.drawing import Axis, Panel, Series, Value
 from lamina.reports.studies.folder import StudyFolder
 
 _MOST_PANELS = 9
+_DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+_ALONE = Look("#1f2933")
 _TITLES = {
     "eval_loss": "eval loss (nats per token)",
     "learning_rate": "learning rate",
@@ -28,21 +31,39 @@ def title_of(column: str) -> str:
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
     """The axis that has the colors: the one wanted, else the placement, else the first that varies and is not x."""
-    if wanted in study.axes or wanted == "placement":
+    if wanted in study.results or wanted == "placement":
         return wanted
     free = [axis for axis in study.varied if axis != x]
     return "placement" if "placement" in free or not free else free[0]
 
 
 def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
-    """The look of each value of an axis: a placement has its own, other values have one by their order."""
+    """The look of each value of an axis: that of its placement where it stands for one, else one by its order.
+
+    Several values of one placement have its color, and differ in dash and marker.
+    """
+    if axis not in study.results:
+        return {}
     values = list(dict.fromkeys(_text(value) for value in study.results[axis]))
-    if axis == "placement":
-        return looks(values)
-    return {
-        value: Look(PALETTE[place % len(PALETTE)], marker=_MARKERS[place % len(_MARKERS)])
-        for place, value in enumerate(values)
-    }
+    placements = study.results["placement"].groupby([_text(value) for value in study.results[axis]]).unique()
+    own = looks(study.results["placement"])
+    several = study.results["placement"].nunique() > 1 and all(len(placements[value]) == 1 for value in values)
+    if axis != "placement" and not several:
+        return {
+            value: Look(PALETTE[place % len(PALETTE)], marker=_MARKERS[place % len(_MARKERS)])
+            for place, value in enumerate(values)
+        }
+    chosen: dict[str, Look] = {}
+    for value in values:
+        look = own[value if axis == "placement" else placements[value][0]]
+        same = sum(other.color == look.color for other in chosen.values())
+        chosen[value] = _other(same, look.color) if same else look
+    return chosen
+
+
+def _other(place: int, color: str) -> Look:
+    """The look of the value at a place among those of one color."""
+    return Look(color, _DASHES[place % len(_DASHES)], _MARKERS[place % len(_MARKERS)])
 
 
 def panels(
@@ -62,7 +83,7 @@ def panels(
         lines = []
         for (name, more), part in group.groupby(["line", "rest"], sort=False):
             label = str(name) if several or not more else f"{name}, {more}"
-            lines.append(series(part, label, chosen[str(name)]))
+            lines.append(series(part, label, chosen.get(str(name), _ALONE)))
         kept = tuple(line for line in lines if line is not None)
         if kept:
             made.append(Panel(title=str(title), series=kept))
@@ -75,6 +96,11 @@ def axis(column: str, values: Iterable[object]) -> Axis:
     numbers = [value for value in ordered if isinstance(value, float)]
     log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= 8
     return Axis(title=title_of(column), log=log or column == "learning_rate", ticks=tuple(ordered))
+
+
+def joined(values: Iterable[object]) -> bool:
+    """Whether a line may join the values of an axis: numbers, or texts with a number in them."""
+    return all(isinstance(value, float) or re.search(r"\d", value) for value in ordered_values(values))
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:

@@ -31,7 +31,7 @@ from lamina.studies.engine.searched import run_search
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.record import STUDY, has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
-from lamina.studies.trials import measures
+from lamina.studies.trials import identity, measures
 from lamina.studies.trials.records import RESULTS, TABLES, Records, write_results, write_table
 from lamina.studies.trials.store import Store
 from lamina.studies.workers import run_trials
@@ -76,12 +76,10 @@ def run_study(
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), plan, store)
-    if not (
-        plan.scale.needs or plan.scale.search
-    ):  # before the folder is touched: a placement or the corpus may be unreadable
-        missing = [trial for trial in plan.wanted(store.result) if store.complete(trial) is None]
-        if missing and complete.engine == "local":
-            processes.prepare()
+    # Before the folder is touched: a placement or the corpus may be unreadable.
+    wanted = [] if plan.scale.needs or plan.scale.search else plan.wanted(store.result)
+    if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
+        processes.prepare()
     execute = _executor(complete)
     with job:
         results = _run(study, plan, complete, store, job.folder, execute, bar)
@@ -118,6 +116,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> int:
 
 def make_plan(study: Study, settings: StudySettings) -> Plan:
     """The plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
+    identity.read_again()
     scale = study.scale(settings.scale)
     if settings.seeds is not None:
         seeds = tuple(int(seed) for seed in settings.seeds.split(","))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 from lamina.core.json_types import Json
+from lamina.jobs.settings import Settings
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.run import make_plan, store_of
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.engine.verdicts import all_verdicts
+from lamina.studies.max_rate_settings import MaxRateSettings
 from lamina.studies.trials import measures
 from lamina.training.settings import PretrainSettings
 
@@ -58,5 +60,10 @@ def dry_run_text(settings: StudySettings) -> str:
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
     plan = make_plan(study, settings)
-    trials = {name: cast(PretrainSettings, one) for name, one in plan.dry().items()}
+    trials = {name: _run(one) for name, one in plan.dry().items()}
     return f"{study.name}, scale {scale.name}\n{table(dry_run(trials))}"
+
+
+def _run(settings: Settings) -> PretrainSettings:
+    """The run that a trial trains."""
+    return settings.run() if isinstance(settings, MaxRateSettings) else cast(PretrainSettings, settings)

@@ -44,10 +44,13 @@ def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
     return _bounded(values, limit, name=name, sign=-1.0)
 
 
-def close(ours: float | BySeed, expected: float, tolerance: float, *, name: str = "") -> Finding:
+def close(
+    ours: float | BySeed, expected: float, tolerance: float, *, name: str = "", seeds: int | None = None
+) -> Finding:
     """Whether every number is within ``tolerance`` of an exact value, relative to it (absolute where it is 0).
 
-    For a formula, not for a mean: one seed that misses it makes the claim fail.
+    For a formula, not for a mean: one number that misses it makes the claim fail. ``seeds``: how many there are, where
+    the numbers are not one per seed.
     """
     values = list(ours.values()) if isinstance(ours, Mapping) else [float(ours)]
     scale = abs(expected) or 1.0
@@ -56,9 +59,9 @@ def close(ours: float | BySeed, expected: float, tolerance: float, *, name: str 
     )
     return Finding(
         verdict=Verdict.HOLDS if worst <= tolerance else Verdict.FAILS,
-        ours=f"{name} {number(mean(values))} against {number(expected)}: off by at most {worst:.2g} of it".strip(),
+        ours=f"{name} {number(mean(values))} against {number(expected)}: off by at most {100 * worst:.2g} %".strip(),
         margin=worst,
-        seeds=len(values),
+        seeds=len(values) if seeds is None else seeds,
     )
 
 

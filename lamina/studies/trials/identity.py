@@ -62,6 +62,12 @@ def key(identity: Json) -> str:
     return _hash(identity)[:16]
 
 
+def read_again() -> None:
+    """Forget what is known of texts and placement files: they may have changed since they were read."""
+    for known in (_plan, _text, _depth):
+        known.cache_clear()
+
+
 @lru_cache(maxsize=1024)
 def _plan(placement: str, num_layers: int) -> tuple[str, str]:
     """The hash of what a plan computes, whatever it is called, and the initializer that it recommends."""
