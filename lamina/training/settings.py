@@ -128,8 +128,8 @@ class PretrainSettings(
     SeedSettings,
     ParallelSettings,
     StreamSettings,
-    RollbackSettings,
     PauseSettings,
+    RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
 ):
     """One pretraining run."""
 

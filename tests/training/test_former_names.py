@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from training.tiny_runs import result
 
 from lamina.jobs.manifest import MANIFEST, seal
+from lamina.training.settings import PretrainSettings
 
 NEW = re.compile(r"\.([qkv])_norm\.")
 
@@ -47,3 +48,8 @@ def test_a_run_of_former_names_is_resumed_bit_for_bit(trained, tmp_path):
     )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_last_setting_stays_the_last():
+    """A run's config.yaml without it counts as cut short: with another, no earlier run could be resumed or measured."""
+    assert PretrainSettings.names()[-1] == "rollback_skip"

@@ -13,6 +13,7 @@ from lamina.studies.judging.checks import (
 )
 from lamina.studies.judging.claims import Claim, Judged, claim, judge, load_claims
 from lamina.studies.judging.findings import Finding, Verdict, all_of, any_of, denied, needs_scale
+from lamina.studies.judging.spreads import spreads
 from lamina.studies.judging.trials import NotMeasured, Trials
 from lamina.studies.judging.value_checks import (
     above,
@@ -54,6 +55,7 @@ __all__ = [
     "optimum",
     "ordered",
     "same_order",
+    "spreads",
     "trains",
     "values_of",
 ]

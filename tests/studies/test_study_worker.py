@@ -1,0 +1,49 @@
+"""Several drivers: workers share a store trial by trial, and a study's folder has one driver."""
+
+import pytest
+from studies.study_files import write_study
+from training.tiny_runs import start
+
+from lamina.api import study
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.jobs.folder import lock
+
+
+def places(tmp_path):
+    return ["--store", str(tmp_path / "trials"), "--records", str(tmp_path / "records")]
+
+
+def test_workers_share_the_trials_of_a_store(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    workers = [start("study", "worker", str(file), *places(tmp_path), "--workers", "1") for _ in range(2)]
+    for worker in workers:
+        out, err = worker.communicate(timeout=300)
+        assert worker.returncode == 0, err
+        assert "4 trials are done" in out
+    logs = {path: path.stat().st_mtime_ns for path in (tmp_path / "trials").glob("*/result.json")}
+    assert len(logs) == 4
+    assert main(["study", "run", str(file), *places(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs, "run finds what the workers trained"
+
+
+def test_a_trial_that_another_driver_runs_is_waited_for(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    assert main(["study", "worker", str(file), *places(tmp_path)]) == 0
+    folder = sorted((tmp_path / "trials").glob("*/result.json"))[0].parent
+    (folder / "result.json").unlink()
+    with lock(tmp_path / "trials" / ".claims" / folder.name):
+        worker = start("study", "worker", str(file), *places(tmp_path))
+        with pytest.raises(Exception, match="timed out"):
+            worker.wait(15)
+        assert not (folder / "result.json").exists()
+    assert worker.wait(120) == 0
+    assert (folder / "result.json").exists()
+
+
+def test_a_study_folder_has_one_driver(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    given = {"store": str(tmp_path / "trials"), "records": str(tmp_path / "records"), "bar": False}
+    with lock(tmp_path / "out"), pytest.raises(UserError, match="another process"):
+        study(study=str(file), output=str(tmp_path / "out"), **given)
+    assert not list((tmp_path / "trials").glob("*/result.json"))
