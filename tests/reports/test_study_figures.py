@@ -11,7 +11,11 @@ from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 from lamina.reports.palette import look
 from lamina.reports.studies import interactive, printed
 from lamina.reports.studies.choice import drawings
+from lamina.reports.studies.drawing import Request
 from lamina.reports.studies.folder import arms, read_folder
+from lamina.reports.studies.kinds import KINDS, sweep
+from lamina.studies.catalog import places
+from lamina.studies.catalog.study import read_study
 
 
 def kinds(study) -> list[str]:
@@ -121,3 +125,61 @@ def test_figures_load_no_torch():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_values_that_span_decades_from_zero_stand_side_by_side(tmp_path):
+    study = read_folder(write_claims_study(tmp_path / "study", extra={"weight_decay": [0.0, 0.2, 2.0, 20.0]}))
+    by_decay = drawn(study, "by-axis-weight-decay")
+    assert by_decay.x.ticks == ("0", "0.2", "2", "20")
+    assert by_decay.joined
+    assert by_decay.panels[0].series[0].x == by_decay.x.ticks
+
+
+def test_two_tables_of_one_probe_are_two_figures(tmp_path):
+    wanted = [{"kind": "lines_over_layers", "measure": f"{time}/gradients"} for time in ("init", "end")]
+    study = read_folder(write_claims_study(tmp_path / "study", tables=("gradients",), figures=wanted))
+    names = ["init-gradients-gradient-norm", "end-gradients-gradient-norm", "by-axis-placement", "sweep"]
+    assert kinds(study)[:4] == names
+    wanted = [{"kind": "sweep", "y": "steps"}]
+    study = read_folder(write_claims_study(tmp_path / "other", figures=wanted))
+    assert kinds(study) == ["sweep-steps", "by-axis-placement", "sweep"]
+
+
+def test_arms_of_one_placement_share_its_color_and_differ_in_form(tmp_path):
+    folder = write_claims_study(tmp_path / "study", extra={"arm": ["a"]})
+    results = pd.read_csv(folder / "results.csv")
+    results["arm"] = results["placement"].replace({"mix_ln": "pre_ln, scaled"})
+    results["placement"] = results["placement"].replace({"mix_ln": "pre_ln"})
+    results.to_csv(folder / "results.csv", index=False)
+    drawing = sweep(read_folder(folder), Request(kind="sweep", color="arm"))
+    lines = {line.label: line.look for panel in drawing.panels for line in panel.series}
+    assert lines["pre_ln"].color == lines["pre_ln, scaled"].color == look("pre_ln").color
+    assert lines["pre_ln"].dash != lines["pre_ln, scaled"].dash
+    assert lines["keel"] == look("keel")
+
+
+@pytest.mark.parametrize("name", places.names())
+def test_every_figure_that_the_catalog_asks_for_is_of_a_known_kind_and_of_what_its_study_measures(name):
+    study = read_study(name)
+    for figure in study.figures:
+        assert figure["kind"] in KINDS
+        for axis in {figure.get("x"), figure.get("color")} - {None, "none", "placement", "learning_rate"}:
+            known = {"layer", "start", "size", "index", "step"}
+            assert axis in known or any(axis in scale.axes for scale in study.scales.values())
+        wanted = str(figure.get("measure", "")).partition("(")[0].rpartition("/")[2]
+        listed = [one for scale in study.scales.values() for time in scale.measures.values() for one in time]
+        assert not wanted or wanted in {one.partition("(")[0] for one in listed}
+
+
+def test_a_role_is_known_by_the_end_of_its_path_and_the_whole_is_not_mixed_with_its_parts(tmp_path):
+    folder = write_claims_study(tmp_path / "study", tables=("gradients",))
+    path = folder / "tables" / "end-gradients.parquet"
+    rows = pd.read_parquet(path)
+    parts = rows.assign(role="feed_forward.module.up_proj", value=7.0)
+    pd.concat([rows, parts]).to_parquet(path, index=False)
+    study = read_folder(folder)
+    request = {"kind": "lines_over_layers", "measure": "end-gradients"}
+    whole = KINDS["lines_over_layers"](study, Request(**request, y="gradient_norm", more={"sublayer": "block"}))
+    assert whole.panels[0].series[0].y == pytest.approx([2 * layer * 3 for layer in (1, 2, 3, 4)])
+    part = KINDS["lines_over_layers"](study, Request(**request, y="gradient_norm", more={"role": "mlp.up_proj"}))
+    assert set(part.panels[0].series[0].y) == {7.0}

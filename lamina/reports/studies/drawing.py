@@ -50,6 +50,21 @@ class Panel:
     cells: Cells | None = None
 
 
+def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
+    """Where along x the marks of a series' lost points stand: beside those of the panel's other series."""
+    losing = [place for place, series in enumerate(panel.series) if series.lost]
+    aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
+    ends = [tick for tick in axis.ticks if isinstance(tick, float)]
+    reach = (max(ends) / min(ends)) ** (1 / 70) if axis.log and ends else (max(ends) - min(ends)) / 70 if ends else 0.0
+    shifted: list[Value] = []
+    for x, _ in panel.series[number].lost:
+        if isinstance(x, str):
+            shifted.append(x)
+        else:
+            shifted.append(x * reach**aside if axis.log and reach else x + aside * reach)
+    return shifted
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """An axis: its title, whether it is logarithmic, and the values that have ticks (all of them are categories)."""

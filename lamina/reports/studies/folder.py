@@ -74,8 +74,9 @@ class StudyFolder:
     @cached_property
     def value(self) -> str:
         """The column that the figures show: the eval loss, or what a job of another kind measured instead."""
-        if self.results["eval_loss"].notna().any():
-            return "eval_loss"
+        for name in ("max_learning_rate", "eval_loss"):
+            if name in self.results and self.results[name].notna().any():
+                return name
         known = {*columns.names(), *self.axes, "key", "tuned"}
         numeric = self.results.select_dtypes("number")
         return next((str(name) for name in numeric if name not in known and numeric[name].notna().any()), "eval_loss")
@@ -123,8 +124,8 @@ class StudyFolder:
 
 
 def has_claims(folder: Path) -> bool:
-    """Whether a study judged claims, which a comparison does not."""
-    return (folder / CLAIMS).is_file()
+    """Whether a folder is of a study with a definition, which may judge claims; a comparison has none."""
+    return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
 
 
 def read_folder(folder: Path) -> StudyFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 import plotly.graph_objects as go
@@ -9,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from lamina.reports import charts
 from lamina.reports.charts import Grid
-from lamina.reports.studies.drawing import Axis, Drawing, Series
+from lamina.reports.studies.drawing import Axis, Drawing, Series, Value, marks
 from lamina.reports.style import polish, rgba
 
 _HEIGHT, _MAP = 330, 250  # of a row of panels, in pixels
@@ -35,8 +36,10 @@ def plot(drawing: Drawing) -> go.Figure:
             figure.add_heatmap(
                 x=panel.cells.columns, y=panel.cells.rows, z=panel.cells.values, coloraxis="coloraxis", row=row, col=col
             )
-        for series in panel.series:
-            _draw(figure, drawing, series, top, legend=series.label not in named, row=row, col=col)
+        for place, series in enumerate(panel.series):
+            _draw(figure, drawing, series, legend=series.label not in named, row=row, col=col)
+            if series.lost and top is not None:
+                _lost(figure, series, marks(panel, drawing.x, place), top, row=row, col=col)
             named.add(series.label)
         if grid.lowest(number):
             figure.update_xaxes(title=escape(drawing.x.title), row=row, col=col)
@@ -44,10 +47,7 @@ def plot(drawing: Drawing) -> go.Figure:
         figure.update_yaxes(title=escape(drawing.y.title), row=row + 1, col=1)
     _scale(figure.update_xaxes, drawing.x)
     _scale(figure.update_yaxes, drawing.y)
-    polish(figure, (_MAP if drawing.is_map else _HEIGHT) * grid.down + 90)
-    lines = 1 + len(named) // 6
-    figure.update_layout(showlegend=drawing.has_legend, margin_t=34 + 22 * lines if drawing.has_legend else 44)
-    figure.update_layout(legend_y=1.02 + 0.06 * (grid.down == 1))
+    _frame(figure, drawing, grid.down, len(named))
     if not drawing.joined:
         figure.update_layout(scattermode="group", scattergap=0.7)
     if drawing.is_map:
@@ -55,9 +55,22 @@ def plot(drawing: Drawing) -> go.Figure:
     return charts.titles_above(figure)
 
 
-def _draw(
-    figure: go.Figure, drawing: Drawing, series: Series, top: float | None, *, legend: bool, row: int, col: int
-) -> None:
+def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
+    """Heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
+    inside = (_MAP if drawing.is_map else _HEIGHT) * down
+    titles = 26 if any(panel.title for panel in drawing.panels) else 6
+    legend = 10 + 22 * (1 + lines // 6) if drawing.has_legend else 10
+    below = 46 if all(len(str(tick)) * len(drawing.x.ticks) < 100 for tick in drawing.x.ticks) else 110
+    polish(figure, inside + titles + legend + below)
+    figure.update_layout(
+        showlegend=drawing.has_legend, margin_t=titles + legend, margin_b=below, legend_y=1 + titles / inside
+    )
+    low, high = top_edge(drawing, -0.05), top_edge(drawing, 1.1)
+    if not drawing.is_map and not drawing.y.log and low is not None and high is not None:
+        figure.update_yaxes(range=[low, high])
+
+
+def _draw(figure: go.Figure, drawing: Drawing, series: Series, *, legend: bool, row: int, col: int) -> None:
     color, label = series.look.color, escape(series.label)
     place = {"row": row, "col": col, "legendgroup": label}
     band, bars = bool(series.low) and drawing.spread == "band", bool(series.low) and drawing.spread == "bars"
@@ -85,19 +98,26 @@ def _draw(
         hovertemplate=f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
         **place,
     )
-    if series.lost and top is not None:
-        figure.add_scatter(
-            x=[x for x, _ in series.lost],
-            y=[top] * len(series.lost),
-            mode="markers",
-            marker={"symbol": "x-thin-open", "size": 10, "color": color, "line": {"width": 2, "color": color}},
-            customdata=[escape(ended) for _, ended in series.lost],
-            hovertemplate=f"{label}<br>%{{x}}: %{{customdata}}<extra></extra>",
-            name=label,
-            showlegend=False,
-            cliponaxis=False,
-            **place,
-        )
+
+
+def _lost(figure: go.Figure, series: Series, places: list[Value], top: float, *, row: int, col: int) -> None:
+    """Marks along the top edge where no seed trained."""
+    color, label = series.look.color, escape(series.label)
+    told = [[f"{x:g}" if isinstance(x, float) else escape(str(x)), escape(ended)] for x, ended in series.lost]
+    figure.add_scatter(
+        x=places,
+        y=[top] * len(places),
+        mode="markers",
+        marker={"symbol": "x-thin-open", "size": 10, "color": color, "line": {"width": 2, "color": color}},
+        customdata=told,
+        hovertemplate=f"{label}<br>%{{customdata[0]}}: %{{customdata[1]}}<extra></extra>",
+        name=label,
+        legendgroup=label,
+        showlegend=False,
+        cliponaxis=False,
+        row=row,
+        col=col,
+    )
 
 
 def _bars(series: Series) -> dict[str, object]:
@@ -112,14 +132,16 @@ def _edge(drawing: Drawing) -> float | None:
 
 
 def top_edge(drawing: Drawing, reach: float) -> float | None:
-    """A height above all points, in heights of the data; None for a figure without points."""
-    values = [y for panel in drawing.panels for series in panel.series for y in (*series.y, *series.high)]
+    """A height in heights of the data: 0 is its lowest point, 1 its highest; None for a figure without points."""
+    lines = [series for panel in drawing.panels for series in panel.series]
+    values = [y for series in lines for y in (*series.y, *series.low, *series.high) if math.isfinite(y)]
     if not values:
         return None
     low, high = min(values), max(values)
     if drawing.y.log and low > 0:
-        return high * (high / low) ** (reach - 1)
-    return high + (reach - 1) * max(high - low, 0.02 * abs(high), 1e-9)
+        return low * (high / low) ** reach
+    height = max(high - low, 0.02 * abs(high), 1e-9)
+    return (low if reach < 0 else high) + (reach if reach < 0 else reach - 1) * height
 
 
 def _scale(update: object, axis: Axis) -> None:

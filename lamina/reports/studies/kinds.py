@@ -98,7 +98,12 @@ def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption
         return None
     value = _value(study, request)
     return Drawing(
-        name=_name(study, request.kind.replace("_", "-"), "" if request.kind in ("sweep", "by_depth") else x),
+        name=_name(
+            study,
+            request.kind,
+            "" if request.kind in ("sweep", "by_depth") else x,
+            "" if value == study.value else value,
+        ),
         title=f"{splitting.title_of(value).partition(' (')[0].capitalize()} by {splitting.title_of(x)}",
         caption=" ".join(caption.split()),
         x=splitting.axis(x, table[x]),

@@ -39,7 +39,7 @@ _SHOWN = {
     "gradients": Shown(metric="gradient_norm", rows=_BLOCK, log=True),
     "hidden_states": Shown(metric="variance", rows=_STATE, log=True),
     "layers": Shown(metric="hidden_variance", rows={"sublayer": "feed_forward"}, log=True),
-    "layer_drop": Shown(metric="loss_increase", rows={"size": 1}),
+    "layer_drop": Shown(metric="loss_increase", rows={"size": 1, "meaning": "remove"}),
     "attention": Shown(metric="entropy", rows={"role": "all"}),
     "jacobian": Shown(metric="norm", rows={"sublayer": "block", "role": "jacobian"}, log=True),
     "logit_lens": Shown(metric="cross_entropy", rows=_STATE),
@@ -77,9 +77,11 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
             drawn += _over(study, part, request, x, time)
     if not drawn:
         return None
+    role = str(request.more["role"]) if isinstance(request.more.get("role"), str) else ""
+    table = request.measure if request.measure in study.measures else probe
     log = bool(request.more.get("log", known.log)) and all(y > 0 for p in drawn for s in p.series for y in s.y)
     return Drawing(
-        name="-".join([study.name, study.scale, probe.replace("_", "-"), metric.replace("_", "-")]),
+        name="-".join([study.name, study.scale, *(part.replace("_", "-") for part in (table, metric, role) if part)]),
         title=f"{metric.replace('_', ' ').capitalize()} by {splitting.title_of(x)}",
         caption="Mean over the seeds; the band is their range.",
         x=Axis(title="layers apart" if x == "size" else x.replace("_", " ")),
@@ -130,7 +132,12 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
     rows = table[table["metric"].eq(metric)]
     for name, value in chosen.items():
         if name in rows:
-            rows = rows[rows[name].eq(value)]
+            listed = value if isinstance(value, list) else [value]
+            last = rows[name].astype(str).str.rpartition(".")[2]  # up_proj of a path
+            ends = [one.rpartition(".")[2] for one in listed if isinstance(one, str)]
+            rows = rows[rows[name].isin(listed) | last.isin(ends)]
+    if "role" in rows and "role" not in chosen and rows["role"].eq("all").any():
+        rows = rows[rows["role"].eq("all")]  # a sub-layer's whole, not the mean of its parts
     return rows
 
 

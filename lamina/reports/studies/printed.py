@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -13,13 +13,15 @@ from lamina.errors import UserError
 from lamina.jobs.files import writing
 from lamina.reports.charts import Grid
 from lamina.reports.studies.choice import drawings
-from lamina.reports.studies.drawing import Axis, Drawing, Panel, Series, Value
+from lamina.reports.studies.drawing import Axis, Drawing, Panel, Series, Value, marks
 from lamina.reports.studies.folder import has_claims, read_folder
 from lamina.reports.studies.interactive import top_edge
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.typing import RcKeyType
 
 FIGURES = "figures"
 _MARKERS = {
@@ -79,7 +81,7 @@ def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf"
         raise UserError("figures: matplotlib is not installed (allowed: pip install 'lamina[figures]')") from None
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(cast("dict[RcKeyType, Any]", _STYLE)):
         figure = _figure(drawing, Figure)
         for form in formats:
             path, content = folder / f"{drawing.name}.{form}", io.BytesIO()
@@ -130,20 +132,20 @@ def _lines(field: Axes, drawing: Drawing, panel: Panel, top: float | None) -> No
         aside = 0.0 if drawing.joined or _apart(panel) else _ASIDE * (number - (len(panel.series) - 1) / 2)
         x = [place + aside for place in _places(series.x, drawing.x)]
         color, few = series.look.color, len(x) <= 16
-        form = {
-            "color": color,
-            "linestyle": _DASHES[series.look.dash] if drawing.joined else "",
-            "marker": _MARKERS[series.look.marker] if few else "",
-            "label": _plain(series.label),
-        }
+        field.plot(
+            x,
+            series.y,
+            color=color,
+            linestyle=_DASHES[series.look.dash] if drawing.joined else "",
+            marker=_MARKERS[series.look.marker] if few else "",
+            label=_plain(series.label),
+        )
         if series.low and drawing.spread == "bars":
-            field.errorbar(x, series.y, yerr=_bars(series), capsize=2, elinewidth=0.8, **form)
-        else:
-            field.plot(x, series.y, **form)
+            field.errorbar(x, series.y, yerr=_bars(series), fmt="none", ecolor=color, capsize=2, elinewidth=0.8)
         if series.low and drawing.spread == "band":
             field.fill_between(x, series.low, series.high, color=color, alpha=0.14, linewidth=0)
         if series.lost and top is not None:
-            at = _places([place for place, _ in series.lost], drawing.x)
+            at = _places(marks(panel, drawing.x, number), drawing.x)
             field.plot(at, [top] * len(at), linestyle="", marker="x", color=color, clip_on=False)
     _scale(field, drawing.x)
     if drawing.y.log:
@@ -176,7 +178,7 @@ def _scale(field: Axes, axis: Axis) -> None:
 
 
 def _legend(figure: Figure, axes: np.ndarray, across: int) -> None:
-    named: dict[str, object] = {}
+    named: dict[str, Artist] = {}
     for field in axes.ravel():
         handles, labels = field.get_legend_handles_labels()
         named |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in named}

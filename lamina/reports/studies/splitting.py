@@ -12,6 +12,7 @@ from lamina.reports.studies.drawing import Axis, Panel, Series, Value
 from lamina.reports.studies.folder import StudyFolder
 
 _MOST_PANELS = 9
+_WIDE = 8  # a factor from which on a range is logarithmic
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 _ALONE = Look("#1f2933")
@@ -75,6 +76,7 @@ def panels(
     """
     if rows.empty:
         return ()
+    rows = rows.sort_values("learning_rate", kind="stable") if "learning_rate" in rows else rows
     rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
     several = len(set(rest)) <= _MOST_PANELS
     rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
@@ -91,23 +93,29 @@ def panels(
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
-    """The axis of a column's values: numbers that span a factor of 8 or more are on a logarithmic scale."""
+    """The axis of a column's values: numbers that span a wide range are on a logarithmic scale."""
     ordered = ordered_values(values)
     numbers = [value for value in ordered if isinstance(value, float)]
-    log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= 8
+    log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
     return Axis(title=title_of(column), log=log or column == "learning_rate", ticks=tuple(ordered))
 
 
 def joined(values: Iterable[object]) -> bool:
     """Whether a line may join the values of an axis: numbers, or texts with a number in them."""
-    return all(isinstance(value, float) or re.search(r"\d", value) for value in ordered_values(values))
+    return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
 
 
 def ordered_values(values: Iterable[object]) -> list[Value]:
-    """Values of an axis, each once: numbers by size, texts as they come."""
+    """Values of an axis, each once: numbers by size, texts as they come.
+
+    Numbers that span decades from 0 are texts, as neither a linear nor a logarithmic axis can show them.
+    """
     once = list(dict.fromkeys(point(value) for value in values))
-    numbers = [value for value in once if isinstance(value, float)]
-    return sorted(numbers) if len(numbers) == len(once) else [_text(value) for value in once]
+    numbers = sorted(value for value in once if isinstance(value, float))
+    if len(numbers) < len(once):
+        return [_text(value) for value in once]
+    wide = len(numbers) > 2 and numbers[0] == 0 < numbers[1] and numbers[-1] / numbers[1] >= _WIDE
+    return [_text(value) for value in numbers] if wide else list(numbers)
 
 
 def point(value: object) -> Value:

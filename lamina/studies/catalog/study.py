@@ -11,7 +11,7 @@ from lamina.core.values import is_finite, seed_number
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.studies.catalog.places import BASES, catalog_folder, find
-from lamina.studies.search.space import Search, read_search
+from lamina.studies.catalog.space import Search, read_search
 from lamina.studies.trials.jobs import JOBS, TrialJob
 
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")

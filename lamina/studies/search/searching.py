@@ -18,9 +18,9 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result
 from lamina.jobs.status import ENDED
+from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.study import Scale
 from lamina.studies.progress import Progress
-from lamina.studies.search.space import Search
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.task import Task
 from lamina.studies.trials.trial import Trial, make_trial
