@@ -169,3 +169,17 @@ def test_every_figure_that_the_catalog_asks_for_is_of_a_known_kind_and_of_what_i
         wanted = str(figure.get("measure", "")).partition("(")[0].rpartition("/")[2]
         listed = [one for scale in study.scales.values() for time in scale.measures.values() for one in time]
         assert not wanted or wanted in {one.partition("(")[0] for one in listed}
+
+
+def test_a_role_is_known_by_the_end_of_its_path_and_the_whole_is_not_mixed_with_its_parts(tmp_path):
+    folder = write_claims_study(tmp_path / "study", tables=("gradients",))
+    path = folder / "tables" / "end-gradients.parquet"
+    rows = pd.read_parquet(path)
+    parts = rows.assign(role="feed_forward.module.up_proj", value=7.0)
+    pd.concat([rows, parts]).to_parquet(path, index=False)
+    study = read_folder(folder)
+    request = {"kind": "lines_over_layers", "measure": "end-gradients"}
+    whole = KINDS["lines_over_layers"](study, Request(**request, y="gradient_norm", more={"sublayer": "block"}))
+    assert whole.panels[0].series[0].y == pytest.approx([2 * layer * 3 for layer in (1, 2, 3, 4)])
+    part = KINDS["lines_over_layers"](study, Request(**request, y="gradient_norm", more={"role": "mlp.up_proj"}))
+    assert set(part.panels[0].series[0].y) == {7.0}

@@ -134,7 +134,10 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
         if name in rows:
             listed = value if isinstance(value, list) else [value]
             last = rows[name].astype(str).str.rpartition(".")[2]  # up_proj of a path
-            rows = rows[rows[name].isin(listed) | last.isin([one for one in listed if isinstance(one, str)])]
+            ends = [one.rpartition(".")[2] for one in listed if isinstance(one, str)]
+            rows = rows[rows[name].isin(listed) | last.isin(ends)]
+    if "role" in rows and "role" not in chosen and rows["role"].eq("all").any():
+        rows = rows[rows["role"].eq("all")]  # a sub-layer's whole, not the mean of its parts
     return rows
 
 
