@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lamina.data.blocks import Blocks, BlockSource, BlockStats, bits_per_byte, perplexity
     from lamina.data.corpus import EMBEDDED, Corpus
     from lamina.data.packed.preparation import prepare_blocks
+    from lamina.data.packed.whole import single_corpus_of, whole_blocks
     from lamina.data.sources.file_documents import Document
     from lamina.data.streamed.preparation import stream_blocks
     from lamina.data.tokenizers import load_tokenizer, validate_spec
@@ -27,14 +28,17 @@ __all__ = [
     "load_tokenizer",
     "perplexity",
     "prepare_blocks",
+    "single_corpus_of",
     "stream_blocks",
     "validate_spec",
+    "whole_blocks",
 ]
 
 _HOME = {
     "blocks": ("BlockSource", "BlockStats", "Blocks", "bits_per_byte", "perplexity"),
     "corpus": ("EMBEDDED", "Corpus"),
     "packed.preparation": ("prepare_blocks",),
+    "packed.whole": ("single_corpus_of", "whole_blocks"),
     "sources.file_documents": ("Document",),
     "streamed.preparation": ("stream_blocks",),
     "tokenizers": ("load_tokenizer", "validate_spec"),

@@ -151,11 +151,16 @@ class BlockStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The two splits of a corpus and their numbers."""
+    """The two splits of a corpus and their numbers.
+
+    Attributes:
+        second: blocks of a second corpus to evaluate on, if there is one.
+    """
 
     train: BlockSource
     eval: BlockSource
     stats: BlockStats
+    second: BlockSource | None = None
 
 
 def spread(available: int, wanted: int) -> list[int]:

@@ -78,6 +78,16 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="eval_loss", title="eval loss", format=".4f", aggregate="own", in_ranking=30, in_trials=True),
     Column(name="perplexity", title="perplexity", format=".2f", aggregate="mean", in_ranking=40, in_trials=True),
     Column(name="bits_per_byte", title="bits/byte", format=".3f", aggregate="mean", in_ranking=50),
+    Column(
+        name="eval_corpus_loss",
+        title="loss on the second corpus",
+        format=".4f",
+        aggregate="mean",
+        measured=False,  # only with --eval-corpus
+        in_ranking=45,
+        in_trials=True,
+        optional=True,
+    ),
     *_spikes("loss", "loss spikes", 80),
     *_spikes("gradient", "gradient spikes", 90),
     Column(name="loss_surges", title="loss surges", format=".3g", aggregate="mean"),
@@ -123,7 +133,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 def checked(result: dict[str, object]) -> dict[str, object]:
     """Return ``result``. Raises KeyError if a measured column has no value, or a value has no column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
-    missing, extra = measured - set(result), set(result) - measured - set(NOTES)
+    missing, extra = measured - set(result), set(result) - measured - {"eval_corpus_loss", *NOTES}
     if missing or extra:
         raise KeyError(
             f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "

@@ -86,6 +86,29 @@ def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go
     return polish(figure, 440)
 
 
+def second_losses(items: Sequence[Shown]) -> go.Figure | None:
+    """The loss on the second corpus against tokens, averaged over the seeds; None where no run has one."""
+    figure = go.Figure()
+    for item in items:
+        means = _mean_eval(item, "eval_corpus_loss")
+        if len(means):
+            Line(
+                x=_float32(means["tokens"]),
+                y=_float32(means["eval_corpus_loss"]),
+                color=item.color,
+                dash=item.dash,
+                name=item.label,
+                legend=len(items) > 1,
+                markers=True,
+                hover=f"{item.label}: %{{y:.3f}}",
+            ).draw(figure)
+    if not figure.data:
+        return None
+    figure.update_xaxes(title="tokens", rangemode="tozero")
+    figure.update_yaxes(title="loss on the second corpus (nats per token)")
+    return polish(figure.update_layout(hovermode="x unified"), 360)
+
+
 def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> go.Figure | None:
     """Mean eval loss of the finished seeds against the learning rate; unfinished trials stand at the top edge."""
     rates = by_rate(results[np.isfinite(results["learning_rate"])])
@@ -164,12 +187,12 @@ def course(items: Shown) -> go.Figure | None:
     return figure.update_layout(margin_t=24)
 
 
-def _mean_eval(item: Shown) -> Frame:
-    points = [trial.metrics[["tokens", "eval_loss"]].dropna() for trial in item.trials]
+def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
+    points = [trial.metrics[["tokens", column]].dropna() for trial in item.trials]
     points = [table for table in points if len(table)]
     if not points:
-        return pd.DataFrame(columns=["tokens", "eval_loss"], dtype=float)
-    return pd.concat(points).groupby("tokens", as_index=False)["eval_loss"].mean()
+        return pd.DataFrame(columns=["tokens", column], dtype=float)
+    return pd.concat(points).groupby("tokens", as_index=False)[column].mean()
 
 
 def _in_legend(item: Shown) -> str:

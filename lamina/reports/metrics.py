@@ -60,6 +60,20 @@ METRICS = {
             ),
         ),
         Metric(
+            name="update_ratio",
+            title="Update-to-weight ratio by layer",
+            quantity="|update| / |weights|",
+            caption=(
+                "Norm of what the optimizer's step changed in each block's weights, over the norm of these weights: "
+                "how fast a layer moves, clipping, learning rate and decay included. Around 10⁻³ is usual. In large "
+                "runs it has risen before the gradient and the loss did, in the lower layers first."
+            ),
+            over_steps=(
+                "Layers upward, steps to the right. It follows the learning rate; a band of layers that brightens on "
+                "its own is where a run becomes unstable."
+            ),
+        ),
+        Metric(
             name="hidden_abs_max",
             title="Largest |x| by layer",
             quantity="largest |x|",

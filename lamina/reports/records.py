@@ -52,7 +52,10 @@ class Trial:
             if isinstance(record, dict):
                 lines.append(record)
         frame: Frame = pd.DataFrame(lines).reindex(
-            columns=["step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second", "eval_loss"]
+            columns=[
+                *("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
+                *("eval_loss", "eval_corpus_loss"),
+            ]
         )
         return frame.apply(pd.to_numeric, errors="coerce")
 

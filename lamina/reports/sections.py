@@ -59,7 +59,10 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     entropy = study.results["unigram_entropy"].dropna()
     drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan)
     caption = _LOSS + (" Each placement is shown at its best learning rate." if several else "")
-    return Section(name="Loss", title="Loss against tokens", html=figure(to_html(drawn), caption) if drawn else "")
+    html = figure(to_html(drawn), caption) if drawn else ""
+    if (second := figures.second_losses(items)) is not None:
+        html += figure(to_html(second), _SECOND, "On the second corpus")
+    return Section(name="Loss", title="Loss against tokens", html=html)
 
 
 def by_depth(items: list[Shown]) -> list[Section]:
@@ -153,6 +156,7 @@ _LOSS = (
     "often each token occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
     "steps). Click a name to hide it."
 )
+_SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. None of it was trained on."
 _DIAGRAMS = (
     "Drawn from the plans that were trained, bottom to top: the vertical line is the stream, the branch to its right "
     "holds the module. A norm on the line rescales the stream itself, a norm on the branch does not."

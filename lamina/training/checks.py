@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from lamina.data import single_corpus_of
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
@@ -27,6 +30,9 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
     """Raise UserError for settings that are invalid on this machine or placement; returns the Trainer's arguments."""
+    if settings.eval_corpus is not None:
+        with about_eval_corpus():
+            single_corpus_of(settings.eval_corpus, settings.text_field)
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
@@ -42,6 +48,15 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     return arguments
+
+
+@contextmanager
+def about_eval_corpus() -> Iterator[None]:
+    """What is wrong with the corpus read here is said of the setting ``eval_corpus``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"eval_corpus: {str(error).removeprefix('corpus: ')}") from None
 
 
 def check_modules(

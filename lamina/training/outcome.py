@@ -53,6 +53,8 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
         **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
+    if blocks.second is not None:
+        result["eval_corpus_loss"] = recorder.second_loss
     return {**columns.checked(result), "rollbacks": run.rollbacks.to_list(), **run.guard.outcome(status)}
 
 

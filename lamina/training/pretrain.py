@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
-from lamina.data import Blocks, prepare_blocks, stream_blocks
+from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
 from lamina.errors import UserError, mark_reported
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, full_disk, write_json
@@ -35,6 +35,7 @@ from lamina.training.checkpointing.resuming import result_to_keep, stored_settin
 from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
+from lamina.training.checks import about_eval_corpus
 from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.training.monitoring.guard import Diverged, MakeGuard, usual_guard
 from lamina.training.monitoring.writers import keep_abandoned
@@ -154,7 +155,17 @@ def _recorded(run: Callable[[], Json], resolved: ResolvedRun, processes: Process
 
 
 def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
-    """The blocks of the run's corpus and their tokenizer; ``bar``: show progress."""
+    """The blocks of the run's corpus, and of its second one, and their tokenizer; ``bar``: show progress."""
+    blocks, tokenizer = _read_corpus(settings, bar)
+    if settings.eval_corpus is None:
+        return blocks, tokenizer
+    with about_eval_corpus():
+        field = settings.text_field
+        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
+    return replace(blocks, second=second), tokenizer
+
+
+def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
     read: Json = {
         "corpus": settings.corpus,
         "tokenizer_spec": settings.tokenizer,

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from lamina.core.json_types import Json
 from lamina.data import Blocks
 from lamina.data import bits_per_byte as bits_per_byte_of
-from lamina.data.blocks import PartShare, spread
+from lamina.data.blocks import Block, PartShare, spread
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.identity import RunIdentity
 from lamina.training.checkpointing.resuming import checkpoint_to_resume
@@ -30,6 +30,7 @@ from lamina.training.monitoring.falling import RecordedLosses
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes
+from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.optimization.schedule import schedule_of
@@ -78,6 +79,7 @@ class TrainingRun:
         self.guard = guard
         self.train_blocks = blocks.train.for_run(settings.seed)
         self.order = self._make_order(done=max(0, state.get("step", 0)))
+        self.updates = UpdateRatios(self.model)
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
         self._probing = self._make_probing()
         self.states: list[Stateful] = [
@@ -126,6 +128,7 @@ class TrainingRun:
             bar=self.bar,
             processes=self.processes,
             realized=self.realized,
+            updates=self.updates,
             pause_step=self.settings.pause_step,
         )
 
@@ -141,7 +144,7 @@ class TrainingRun:
             args=self._arguments,
             train_dataset=self.train_blocks,
             eval_dataset=Subset(held_out, spread(len(held_out), settings.eval_blocks or len(held_out))),
-            callbacks=[self.recorder, *self._tensorboard(), *self._probing],
+            callbacks=[self.updates, self.recorder, *self._tensorboard(), *self._probing],
             guard=self.guard,
             order=self.order,
             processes=self.processes,
@@ -149,6 +152,7 @@ class TrainingRun:
             rate_factors=self._rate_factors,
             schedule=schedule_of(settings),
             rate_factor=self.rollbacks.learning_rate_factor,
+            second=self._second_corpus(),
             states=self.states,
             keep_also=is_good if settings.rollback else None,
         )
@@ -157,6 +161,13 @@ class TrainingRun:
         for callback in (self.recorder, *self._probing):
             callback.trainer = trainer
         return trainer
+
+    def _second_corpus(self) -> Subset[Block] | None:
+        """The blocks of the second corpus to evaluate on."""
+        second = self.blocks.second
+        if second is None:
+            return None
+        return Subset(second, spread(len(second), self.settings.eval_blocks or len(second)))
 
     def _monitor_ids(self) -> torch.Tensor:
         """Held-out blocks for the layer monitor and the scheduled probes, [blocks, sequence_length]."""

@@ -202,6 +202,12 @@ class RecordSettings(Settings):
     )
     eval_steps: int | None = setting(None, "steps between two evaluations (default: about 5 per run)", at_least(1))
     eval_blocks: int = setting(256, "held-out blocks per evaluation (0 for all)", at_least(0))
+    eval_corpus: str | None = setting(
+        None,
+        "a second text to evaluate on, none of it trained on, with the same tokenizer: as --corpus, but no mix; of its "
+        "blocks, eval_blocks are used",
+        place,
+    )
     save_steps: int = setting(0, "steps between two checkpoints (0 for the final model only)", at_least(0))
     keep: int = setting(2, "checkpoints to keep", at_least(1))
     monitor_blocks: int | None = setting(

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
+from lamina.data.blocks import Block
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing import store as checkpoints
@@ -42,6 +43,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
         rate_factor: the rollbacks' factor on all learning rates.
         states: further objects in a checkpoint's run state, resumed with the trainer.
+        second: blocks of a second corpus, whose mean loss is measured with every evaluation.
         keep_also: whether an older checkpoint is not pruned, by its run state.
     """
 
@@ -56,6 +58,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
         states: Sequence[Stateful] = (),
+        second: Dataset[Block] | None = None,
         keep_also: Callable[[Json], bool] | None = None,
         **kwargs: Any,
     ):
@@ -69,6 +72,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         self.series = StepSeries(self.processes)
         self.order, self.states, self.keep_also = order, states, keep_also
         self.rate_factor = rate_factor
+        self.second = second
         self._resumed: RunState = {}
         self.rate_factors, self.schedule = rate_factors, schedule
         self.guard = guard
@@ -160,12 +164,21 @@ class LaminaTrainer(LayerGradNorms, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The loss over the held-out blocks, each counted once, for any number of processes.
 
-        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted.
+        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. The loss on
+        the second corpus comes first: ``second_loss`` is there when the callbacks are told of the evaluation.
         """
+        if self.second is not None:
+            self.second_loss = self._mean_loss(self.second)
         if self.processes.size == 1 or any(args) or any(kwargs.values()):
             return super().evaluate(*args, **kwargs)
+        metrics = {"eval_loss": self._mean_loss(self.eval_dataset)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _mean_loss(self, held_out: Any) -> float:
+        """The mean loss over blocks, each counted once, over all processes; draws no random number."""
         model: Any = self.model
-        held_out: Any = self.eval_dataset
         rank, size = self.processes.rank, self.processes.size
         batch = self.args.per_device_eval_batch_size * size
         total = 0.0
@@ -181,10 +194,7 @@ class LaminaTrainer(LayerGradNorms, Trainer):
                     total += float(self.compute_loss(model, inputs)) * len(mine)
         finally:
             model.train(was_training)
-        metrics = {"eval_loss": self.processes.mean(total) * size / len(held_out)}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return self.processes.mean(total) * size / len(held_out)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, whole or not at all, then prune the old ones."""

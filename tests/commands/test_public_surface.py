@@ -22,7 +22,7 @@ backbone num-layers hidden-size num-heads untie-embeddings init corpus text-fiel
 eval-fraction steps batch-size gradient-accumulation schedule min-learning-rate warmup decay decay-shape
 weight-decay beta1 beta2 epsilon
 max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-every probes logging-steps eval-steps
-eval-blocks save-steps
+eval-blocks eval-corpus save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 """

@@ -164,6 +164,7 @@ def _layers(step, steps, num_layers, slope, growth, broken, rng, experts=False) 
     for layer in range(num_layers):
         for sublayer, factor in (("attention", 0.6), ("feed_forward", 0.8), ("block", 1.0)):
             rows.append((step, layer, sublayer, "all", 0, "gradient_norm", gradient[layer] * factor))
+            rows.append((step, layer, sublayer, "all", 0, "update_ratio", 1e-3 * factor * (1 + layer)))
         for sublayer, factor in (("attention", 0.9), ("feed_forward", 1.0)):
             rows.append((step, layer, sublayer, "all", 0, "hidden_variance", variance[layer] * factor))
             for metric, value in (("hidden_abs_max", 4.0), ("hidden_abs_mean", 0.8), ("hidden_mean", 0.01 * layer)):

@@ -6,12 +6,13 @@ import pandas as pd
 import torch
 from training.tiny_experts import moe
 
-from lamina.reports import monitored
+from lamina.reports import monitored, updates
 from lamina.reports.metrics import METRICS
 from lamina.reports.sections import by_depth
 from lamina.reports.style import Shown
 from lamina.training.monitoring.layers import GradientNorms, gain_rows, hidden_state_rows
 from lamina.training.monitoring.series import LOSS, NORM
+from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LAYER_COLUMNS
 
 
@@ -37,10 +38,15 @@ class Trial:
 
 def recorded() -> pd.DataFrame:
     model, ids = moe(), torch.randint(0, 61, (2, 8))
-    rows = []
+    rows, ratios = [], UpdateRatios(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in (1, 2):
         model(input_ids=ids, labels=ids).loss.backward()
         norms = GradientNorms(model)
+        ratios.before_step()
+        optimizer.step()
+        ratios.after_step()
+        rows += ratios.rows(step)
         rows += [*norms.rows(step, norms.squares()), *hidden_state_rows(model, ids, step), *gain_rows(model, step)]
         rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
         rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM)]
@@ -51,6 +57,6 @@ def test_every_recorded_metric_is_in_the_table_and_drawn():
     layers = recorded()
     assert set(layers["metric"]) == set(METRICS)
     shown = [Shown(placement="pre_ln", color="#000000", trials=(Trial(layers),))]
-    html = "".join(section.html for section in [*by_depth(shown), *monitored.sections(shown)])
+    html = "".join(section.html for section in [*by_depth(shown), *updates.sections(shown), *monitored.sections(shown)])
     for name, metric in METRICS.items():
         assert f"<figcaption>{escape(metric.caption)}</figcaption>" in html, name

@@ -16,9 +16,10 @@ from lamina.reports.charts import Line
 from lamina.reports.max_rates import MaxRate, notices, spread, summarize
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, callouts, figure, prose, write_page
+from lamina.reports.palette import colors, look
 from lamina.reports.records import Frame, Study, Trial, read_study, rows_of
 from lamina.reports.registry import report_of
-from lamina.reports.style import colors, log_ticks, polish, thin, to_html
+from lamina.reports.style import log_ticks, polish, thin, to_html
 from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text
 from lamina.training.monitoring.max_rate_rules import NON_FINITE, NONE, PLATEAU, SPIKE, STUCK, smoothed
 
@@ -107,11 +108,12 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:
         curve = curve_of(trial, study.settings)
         if len(curve) < 2:
             continue
-        label = escape(trial.placement)
+        label, own = escape(trial.placement), look(trial.placement)
         Line(
             x=curve["rate"].to_numpy(dtype=np.float32),
             y=curve["loss"].to_numpy(dtype=np.float32),
             color=color[trial.placement],
+            dash=None if own is None or own.dash == "solid" else own.dash,
             name=label,
             group=label,
             legend=label not in named_in_legend,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
-from lamina.reports import evolution, figures, monitored, sections, tables
+from lamina.reports import evolution, figures, monitored, sections, tables, updates
 from lamina.reports.page import PAGE, Section, figure, write_page
 from lamina.reports.records import read_run, rows_of
 from lamina.reports.registry import report_of
@@ -38,6 +38,7 @@ def run_report(folder: Path) -> Path:
                 html="" if course is None else figure(to_html(course), _COURSE),
             ),
             *sections.by_depth(items),
+            *updates.sections(items),
             *monitored.sections(items),
             *evolution.sections(items),
             sections.diagrams(study, items),

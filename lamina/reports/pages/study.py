@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
-from lamina.reports import evolution, figures, monitored, sections, tables
+from lamina.reports import evolution, figures, monitored, sections, tables, updates
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
@@ -48,6 +48,7 @@ def study_report(folder: Path) -> Path:
                 html="" if rates is None else figure(to_html(rates), _RATES),
             ),
             *sections.by_depth(items),
+            *updates.sections(items),
             *monitored.sections(items),
             *evolution.sections(items),
             sections.diagrams(study, items),

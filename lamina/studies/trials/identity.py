@@ -46,12 +46,14 @@ def identity(job: str, settings: Settings) -> Json:
         if name not in OF_THE_MACHINE and not (name in YOUNGER and value == YOUNGER[name])
     }
     kept.pop("corpus")
+    field, second = str(values.get("text_field", "text")), kept.pop("eval_corpus", None)
     return {
         "job": job,
         "numerics": NUMERICS,
         "settings": kept,
         "plan": plan,
-        "text": _text(str(values["corpus"]), str(values.get("text_field", "text"))),
+        "text": _text(str(values["corpus"]), field),
+        **({} if second is None else {"eval_text": _text(str(second), field)}),
     }
 
 

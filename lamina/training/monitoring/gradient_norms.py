@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.monitoring.experts import ExpertBalance
@@ -32,6 +32,7 @@ class LayerGradNorms(_Trainer):
     gradient_norms: GradientNorms | None
     series: StepSeries | None = None
     experts: ExpertBalance | None = None
+    second_loss: float | None = None  # on the second corpus, at the last evaluation
     overflows: int = 0
     overflows_in_a_row: int = 0
 
@@ -73,7 +74,7 @@ class LayerGradNorms(_Trainer):
         if self.series is not None:
             self.series.add_norm(norm)
         step = self.state.global_step + 1
-        recorded = step == 1 or step % max(1, int(self.args.logging_steps)) == 0
+        recorded = is_recorded(step, self.args)
         self.layer_rows = []
         if not recorded and squares.device.type != "cpu":
             return  # reading the norm would wait for the device
@@ -94,6 +95,11 @@ class LayerGradNorms(_Trainer):
         """The model without the wrappers of accelerate and DDP."""
         assert self.model is not None
         return self.accelerator.unwrap_model(self.model)
+
+
+def is_recorded(step: int, args: TrainingArguments) -> bool:
+    """Whether a step's measurements are recorded: at the first step and at every ``logging_steps``-th."""
+    return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
 def _whole(norm: Norm) -> Norm:

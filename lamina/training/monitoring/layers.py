@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,18 +40,21 @@ class GradientNorms:
 
     def squares(self) -> torch.Tensor:
         """The squared norm of each group in float64, without waiting for the device; call before clipping."""
-        gradients, groups, mesh = [], [], None
-        for parameter, group in zip(self.parameters, self.groups, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
+        return self.sums([parameter.grad for parameter in self.parameters])
+
+    def sums(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The squared norm of each group, for one tensor like each parameter; None counts as zeros."""
+        parts, groups, mesh = [], [], None
+        for tensor, group in zip(tensors, self.groups, strict=True):
+            if tensor is None:
                 continue
-            if isinstance(gradient, DTensor):
-                mesh, gradient = gradient.device_mesh, gradient.to_local()
-            gradients.append(gradient)
+            if isinstance(tensor, DTensor):
+                mesh, tensor = tensor.device_mesh, tensor.to_local()
+            parts.append(tensor)
             groups.append(group)
-        if not gradients:
+        if not parts:
             return torch.zeros(len(self.keys), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(gradients)).double()  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch.stack(torch._foreach_norm(parts)).double()  # pyright: ignore[reportPrivateImportUsage]
         sums = torch.zeros(len(self.keys), dtype=torch.float64, device=norms.device)
         sums.index_add_(0, self._index(groups, norms.device), norms * norms)
         if mesh is not None:

@@ -22,6 +22,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows
+from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 
 TWICE_SECONDS = 3.0
@@ -42,6 +43,7 @@ class RunRecorder(TrainerCallback):
         track_layers: bool,
         bar: bool,
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
+        updates: UpdateRatios | None = None,
         processes: Processes | None = None,
         pause_step: int | None = None,
     ):
@@ -50,10 +52,12 @@ class RunRecorder(TrainerCallback):
         self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
         self.realized = realized  # by step: each corpus's share of a mix so far
+        self.updates = updates
         self.interrupted: str | None = None
         self.pause_step = pause_step
         self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
+        self.second_loss: float | None = None  # on the second corpus, at the last evaluation
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
@@ -134,7 +138,11 @@ class RunRecorder(TrainerCallback):
         self.last_eval, self.evaluated_step = loss, state.global_step
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
         record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
-        self.metrics.write({**record, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)})
+        record |= {"perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)}
+        assert self.trainer is not None
+        if (second := self.trainer.second_loss) is not None:
+            record["eval_corpus_loss"] = self.second_loss = second
+        self.metrics.write(record)
 
     def state_dict(self) -> Json:
         """Step and loss of the last evaluation, the best loss, and what the writers have synced to disk."""
@@ -142,15 +150,19 @@ class RunRecorder(TrainerCallback):
         self.layers.flush()
         self.metrics.sync()
         evaluations = [self.evaluated_step, self.last_eval, self.best_eval]
-        return {"evaluations": evaluations, **self.metrics.state_dict(), **self.layers.state_dict()}
+        second = {} if self.second_loss is None else {"eval_corpus_loss": self.second_loss}
+        return {"evaluations": evaluations, **second, **self.metrics.state_dict(), **self.layers.state_dict()}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
+        self.second_loss = self.metrics.second_loss
         if "evaluations" not in state:
             return
+        if self.second_loss is None:
+            self.second_loss = state.get("eval_corpus_loss")
         step, last, best = state["evaluations"]
         if step > self.evaluated_step:
             self.evaluated_step, self.last_eval = int(step), last
@@ -194,6 +206,7 @@ class RunRecorder(TrainerCallback):
         states = hidden_state_rows(model, self.monitor_ids.to(device), step)
         self.guard.see_layers(states)
         rows = [*gradients, *states, *gain_rows(model, step)]
+        rows += self.updates.rows(step) if self.updates is not None else []
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
         self.layers.add(rows)
         if time.monotonic() - self._flushed > 30:

@@ -1,0 +1,29 @@
+"""How far the weights of each layer move in a step, for the pages of runs and studies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lamina.reports import evolution, monitored
+from lamina.reports.metrics import METRICS
+from lamina.reports.monitored import SUBLAYERS, Monitored
+from lamina.reports.page import Section, details, figure
+from lamina.reports.style import Shown, to_html
+
+METRIC = METRICS["update_ratio"]
+_PARTS = "The same for each sub-layer, from the first record (light) to the last (dark)."
+
+
+def sections(items: Sequence[Shown]) -> list[Section]:
+    """The update-to-weight ratios by layer; no section for runs that are older than this record."""
+    blocks = Monitored(label=METRIC.quantity, metric=METRIC.name, sublayer="block", role="all")
+    html = monitored.by_layer(items, METRIC, blocks.table)
+    parts = [
+        Monitored(label=f"{METRIC.quantity} ({sub.replace('_', '-')})", metric=METRIC.name, sublayer=sub, role="all")
+        for sub in SUBLAYERS
+    ]
+    drawn = [(part, picture) for part in parts if (picture := evolution.by_steps(items, part)) is not None]
+    if drawn:
+        figures = "".join(figure(to_html(picture), _PARTS, part.label) for part, picture in drawn)
+        html += details("Attention and feed-forward", figures)
+    return [Section(name="Updates", title=METRIC.title, html=html)] if html else []
