@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 import plotly.io
 
 from lamina.reports.palette import PALETTE, look
-from lamina.reports.palette import colors as colors
 from lamina.reports.records import Frame, Trial
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
