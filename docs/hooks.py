@@ -25,6 +25,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 DOCS = ROOT / "docs"
 PLOTLY = "assets/plotly.min.js"
 STUDIES = "results/*.md"
+_OPTIONS = '{responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]}'
 _PICTURE = re.compile(r"^!\[[^\]\[]*\]\((?P<path>[^)\s]+\.svg)\)$", re.MULTILINE)
 _SOURCES = {page: source for source, page in PAGES.items()}
 # Code first: what looks like a link in it is none.
@@ -107,7 +108,7 @@ def with_figures(markdown: str, page: File) -> str:
         return (
             f'<div id="{name}" style="height:{height}px"></div>\n'
             f'<script>{{const drawn = {text}; Plotly.newPlot("{name}", drawn.data, drawn.layout, '
-            "{responsive: true, displaylogo: false});}</script>\n\n"
+            f"{_OPTIONS});}}</script>\n\n"
             f"[For a paper: SVG]({found['path']})"
         )
 
