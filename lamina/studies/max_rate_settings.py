@@ -29,7 +29,9 @@ class RisingSettings(RunSettings):
     order = ("max_learning_rate",)
 
     max_learning_rate: float = setting(
-        5e-2, "learning rate at the end of the linear warm-up, which begins at 0 and takes all steps", above(0.0)
+        0.15,
+        "learning rate at the end of the linear warm-up, which begins at 0 and takes all steps (Keel: 5e-2 over 5000)",
+        above(0.0),
     )
     steps: int = changed(300, help="optimizer steps of the warm-up")
     window: int = setting(8, "steps whose mean is the smoothed loss", at_least(1))
