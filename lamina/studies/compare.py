@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
 from lamina.modeling import building
 from lamina.studies.max_rate_settings import MaxRateSettings
-from lamina.studies.progress import Progress
 from lamina.studies.record import (
     has_study,
     read_study,
@@ -33,9 +31,9 @@ from lamina.studies.record import (
     stored_study,
     write_study,
 )
+from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings
 from lamina.studies.trials.task import Task
-from lamina.studies.workers import run_trials
 from lamina.training.arguments import training_arguments
 from lamina.training.execution import speed
 from lamina.training.execution.processes import launched
@@ -146,10 +144,9 @@ def run_study(
     ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv, ``job``
     is what a trial does, a name in ``lamina.studies.trials.jobs``.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(settings.workers or cores, len(trials))
+    workers = min(settings.workers or cores(), len(trials))
     # On small models, two processes with one thread each beat one process with two.
-    trials = {t: replace(s, threads=s.threads or max(1, cores // workers)) for t, s in trials.items()}
+    trials = {t: replace(s, threads=s.threads or max(1, cores() // workers)) for t, s in trials.items()}
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     study = {
         **(header or {}),
@@ -161,18 +158,13 @@ def run_study(
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
     todo = {t: s for t, s in trials.items() if t not in results}
     tasks = {trial: Task(settings=s, job=job) for trial, s in todo.items()}
-    progress = Progress(tasks, done=len(results), show=bar)
 
     def ended(trial: str, result: Json) -> None:
         results[trial] = result
-        progress.ended(trial, result)
         write_results(folder, trials, results, keys)
 
     write_results(folder, trials, results, keys)
-    try:
-        run_trials(tasks, workers=workers, ended=ended, tick=progress.tick)
-    finally:
-        progress.close()
+    run_tasks(tasks, done=len(results), workers=workers, bar=bar, ended=ended)
     return write_results(folder, trials, results, keys)
 
 

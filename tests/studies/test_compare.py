@@ -40,9 +40,9 @@ def make(num_layers):
 
 
 # The placement is resolved, and the model cannot be built: in the middle of the run.
-WHEN_BUILT = """import lamina.training.run
+WHEN_BUILT = """import lamina.training.initial
         def broken(*args, **options): raise RuntimeError("this layer cannot be wired")
-        lamina.training.run.build = broken"""
+        lamina.training.initial.build = broken"""
 
 
 @pytest.fixture

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import ENDED
 from lamina.studies.engine.plan import Plan
-from lamina.studies.progress import Progress
+from lamina.studies.running import Executor, run_tasks
 from lamina.studies.trials.store import Store
-from lamina.studies.trials.task import Task
 from lamina.studies.trials.trial import Trial
 from lamina.studies.workers import run_trials
-
-Ended = Callable[[str, Json], None]
-
-
-class Executor(Protocol):
-    """Runs tasks, several at a time."""
-
-    def __call__(
-        self, trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]
-    ) -> None:
-        """Run every task; ``ended`` gets each one's id and result, ``tick`` the ids of those that run."""
-        ...
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_plan(
@@ -65,18 +45,14 @@ def run_plan(
             return {trial.key: found for trial in wanted if (found := result(trial)) is not None}
         tasks = {trial.name: store.task(trial) for trial in todo.values()}
         keys = {trial.name: trial.key for trial in todo.values()}
-        progress = Progress(tasks, done=len({trial.key for trial in wanted}) - len(todo), show=bar)
+        done = len({trial.key for trial in wanted}) - len(todo)
 
-        def one_ended(name: str, outcome: Json, keys: dict[str, str] = keys, progress: Progress = progress) -> None:
+        def one_ended(name: str, outcome: Json, keys: dict[str, str] = keys) -> None:
             if outcome["status"] not in ENDED:
                 failed[keys[name]] = outcome
-            progress.ended(name, outcome)
             ended()
 
-        try:
-            execute(tasks, workers=min(workers or cores(), len(tasks)), ended=one_ended, tick=progress.tick)
-        finally:
-            progress.close()
+        run_tasks(tasks, done=done, workers=workers, bar=bar, ended=one_ended, execute=execute)
         failed.update(_unmeasured(todo, store, failed))
 
 

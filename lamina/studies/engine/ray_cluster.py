@@ -20,7 +20,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result
 from lamina.studies import processes
-from lamina.studies.engine.driver import Ended, Executor
+from lamina.studies.running import Ended, Executor
 from lamina.studies.trials.task import Task
 from lamina.studies.worker import BUSY
 
@@ -133,20 +133,21 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
 
 def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
     """Run a trial of several processes, each in a bundle of one placement group; returns the worst exit code."""
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+    ray = importlib.import_module("ray")
+    groups = importlib.import_module("ray.util.placement_group")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
     size = int(shares["processes"])
     bundle = {"CPU": shares["cpus"], **({"GPU": shares["gpus"]} if shares["gpus"] else {})}
-    group = placement_group([bundle] * size, strategy="PACK")
+    group = groups.placement_group([bundle] * size, strategy="PACK")
     try:
         ray.get(group.ready())
         places = [
             {
                 "num_cpus": shares["cpus"],
                 "num_gpus": shares["gpus"],
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank
+                ),
             }
             for rank in range(size)
         ]
@@ -166,13 +167,12 @@ def run_together(request: Json, environment: Mapping[str, str], shares: Json) ->
             references.append(task.remote(request, {**environment, **launched}))
         return max(ray.get(references), key=abs)
     finally:
-        remove_placement_group(group)
+        groups.remove_placement_group(group)
 
 
 def _free_place() -> tuple[str, int]:
     """This node's address and a port that is free."""
-    import ray
-
+    ray = importlib.import_module("ray")
     with socket.socket() as free:
         free.bind(("", 0))
         return ray.util.get_node_ip_address(), free.getsockname()[1]

@@ -63,4 +63,4 @@ def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.Data
     if not rows:
         return None
     joined = pd.concat(rows, ignore_index=True)
-    return joined[["key", *(name for name in joined.columns if name != "key")]]
+    return joined.reindex(columns=["key", *(name for name in joined.columns if name != "key")])

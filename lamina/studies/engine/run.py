@@ -24,13 +24,14 @@ from lamina.jobs.status import ENDED
 from lamina.studies import processes
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine import verdicts
-from lamina.studies.engine.driver import Executor, run_plan
+from lamina.studies.engine.driver import run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import measured_table, results_table
 from lamina.studies.engine.searched import run_search
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.record import STUDY, has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
+from lamina.studies.running import Executor
 from lamina.studies.trials import identity, measures
 from lamina.studies.trials.records import RESULTS, TABLES, Records, write_results, write_table
 from lamina.studies.trials.store import Store
@@ -68,7 +69,7 @@ def run_study(
     """
     given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
     given["output"] = str(output_of(given))
-    study = read_study(given["study"])
+    study = read_study(str(given["study"]))
     job = open_job(
         Kind.STUDY, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
@@ -148,14 +149,13 @@ def _run(
     }
     Path(settings.store).mkdir(parents=True, exist_ok=True)
 
-    def write() -> pd.DataFrame:
-        results = results_table(plan, store)
-        write_results(folder, results)
-        return results
+    def write() -> None:
+        write_results(folder, results_table(plan, store))
 
     if plan.scale.needs:
         write_study(folder, {**header, "trials": []})
-        results = write()
+        results = results_table(plan, store)
+        write_results(folder, results)
     elif plan.scale.search is not None:
         write_study(folder, {**header, "trials": []})
         results = run_search(
@@ -170,7 +170,7 @@ def _run(
         try:
             outcome = run_plan(plan, store, workers=settings.workers, bar=bar, ended=write, execute=execute)
         finally:
-            results = write()
+            write()
         failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
         results = results_table(plan, store, failed)
         write_results(folder, results)

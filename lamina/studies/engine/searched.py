@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_text
-from lamina.studies.engine.driver import Executor, cores
 from lamina.studies.engine.results import as_table, result_row
+from lamina.studies.running import Executor, run_tasks
 from lamina.studies.search.searching import Searching
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.task import Task
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from lamina.studies.catalog.study import Scale
-    from lamina.studies.progress import Progress
 
 CANDIDATES = "search.csv"
 
@@ -43,9 +42,8 @@ def run_search(
         KeyboardInterrupt: after the running trials have saved a checkpoint.
     """
 
-    def run(tasks: Mapping[str, Task], progress: Progress) -> None:
-        count = min(workers or cores(), len(tasks))
-        execute(tasks, workers=count, ended=progress.ended, tick=progress.tick)
+    def run(tasks: Mapping[str, Task]) -> None:
+        run_tasks(tasks, done=0, workers=workers, bar=bar, ended=lambda name, result: None, execute=execute)
         write(table())
 
     def table() -> pd.DataFrame:
@@ -54,7 +52,7 @@ def run_search(
         axes = ["candidate", *(name for name in searching.plan.space if name != "learning_rate")]
         return as_table((result_row(trial, result, trial.values, tuned=True) for trial, result in known), axes)
 
-    searching = Searching(scale, changes, store, folder, run, bar=bar)
+    searching = Searching(scale, changes, store, folder, run)
     os.makedirs(store.folder, exist_ok=True)
     try:
         searching.search_all()

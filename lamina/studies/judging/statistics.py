@@ -59,6 +59,15 @@ def paired(differences: Sequence[float]) -> Paired:
     )
 
 
+def wilcoxon_greater(differences: Sequence[float]) -> float:
+    """The p of Wilcoxon's one-sided signed-rank test that differences lie above 0; 1 if all are 0."""
+    from scipy import stats
+
+    if not any(differences):
+        return 1.0
+    return float(cast(_Test, stats.wilcoxon(list(differences), alternative="greater")).pvalue)
+
+
 def bootstrap_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean, the same at each call.
 

@@ -20,7 +20,6 @@ from lamina.jobs.files import read_result
 from lamina.jobs.status import ENDED
 from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.study import Scale
-from lamina.studies.progress import Progress
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.task import Task
 from lamina.studies.trials.trial import Trial, make_trial
@@ -34,7 +33,7 @@ WORST_P = 0.1
 """A candidate leaves the race if Wilcoxon's test on the shared seeds says with this p that it is worse."""
 FAILED_LOSS = 100.0
 """The loss of a candidate that diverged or failed: worse than any that a run can have, and finite."""
-Run = Callable[[Mapping[str, Task], Progress], None]
+Run = Callable[[Mapping[str, Task]], None]
 
 
 @dataclass
@@ -56,13 +55,12 @@ class Searching:
         changes: the user's settings over the scale's own.
         store: of the trials.
         folder: the study's; the journal stands there.
-        run: runs tasks, with a bar.
-        bar: whether to show progress.
+        run: runs tasks.
     """
 
-    def __init__(self, scale: Scale, changes: Json, store: Store, folder: Path, run: Run, *, bar: bool):
+    def __init__(self, scale: Scale, changes: Json, store: Store, folder: Path, run: Run):
         assert scale.search is not None
-        self.scale, self.changes, self.store, self.folder, self.run, self.bar = scale, changes, store, folder, run, bar
+        self.scale, self.changes, self.store, self.run = scale, changes, store, run
         self.plan: Search = scale.search
         self.optuna = _optuna()
         self.storage = self.optuna.storages.JournalStorage(
@@ -206,11 +204,7 @@ class Searching:
                 task = self.store.task(trial)
                 tasks[trial.name] = replace(task, settings=replace(task.settings, pause_step=rung))
         if tasks:
-            progress = Progress(tasks, done=0, show=self.bar)
-            try:
-                self.run(tasks, progress)
-            finally:
-                progress.close()
+            self.run(tasks)
 
     def _has_paused(self, trial: Trial, rung: int | None) -> bool:
         result = read_result(self.store.folder / trial.key)
@@ -223,18 +217,18 @@ class Searching:
 
 def _loss(result: Json) -> float:
     loss = result.get("eval_loss")
-    bad = result["status"] not in (*ENDED, "interrupted") or result["status"] == "diverged" or loss is None
-    return FAILED_LOSS if bad else float(loss)
+    bad = result["status"] not in (*ENDED, "interrupted") or result["status"] == "diverged"
+    return FAILED_LOSS if bad or loss is None else float(loss)
 
 
 def _worse(losses: list[float], best: list[float]) -> bool:
     """Whether losses are above another's on the same seeds, by Wilcoxon's one-sided test."""
-    from scipy.stats import wilcoxon
+    from lamina.studies.judging.statistics import wilcoxon_greater
 
     differences = [ours - theirs for ours, theirs in zip(losses, best, strict=True)]
     if len(differences) < 4 or not any(differences):  # with fewer, no p is below the threshold
         return False
-    return float(wilcoxon(differences, alternative="greater").pvalue) < WORST_P
+    return wilcoxon_greater(differences) < WORST_P
 
 
 def _optuna() -> Any:

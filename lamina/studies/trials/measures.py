@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lamina.errors import UserError
 from lamina.jobs.files import write_json, writing
@@ -91,6 +91,7 @@ class _Source:
         if time == "records":
             return _records(self.folder, name)
         import torch
+        from transformers import AutoModelForCausalLM
 
         from lamina.core import specs
         from lamina.probes.engine.measure import probe
@@ -101,15 +102,12 @@ class _Source:
         resolved = resolve_run(self.settings)
         blocks, tokenizer = read_blocks(self.settings, bar=False)
         if time == "init":
-            model = initial_model(resolved, blocks, tokenizer)[0]
+            model = cast(torch.nn.Module, initial_model(resolved, blocks, tokenizer)[0])
         elif (self.folder / "model").is_dir():
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
+            model = cast(torch.nn.Module, AutoModelForCausalLM.from_pretrained(self.folder / "model"))
         else:
             raise UserError("no model: the run diverged")
-        model.to(resolved.device)
-        rows = probe(model, name, blocks.eval.sample(SEQUENCES), tokenizer)
+        rows = probe(model.to(resolved.device, torch.float32), name, blocks.eval.sample(SEQUENCES), tokenizer)
         return rows[specs.parse(name, "probe")[0]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
@@ -14,6 +15,7 @@ from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
 from lamina.studies.trials.jobs import JOBS
 from lamina.studies.trials.measures import measure
+from lamina.training.settings import PretrainSettings
 
 IDENTITY = "trial.json"
 _CLAIMS = ".claims"
@@ -79,7 +81,7 @@ class Task:
             write_json(self.folder / IDENTITY, self.identity)
         result = JOBS[self.job].function()(self.settings, resume="auto", bar=False)
         if self.measures and result["status"] in ENDED:
-            measure(self.folder, self.settings, self.measures)
+            measure(self.folder, cast(PretrainSettings, self.settings), self.measures)
         return result
 
 
