@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from synthetic_claims import SCALES, STUDIES, claims_of, judged, rows, scales_of, trials_of
+from studies.synthetic_claims import SCALES, STUDIES, claims_of, judged, rows, scales_of, trials_of
 
 from lamina.studies.judging import Verdict
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pandas as pd
 import pytest
-from synthetic_claims import STUDIES, claims_of, judged, rows, scales_of, trials_of
+from studies.synthetic_claims import STUDIES, claims_of, judged, rows, scales_of, trials_of
 
 from lamina.studies.judging import Trials, Verdict
 

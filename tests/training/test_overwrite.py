@@ -12,8 +12,8 @@ from training.tiny_runs import SMALL, flags, settings
 from lamina.cli import main
 from lamina.jobs import folder as run_folder
 from lamina.jobs import replaced
+from lamina.training import initial as line
 from lamina.training import pretrain as pretraining
-from lamina.training import run as line
 
 
 @pytest.fixture
