@@ -86,6 +86,7 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
         )
 
 
+@pytest.mark.slow
 def test_a_missing_measure_needs_no_second_training(run, tmp_path, corpus):
     run(write_study(tmp_path / "files", corpus=corpus))
     before = times(tmp_path)
@@ -131,6 +132,7 @@ def test_an_edited_study_says_which_trials_no_longer_fit(run, tmp_path, corpus):
     assert len(times(tmp_path)) == 8
 
 
+@pytest.mark.slow
 def test_other_seeds_and_another_text_are_other_trials(run, tmp_path, corpus):
     file = write_study(tmp_path / "files", corpus=corpus)
     run(file)

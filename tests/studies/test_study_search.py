@@ -47,6 +47,7 @@ def test_rungs_prune_and_the_others_go_on_from_their_checkpoints(run, tmp_path):
     assert whole["eval_loss"] == row["eval_loss"], "a pause changes no bit"
 
 
+@pytest.mark.slow
 def test_a_resumed_search_proposes_the_same_and_repeats_nothing(run, tmp_path):
     run()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "trials").glob("*/result.json")}

@@ -14,6 +14,7 @@ def places(tmp_path):
     return ["--store", str(tmp_path / "trials"), "--records", str(tmp_path / "records")]
 
 
+@pytest.mark.slow
 def test_workers_share_the_trials_of_a_store(tmp_path, corpus):
     file = write_study(tmp_path / "files", corpus=corpus)
     workers = [start("study", "worker", str(file), *places(tmp_path), "--workers", "1") for _ in range(2)]
@@ -27,6 +28,7 @@ def test_workers_share_the_trials_of_a_store(tmp_path, corpus):
     assert {path: path.stat().st_mtime_ns for path in logs} == logs, "run finds what the workers trained"
 
 
+@pytest.mark.slow
 def test_a_trial_that_another_driver_runs_is_waited_for(tmp_path, corpus):
     file = write_study(tmp_path / "files", corpus=corpus)
     assert main(["study", "worker", str(file), *places(tmp_path)]) == 0
