@@ -38,7 +38,7 @@ from lamina.training.arguments import training_arguments
 from lamina.training.execution import speed
 from lamina.training.execution.processes import launched
 from lamina.training.resolve import SPEED_BEFORE, backbone_config, resolve_run
-from lamina.training.settings import PretrainSettings
+from lamina.training.settings import PretrainSettings, RunSettings
 
 COLUMNS = columns.names()
 OneRun: TypeAlias = PretrainSettings | MaxRateSettings
@@ -84,16 +84,25 @@ def compare(
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
             refuse_another_trial(trial)
+    vocab_size = read_vocabulary(complete, bar)
+    with job:
+        return run_study(complete, *alike(complete, trials, vocab_size), job.folder, bar=bar)
+
+
+def read_vocabulary(settings: RunSettings, bar: bool) -> int:
+    """Read a study's corpus, which all its trials then find in the cache; returns the size of its vocabulary.
+
+    ``bar``: show progress. Raises UserError for a corpus that can't be read.
+    """
     _, tokenizer = prepare_blocks(
-        complete.corpus,
-        complete.tokenizer,
-        complete.sequence_length,
-        eval_fraction=complete.eval_fraction,
-        text_field=complete.text_field,
+        settings.corpus,
+        settings.tokenizer,
+        settings.sequence_length,
+        eval_fraction=settings.eval_fraction,
+        text_field=settings.text_field,
         progress=bar,
     )
-    with job:
-        return run_study(complete, *alike(complete, trials, len(tokenizer)), job.folder, bar=bar)
+    return len(tokenizer)
 
 
 def refuse_launcher(command: str) -> None:

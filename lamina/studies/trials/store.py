@@ -68,4 +68,5 @@ class Store:
         return table if table is not None else self.records.table(key, measure)
 
     def _can_measure(self, result: Json) -> bool:
+        """Whether training again would give a model: not for a recorded trial that diverged."""
         return result["status"] != "diverged" or "key" not in result
