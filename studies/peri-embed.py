@@ -4,7 +4,6 @@ from lamina.studies.judging import Finding, Trials, all_of, claim, lower, monoto
 from lamina.studies.judging.curves import split, trained
 
 WITH, WITHOUT = {"scheme": "with"}, {"scheme": "without"}
-OWN = "as it is"  # the size of the cpu scale's own comparison, beside those that differ in width alone
 
 
 @claim(
@@ -12,10 +11,7 @@ OWN = "as it is"  # the size of the cpu scale's own comparison, beside those tha
     paper="Figures 20-22 (400M, 1.5B, 3.2B): slightly; no numbers printed",
 )
 def peri_embed(trials: Trials) -> Finding:
-    tuned = trials.tuned()
-    if OWN in tuned.values("size"):
-        return lower(tuned.where(size=OWN), WITH, than=WITHOUT)
-    return all_of(*(lower(part, WITH, than=WITHOUT) for part in split(tuned, "size")))
+    return all_of(*(lower(part, WITH, than=WITHOUT) for part in split(trials.tuned(), "size")))
 
 
 @claim(
@@ -26,7 +22,7 @@ def peri_embed__size(trials: Trials) -> Finding:
     """By seed the gain at each size, in the order of the sizes."""
     gains: dict[float, dict[int, float]] = {}
     tuned = trials.tuned()
-    for place, size in enumerate(size for size in tuned.values("size") if size != OWN):
+    for place, size in enumerate(tuned.values("size")):
         part = trained(tuned.where(size=size))
         arms = [part.by_seed(arm)["eval_loss"].to_dict() for arm in (WITHOUT, WITH)]
         gains[float(place)] = {seed: arms[0][seed] - arms[1][seed] for seed in arms[0].keys() & arms[1].keys()}
