@@ -11,25 +11,38 @@ from typing import TYPE_CHECKING, Any
 from lamina import auto_classes as registering
 
 if TYPE_CHECKING:
-    from lamina import data, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
-    from lamina.api import compare, max_lr, preflight, pretrain, study
+    from lamina import data, evaluation, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
+    from lamina.api import compare, evaluate, max_lr, preflight, pretrain, study
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "compare", "max_lr", "placements", "preflight", "pretrain", "probe", "study", "wire"]
+__all__ = [
+    "__version__",
+    "build",
+    "compare",
+    "evaluate",
+    "max_lr",
+    "placements",
+    "preflight",
+    "pretrain",
+    "probe",
+    "study",
+    "wire",
+]
 
 _LAZY = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
     "compare": "lamina.api",
+    "evaluate": "lamina.api",
     "max_lr": "lamina.api",
     "preflight": "lamina.api",
     "pretrain": "lamina.api",
     "study": "lamina.api",
     "probe": "lamina.probes.engine.measure",
 }
-_PACKAGES = ("placements", "modeling", "data", "probes", "training", "preflights", "studies", "reports")
+_PACKAGES = ("placements", "modeling", "data", "probes", "training", "evaluation", "preflights", "studies", "reports")
 
 
 if not TYPE_CHECKING:  # else a misspelt name would be of type Any

@@ -147,6 +147,24 @@ def max_lr(*, resume: Resume = False, overwrite: bool = False, bar: bool = True,
     return _some_ran(results)
 
 
+def evaluate(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> Json:
+    """Evaluate models, as `lamina eval` does; ``settings`` are its flags with underscores.
+
+    ``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns what result.json holds;
+    OUTPUT/results.csv has every number, OUTPUT/table.csv the table, OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read, an
+            output folder in use.
+    """
+    from lamina.evaluation.job import evaluate as run
+    from lamina.evaluation.settings import EvalSettings
+    from lamina.studies.evaluated import runs_of
+
+    with _page(settings.get("output", EvalSettings.output), "result.json"):
+        return run(settings, resume=resume, overwrite=overwrite, bar=bar, expand=runs_of)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudyOutcome:
     """What a study found.

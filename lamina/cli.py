@@ -21,9 +21,10 @@ COMMANDS = {
     "max-lr": "find the largest learning rate that each placement bears: one warm-up until it fails",
     "study": "run, list or show studies: each table and figure of the papers, with a verdict on its claim",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
+    "eval": "evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
-    "report": "write again the page of a folder: a run's, a study's or a probed checkpoint's",
+    "report": "write again the page of a folder: a run's, a study's, an evaluation's or a probed checkpoint's",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
 }

@@ -76,10 +76,13 @@ def _formatter() -> Any:
     return Formatter
 
 
-def add_settings(parser: Parser, settings: type[Settings], *, positional: tuple[str, ...] = ()) -> None:
+def add_settings(
+    parser: Parser, settings: type[Settings], *, positional: tuple[str, ...] = (), several: str | None = None
+) -> None:
     """Add a flag for every field of a settings record: ``--num-layers`` for ``num_layers``; ``--config`` reads YAML.
 
-    A command's own flags come first, then those of all training runs. The fields in ``positional`` have no flag.
+    A command's own flags come first, then those of all training runs. The fields in ``positional`` have no flag; the
+    field ``several`` has none either, and takes any number of words.
     """
     from lamina.training.settings import RunSettings
 
@@ -90,6 +93,8 @@ def add_settings(parser: Parser, settings: type[Settings], *, positional: tuple[
         flag = f"--{name.replace('_', '-')}"
         if name in positional:
             parser.add_argument(name, nargs="?", type=str, default=default, help=help)
+        elif name == several:
+            parser.add_argument(name, nargs="*", type=str, default=[], help=help)
         elif kind is bool:
             parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=help)
         else:

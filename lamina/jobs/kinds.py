@@ -22,6 +22,7 @@ class Kind(StrEnum):
     COORD_CHECK = "coord-check"
     PREFLIGHT = "preflight"
     PROBING = "probing"
+    EVALUATION = "evaluation"
     MODEL = "model"
 
 

@@ -123,7 +123,7 @@ def make_context(
 def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> Loaded:
     """The model that was passed in, or the one in a checkpoint."""
     if not isinstance(model_or_path, nn.Module):
-        return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=_device(settings.device))
+        return load(text("checkpoint", model_or_path), dtype=settings.dtype, device=checked_device(settings.device))
     for name, parameter in model_or_path.named_parameters():
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
@@ -163,7 +163,8 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
     return find_structure(model, tiny, layers=layers)
 
 
-def _device(name: str | None) -> str:
+def checked_device(name: str | None) -> str:
+    """The device with this name; without one, the fastest. Raises UserError if this machine does not have it."""
     if name is None:
         if torch.cuda.is_available():
             return "cuda"

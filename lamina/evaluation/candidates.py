@@ -1,0 +1,146 @@
+"""The models to evaluate: single checkpoints, runs, and the runs of a study."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lamina.data import load_tokenizer
+from lamina.errors import UserError
+from lamina.evaluation.settings import EvalSettings
+from lamina.jobs.files import read_result
+from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.model_folder import model_folder
+from lamina.jobs.status import Status
+from lamina.probes.engine.loading import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model to evaluate.
+
+    Attributes:
+        name: in the records; no two candidates share one.
+        path: as the loader takes it.
+        arm: the line of the table that it belongs to: a checkpoint's own name, or what a study varies.
+        seed: of its run, where known.
+        status: how its run ended; a diverged, stuck or failed one is left out and counted.
+    """
+
+    name: str
+    path: str
+    arm: str
+    seed: int | None = None
+    status: str = str(Status.FINISHED)
+
+    @property
+    def left_out(self) -> str:
+        """Why it is not evaluated; "" if it is."""
+        if self.status in (Status.DIVERGED, Status.STUCK, Status.FAILED, Status.INTERRUPTED):
+            return self.status
+        return ""
+
+    def state(self) -> str:
+        """A hash that changes when the checkpoint's files do; of the name for one on the hub."""
+        folder = model_folder(self.path)
+        digest = hashlib.sha256(str(folder).encode())
+        if (folder / MANIFEST).is_file():
+            digest.update((folder / MANIFEST).read_bytes())
+        else:
+            files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
+            for file in (file for file in files if file.is_file()):
+                about = file.stat()
+                digest.update(f"{file.name}|{about.st_size}|{about.st_mtime_ns}".encode())
+        return digest.hexdigest()[:16]
+
+
+Expand = Callable[[str], Sequence[Candidate] | None]
+"""The candidates in a folder of several runs; None for a folder of another kind."""
+
+
+def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
+    """One candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
+
+    Raises UserError if there is none, or none that is to be evaluated.
+    """
+    if not paths:
+        raise UserError("models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)")
+    found: list[Candidate] = []
+    for path in dict.fromkeys(paths):
+        several = expand(path)
+        found += [_single(path)] if several is None else several
+    if all(one.left_out for one in found):
+        reasons = ", ".join(sorted({one.left_out for one in found}))
+        raise UserError(f"models: none of the {len(found)} runs has a model to evaluate (they are {reasons})")
+    return _named_apart(found)
+
+
+def _single(path: str) -> Candidate:
+    place = Path(path).expanduser()
+    name = place.resolve().parent.name if place.name == "model" else place.name or str(place)
+    result = read_result(place) if (place / "result.json").is_file() else None
+    status = str(result.get("status")) if result else str(Status.FINISHED)
+    has_model = model_folder(place) != place
+    return Candidate(
+        name=name if place.exists() else path,
+        path=path,
+        arm=name if place.exists() else path,
+        seed=_seed(place),
+        status=status if not has_model else str(Status.FINISHED),
+    )
+
+
+def _seed(run: Path) -> int | None:
+    try:
+        seed = json.loads((run / "environment.json").read_text(encoding="utf-8")).get("seed")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return seed if isinstance(seed, int) else None
+
+
+def _named_apart(found: list[Candidate]) -> list[Candidate]:
+    names = [one.name for one in found]
+    apart = []
+    for one in found:
+        if names.count(one.name) == 1:
+            apart.append(one)
+        else:
+            apart.append(replace(one, name=one.path, arm=one.path if one.arm == one.name else one.arm))
+    return apart
+
+
+def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in evaluation mode, and its tokenizer.
+
+    Raises:
+        UserError: it is no checkpoint, does not predict next tokens, has no tokenizer, or the tokenizer has more tokens
+            than the model.
+    """
+    try:
+        loaded = load(path, dtype=settings.dtype, device=device)
+    except UserError as error:
+        raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error
+    model = loaded.model
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
+    tokenizer = loaded.tokenizer if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
+    if tokenizer is None:
+        raise UserError(f"tokenizer: {path!r} holds none (allowed: --tokenizer with one)")
+    check_vocabulary(model, tokenizer, path)
+    return model, tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise UserError if the tokenizer has ids that the model has no embedding for."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    size = model.get_input_embeddings().num_embeddings
+    if isinstance(size, int | torch.Tensor) and largest >= int(size):
+        raise UserError(
+            f"tokenizer: it has {largest + 1} tokens, the model {path!r} has {int(size)} (allowed: the model's own)"
+        )

@@ -1,0 +1,1 @@
+"""Seven multiple-choice tasks with exact answers, generated from the embedded corpus: they need no network."""

@@ -1,0 +1,158 @@
+"""Perplexity of a text per token, word and byte, read through a sliding window."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lamina.data import Corpus
+from lamina.errors import UserError
+
+UNSCORED = -100  # cross_entropy's ignore_index
+
+
+class Progress(Protocol):
+    """A progress bar."""
+
+    def update(self, n: int) -> object:
+        """Count ``n`` more."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """What a model makes of a text.
+
+    Attributes:
+        nll: the negative log-likelihood of the whole text, nats.
+        tokens: tokens, each scored once.
+        words: as lm-evaluation-harness counts them: the parts between stretches of white space.
+        bytes: of the text in UTF-8.
+        documents: texts scored, each on its own.
+    """
+
+    nll: float
+    tokens: int
+    words: int
+    bytes: int
+    documents: int
+
+    def numbers(self) -> dict[str, float]:
+        """The metrics: exp(nll / count) for tokens, words and bytes; the loss per token; the bits per byte."""
+        return {
+            "token_perplexity": _exp(self.nll / self.tokens),
+            "word_perplexity": _exp(self.nll / self.words),
+            "byte_perplexity": _exp(self.nll / self.bytes),
+            "bits_per_byte": self.nll / self.bytes / math.log(2.0),
+            "loss": self.nll / self.tokens,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A stretch of a document: the model reads ``inputs`` and is scored on the last ``len(targets)`` predictions."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+def windows(tokens: list[int], prefix: int, window: int, stride: int) -> Iterator[Window]:
+    """Windows in which every token of a document is scored once, the first one given ``prefix``.
+
+    The first window scores ``window`` tokens; each further one the next ``stride``, with at least ``window - stride``
+    tokens before them to read. With ``stride == window`` the windows share no scored token and almost no context, as in
+    lm-evaluation-harness's rolling log-likelihood.
+    """
+    known = [prefix, *tokens]
+    done = 0
+    while done < len(tokens):
+        end = min(len(tokens), window if done == 0 else done + stride)
+        begin = max(0, end - window)
+        yield Window(inputs=known[begin:end], targets=tokens[done:end])
+        done = end
+
+
+@torch.inference_mode()
+def perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    *,
+    window: int,
+    stride: int,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Score texts, each on its own.
+
+    Args:
+        model: a causal language model in evaluation mode; input [batch, tokens], logits [batch, tokens, vocab_size].
+        tokenizer: of the model; its beginning-of-text token, else its end-of-text token, stands before each text.
+        texts: to score.
+        window: tokens that the model reads at once.
+        stride: tokens by which the window moves.
+        batch_size: windows per forward pass.
+        progress: counts the scored tokens.
+
+    Raises:
+        UserError: no text has tokens; the tokenizer has neither token; the loss is not finite.
+    """
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(prefix, int):
+        raise UserError("tokenizer: it has neither a beginning-of-text nor an end-of-text token")
+    counts = {"tokens": 0, "words": 0, "bytes": 0, "documents": 0}
+
+    def all_windows() -> Iterator[Window]:
+        for text in texts:
+            tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            counts["tokens"] += len(tokens)
+            counts["words"] += len(re.split(r"\s+", text))
+            counts["bytes"] += len(text.encode())
+            counts["documents"] += 1
+            yield from windows(tokens, prefix, window, stride)
+
+    total, found = 0.0, all_windows()
+    while batch := list(islice(found, batch_size)):
+        total += _nll(model, batch, prefix)
+        if progress is not None:
+            progress.update(sum(len(one.targets) for one in batch))
+    if not counts["tokens"]:
+        raise UserError("corpus: it has no tokens (allowed: a text)")
+    if not math.isfinite(total):
+        raise UserError(f"corpus: the model's loss on it is {total}")
+    return Perplexity(nll=total, **counts)
+
+
+def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
+    """The summed loss of windows, nats; the shorter ones are padded on the right, where a causal model sees nothing."""
+    longest = max(len(one.inputs) for one in batch)
+    inputs = torch.full((len(batch), longest), padding)
+    labels = torch.full((len(batch), longest), UNSCORED)
+    for row, one in enumerate(batch):
+        size = len(one.inputs)
+        inputs[row, :size] = torch.tensor(one.inputs)
+        labels[row, size - len(one.targets) : size] = torch.tensor(one.targets)
+    scored = labels != UNSCORED
+    logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
+    chosen = logits[scored.to(model.device)].float()
+    losses = F.cross_entropy(chosen, labels[scored].to(model.device), reduction="none")
+    return float(losses.cpu().double().sum())
+
+
+def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[str]:
+    """The texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
+    parsed = Corpus.parse(corpus, text_field)
+    every = (document.text for part in parsed.parts for document in part.corpus.documents())
+    return islice(every, limit)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

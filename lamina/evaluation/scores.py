@@ -1,0 +1,108 @@
+"""Scores: what a model reached on a task, as rows of a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from lamina.core.json_types import Json
+from lamina.evaluation.task_sets import Wanted
+
+PERPLEXITY = "perplexity"
+"""The unit of a text's perplexity."""
+# Which metric of a task is its main one: the first of these that it has.
+_MAIN = ("acc", "exact_match", "pass@1", "pass_at_1", "token_perplexity", "word_perplexity", "perplexity")
+SHARES = frozenset({"acc", "acc_norm", "acc_mutual_info", "exact_match", "pass@1", "pass_at_1", "f1", "mcc", "em"})
+"""Metrics from 0 to 1, which tables print in percent and average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One number of a model on a task, as results.csv has it.
+
+    Attributes:
+        task: the harness's name of the task or group.
+        metric: of the task.
+        filter: which of the harness's filters the answers went through; "none" for most tasks.
+        value: the number.
+        stderr: its standard error over the items; None where the harness has none.
+        items: scored; of a perplexity, its documents.
+        num_fewshot: examples before each question.
+        higher_is_better: whether a larger value is better.
+        split: of the data.
+    """
+
+    task: str
+    metric: str
+    value: float
+    filter: str = "none"
+    stderr: float | None = None
+    items: int | None = None
+    num_fewshot: int | None = None
+    higher_is_better: bool | None = None
+    split: str = ""
+
+
+def scores_of(results: Json) -> list[Score]:
+    """The numbers in what the harness returns: of each task, and of each group."""
+    counted, shots = results.get("n-samples", {}), results.get("n-shot", {})
+    better, configs = results.get("higher_is_better", {}), results.get("configs", {})
+    scores = []
+    for task, numbers in {**results.get("results", {}), **results.get("groups", {})}.items():
+        config = configs.get(task, {})
+        split = config.get("test_split") or config.get("validation_split") or ""
+        for key, value in numbers.items():
+            metric, comma, chain = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = numbers.get(f"{metric}_stderr,{chain}")
+            scores.append(
+                Score(
+                    task=task,
+                    metric=metric,
+                    filter=chain,
+                    value=float(value),
+                    stderr=float(error) if isinstance(error, int | float) and math.isfinite(error) else None,
+                    items=(counted.get(task) or {}).get("effective"),
+                    num_fewshot=shots.get(task),
+                    higher_is_better=(better.get(task) or {}).get(metric),
+                    split=str(split),
+                )
+            )
+    return scores
+
+
+def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
+    """Scores as ``to_rows`` wrote them."""
+    known = {entry.name for entry in fields(Score)}
+    return [Score(**{name: value for name, value in row.items() if name in known}) for row in rows]  # type: ignore[arg-type]
+
+
+def to_rows(scores: Sequence[Score]) -> list[Json]:
+    """Scores as JSON."""
+    return [asdict(score) for score in scores]
+
+
+def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
+    """The number that a column prints; None if the unit has none.
+
+    Of a group without a number of its own: the mean over its tasks.
+    """
+    metric = wanted.metric or main_metric(scores, wanted.task)
+    own = [score for score in scores if score.task == wanted.task and score.metric == metric]
+    if own:
+        return own[0]
+    members = {score.task: score for score in reversed(scores) if score.metric == metric}
+    if not members:
+        return None
+    items = [score.items or 0 for score in members.values()]
+    mean = statistics.fmean(score.value for score in members.values())
+    return Score(task=wanted.task, metric=str(metric), value=mean, items=sum(items), higher_is_better=True)
+
+
+def main_metric(scores: Sequence[Score], task: str) -> str | None:
+    """The main metric of a task, or of a group's tasks."""
+    own = [score.metric for score in scores if score.task == task] or [score.metric for score in scores]
+    return next((metric for metric in _MAIN if metric in own), own[0] if own else None)

@@ -1,0 +1,97 @@
+"""The settings of `lamina eval`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from lamina.core.values import comma_separated, path, place
+from lamina.errors import UserError
+from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, SeedSettings, ThreadSettings
+from lamina.jobs.settings import Settings, at_least, changed, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySettings(Settings):
+    """The text to compute a perplexity on, and the windows that the model reads it in."""
+
+    corpus: str | None = setting(
+        None,
+        "text for the perplexity: embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
+        place,
+    )
+    text_field: str = setting("text", "field of a .jsonl or dataset row that holds the text")
+    window: int | None = setting(
+        None, "tokens that the model reads at once (default: the model's maximum)", at_least(2)
+    )
+    stride: int | None = setting(
+        None, "tokens by which the window moves, each scored once (default: half the window)", at_least(1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSettings, OutputSettings):
+    """Which models, on which tasks and which text."""
+
+    command_name = "eval"
+    order = (
+        *("models", "tasks", "num_fewshot", "limit", "data_dir"),
+        *(*PerplexitySettings.names(), "tokenizer", "batch_size", "dtype", "device"),
+    )
+
+    models: str = setting(
+        "", "folders with config.json, runs' or studies' folders, .gguf files, or names on the hub", comma_separated
+    )
+    tasks: str = setting(
+        "",
+        "comma-separated tasks, groups or tags of lm-evaluation-harness, a paper's set (fusenorm, peri_ln, mix_ln, "
+        "keel), or generated; TASK@5 asks for five examples before each question",
+        comma_separated,
+    )
+    num_fewshot: int | None = setting(
+        None, "examples before each question (default: the set's, else the task's)", at_least(0)
+    )
+    limit: int | None = setting(None, "items per task, and documents of the corpus (default: all)", at_least(1))
+    data_dir: str | None = setting(
+        None,
+        "folder to read the tasks' data from, in place of the hub: DIR/NAME/CONFIG/SPLIT.jsonl (or .arrow, .parquet), "
+        "and task files DIR/tasks/*.yaml",
+        path,
+    )
+    tokenizer: str | None = setting(
+        None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
+    )
+    batch_size: int = setting(8, "sequences per forward pass", at_least(1))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "float32", "float32, bfloat16, float16, or auto (the checkpoint's)"
+    )
+    chat_template: bool = setting(False, "put the questions into the tokenizer's chat template")
+    run_code: bool = setting(
+        False, "run Python code of a task file in --data-dir, or that a model writes (HumanEval, MBPP)"
+    )
+    seed: int = changed(0, help="seed of the few-shot examples")
+    output: str = changed("eval")
+
+    def check(self) -> None:
+        """Raise UserError for a stride that would skip tokens."""
+        super().check()
+        if self.window is not None and self.stride is not None and self.stride > self.window:
+            raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
+
+    def command(self) -> str:
+        """The command line for these settings, the models first."""
+        words = super().command()
+        if self.models:
+            words = words.replace(f" --models {shlex.quote(self.models)}", "", 1)
+            models = " ".join(shlex.quote(model) for model in self.model_list())
+            words = words.replace("lamina eval", f"lamina eval {models}", 1)
+        return words
+
+    def model_list(self) -> list[str]:
+        """The models as a list."""
+        return [part for part in map(str.strip, self.models.split(",")) if part]
+
+    def task_list(self) -> list[str]:
+        """The tasks as a list."""
+        return [part for part in map(str.strip, self.tasks.split(",")) if part]

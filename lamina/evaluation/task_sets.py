@@ -1,0 +1,133 @@
+"""The papers' sets of tasks as data: which tasks, which number of each, how many examples before a question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.errors import UserError
+
+GENERATED = "generated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A task to run and the number of it that a table prints.
+
+    Attributes:
+        task: its name in lm-evaluation-harness, or of a generated task.
+        num_fewshot: examples before each question; None for the task's own number.
+        metric: the metric that the table prints; None for the task's main one.
+        heading: the column's heading; "" for the task's name.
+    """
+
+    task: str
+    num_fewshot: int | None = None
+    metric: str | None = None
+    heading: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What is run once, however many columns print from it: ``hellaswag``, or ``hellaswag@5``."""
+        return self.task if self.num_fewshot is None else f"{self.task}@{self.num_fewshot}"
+
+    @property
+    def title(self) -> str:
+        """The column's heading."""
+        return self.heading or self.unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSet:
+    """A paper's set: its columns, from the left, and where it is from."""
+
+    columns: tuple[Wanted, ...]
+    source: str
+
+
+SETS: dict[str, TaskSet] = {
+    "fusenorm": TaskSet(
+        columns=(
+            Wanted(task="wikitext", metric="word_perplexity", heading="Wiki. ppl"),
+            Wanted(task="lambada_openai", metric="perplexity", heading="LMB. ppl"),
+            Wanted(task="lambada_openai", metric="acc", heading="LMB. acc"),
+            Wanted(task="piqa", metric="acc", heading="PIQA"),
+            Wanted(task="hellaswag", metric="acc_norm", heading="Hella."),
+            Wanted(task="sciq", metric="acc", heading="SciQ"),
+            Wanted(task="arc_challenge", metric="acc_norm", heading="ARC-c"),
+            Wanted(task="winogrande", metric="acc", heading="Wino."),
+        ),
+        source="FuseNorm, Tables 1 to 3 (zero-shot: the paper names no examples)",
+    ),
+    "peri_ln": TaskSet(
+        columns=(
+            Wanted(task="arc_easy", metric="acc", heading="ARC-Easy"),
+            Wanted(task="hellaswag", metric="acc", heading="HellaSwag"),
+            Wanted(task="piqa", metric="acc", heading="PIQA"),
+            Wanted(task="social_iqa", metric="acc", heading="SIQA"),
+            Wanted(task="winogrande", metric="acc", heading="Winogrande"),
+        ),
+        source="Peri-LN, Table 1 and J.1 (zero-shot: the paper names no examples)",
+    ),
+    "mix_ln": TaskSet(
+        columns=(
+            Wanted(task="mmlu", num_fewshot=5, metric="acc", heading="MMLU"),
+            Wanted(task="boolq", num_fewshot=5, metric="acc", heading="BoolQ"),
+            Wanted(task="arc_easy", num_fewshot=5, metric="acc", heading="ARC-e"),
+            Wanted(task="piqa", num_fewshot=5, metric="acc", heading="PIQA"),
+            Wanted(task="hellaswag", num_fewshot=5, metric="acc", heading="Hellaswag"),
+            Wanted(task="openbookqa", num_fewshot=5, metric="acc", heading="OBQA"),
+            Wanted(task="winogrande", num_fewshot=5, metric="acc", heading="Winogrande"),
+        ),
+        source="Mix-LN, Table 2 (five examples, as in OwLore's script, which the paper follows)",
+    ),
+    "keel": TaskSet(
+        columns=(
+            Wanted(task="mmlu", metric="acc", heading="MMLU"),
+            Wanted(task="cmmlu", metric="acc", heading="CMMLU"),
+            Wanted(task="gsm8k", metric="exact_match", heading="GSM-8K"),
+            Wanted(task="humaneval", metric="pass@1", heading="HumanEval"),
+            Wanted(task="mbpp", metric="pass_at_1", heading="MBPP"),
+            Wanted(task="arc_easy", metric="acc", heading="ARC-e"),
+            Wanted(task="arc_challenge", metric="acc_norm", heading="ARC-c"),
+            Wanted(task="hellaswag", metric="acc_norm", heading="HellaSwag"),
+            Wanted(task="lambada_openai", metric="acc", heading="LAMBADA"),
+            Wanted(task="agieval", metric="acc", heading="AGI-Eval"),
+        ),
+        source="Keel's summary of tasks (examples before a question: the harness's own numbers)",
+    ),
+}
+
+
+def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
+    """The columns for the user's names: a set becomes its columns, ``TASK@5`` a task with five examples.
+
+    ``num_fewshot`` replaces every number of examples. No column appears twice. Raises UserError for a malformed number.
+    """
+    from lamina.evaluation.generated.tasks import NAMES
+
+    found: list[Wanted] = []
+    for name in names:
+        if name in SETS:
+            found += SETS[name].columns
+        elif name == GENERATED:
+            found += [
+                Wanted(task=task, num_fewshot=0, metric="acc", heading=heading) for task, heading in NAMES.items()
+            ]
+        else:
+            found.append(_single(name))
+    if num_fewshot is not None:
+        found = [
+            Wanted(task=one.task, num_fewshot=num_fewshot, metric=one.metric, heading=one.heading) for one in found
+        ]
+    return list(dict.fromkeys(found))
+
+
+def _single(name: str) -> Wanted:
+    task, at, shots = name.partition("@")
+    if not at:
+        return Wanted(task=task)
+    if not re.fullmatch(r"\d{1,3}", shots):
+        raise UserError(f"tasks: {name!r}: {shots!r} is no number of examples (allowed: TASK, or TASK@5)")
+    return Wanted(task=task, num_fewshot=int(shots))

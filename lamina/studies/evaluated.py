@@ -1,0 +1,53 @@
+"""The runs in a study's folder as models to evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.evaluation.candidates import Candidate
+from lamina.jobs import digests
+from lamina.jobs.kinds import Kind, kind_of
+
+RESULTS = "results.csv"
+
+
+def runs_of(path: str) -> list[Candidate] | None:
+    """One candidate per row of results.csv, its arm the placement (with the learning rate, where there are several).
+
+    None for a folder that is no study's. Raises UserError for a study without results, or whose runs have no models.
+    """
+    folder = Path(path).expanduser()
+    if kind_of(folder) not in (Kind.STUDY, Kind.TRANSFER, Kind.MAX_LR):
+        return None
+    try:
+        digests.require(folder / RESULTS)
+        rows = pd.read_csv(folder / RESULTS)
+        found = [_candidate(folder, row, rows) for row in rows.to_dict("records")]
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"models: {path!r} is a study without whole results ({error})") from None
+    return found
+
+
+def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
+    placement, rate, seed = str(row["placement"]), row["learning_rate"], row["seed"]
+    rates = rows.loc[rows["placement"] == placement, "learning_rate"].nunique()
+    run = folder / "trials" / str(row["trial"])
+    status = str(row["status"])
+    candidate = Candidate(
+        name=f"{folder.name}/{row['trial']}",
+        path=str(run),
+        arm=placement if rates <= 1 else f"{placement} at {rate:g}",
+        seed=None if pd.isna(seed) else int(seed),
+        status=status,
+    )
+    if not candidate.left_out and not (run / "model").is_dir():
+        raise UserError(
+            f"models: the run {str(run)!r} is {status}, but holds no model (allowed: a study that keeps its models)"
+        )
+    return candidate

@@ -1,0 +1,156 @@
+"""`lamina eval` as users run it: a folder with scores, tables and a page; resumed, refused, interrupted."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+from evaluation.conftest import saved_model
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.evaluation import evaluating
+from lamina.jobs.environment import environment
+from lamina.jobs.kinds import Kind, kind_of
+
+pytest.importorskip("lm_eval")
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the norm sits before the layer and after it, between every layer of a deep model.\n" * 8)
+    return path
+
+
+def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys):
+    other = saved_model(tmp_path / "pre_ln", "pre_ln")
+    out = tmp_path / "out"
+    argv = ["eval", str(model), str(other), "--tasks", "quiz,quiz@2", "--data-dir", str(data_dir), "--limit", "8"]
+    assert main([*argv, "--corpus", str(text), "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "| model | ppl | quiz | quiz@2 | Avg. |" in printed
+    assert kind_of(out) is Kind.EVALUATION
+    assert result(out)["status"] == "finished"
+    rows = pd.read_csv(out / "results.csv")
+    assert set(rows["task"]) == {"quiz", "perplexity"}
+    assert set(rows["metric"]) >= {"acc", "token_perplexity", "word_perplexity", "byte_perplexity"}
+    assert set(rows.loc[rows["task"] == "quiz", "items"]) == {8}
+    assert set(rows.loc[rows["task"] == "quiz", "num_fewshot"]) == {0, 2}
+    items = pd.read_parquet(out / "items/000-keel/quiz.parquet")
+    assert len(items) == 8
+    accuracy = items["metrics"].map(lambda each: json.loads(each)["acc"]).mean()
+    numbers = rows[(rows["model"] == "keel") & (rows["metric"] == "acc") & (rows["num_fewshot"] == 0)]
+    assert numbers["value"].tolist() == [pytest.approx(accuracy)]
+    assert f"{100 * accuracy:.2f}" in (out / "table.md").read_text()
+    assert r"\begin{tabular}{lrrrr}" in (out / "table.tex").read_text()
+    page = (out / "report.html").read_text()
+    assert "What the models can do" in page
+    assert "pre_ln" in page
+    assert main(["report", str(out)]) == 0
+
+
+def test_a_killed_evaluation_resumes_with_what_is_missing(model, data_dir, text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    given = {"models": [str(model)], "corpus": str(text), "output": str(out), "bar": False}
+    score = evaluating.Evaluating._score
+    asked = []
+
+    def interrupted(self, network, tokenizer, candidate, column):
+        asked.append(column.unit)
+        if column.unit == "quiz" and asked.count("quiz") == 1:
+            raise KeyboardInterrupt
+        return score(self, network, tokenizer, candidate, column)
+
+    monkeypatch.setattr(evaluating.Evaluating, "_score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir))
+    assert result(out)["status"] == "interrupted"
+    assert (out / "report.html").is_file()
+    with pytest.raises(UserError, match="in use"):
+        lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir))
+    assert lamina.evaluate(output=str(out), resume=True, bar=False)["status"] == "finished"
+    assert asked == ["perplexity", "quiz", "quiz"]
+    assert lamina.evaluate(output=str(out), tasks="quiz,quiz@1", resume=True, bar=False)["status"] == "finished"
+    assert asked[3:] == ["quiz@1"]
+    with pytest.raises(UserError, match=r"limit: 3 differs from the evaluation's None"):
+        lamina.evaluate(output=str(out), limit=3, resume=True, bar=False)
+
+
+def test_a_changed_checkpoint_is_evaluated_again(text, tmp_path):
+    place = saved_model(tmp_path / "one")
+    given = {"models": str(place), "corpus": str(text), "output": str(tmp_path / "out"), "bar": False}
+    before = lamina.evaluate(**given)["units"][0]["scores"]
+    shutil.rmtree(place)
+    saved_model(place, "pre_ln")
+    after = lamina.evaluate(output=given["output"], resume=True, bar=False)["units"][0]["scores"]
+    assert before[0]["value"] != after[0]["value"]
+
+
+def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path, text):
+    study = tmp_path / "study"
+    rows = []
+    for seed, status in ((0, "finished"), (1, "finished"), (2, "diverged")):
+        rows.append({"trial": f"keel-{seed}", "placement": "keel", "learning_rate": 1e-3, "seed": seed, "status": status})
+        if status == "finished":
+            saved_model(study / f"trials/keel-{seed}/model", "keel")
+    rows.append({**rows[0], "trial": "post-0", "placement": "post_ln", "status": "stuck"})
+    pd.DataFrame(rows).to_csv(study / "results.csv", index=False)
+    (study / "study.yaml").write_text("placements: keel,post_ln\n")
+    (study / "environment.json").write_text(json.dumps(environment(0, Kind.STUDY)))
+    found = lamina.evaluate(models=str(study), corpus=str(text), output=str(tmp_path / "out"), bar=False)
+    values = [unit["scores"][0]["value"] for unit in found["units"]]
+    assert len(values) == 2
+    keel, post = found["table"]["lines"]
+    assert keel["mean"][0] == pytest.approx(sum(values) / 2)
+    assert keel["std"][0] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert (keel["runs"], keel["left_out"]) == (2, {"diverged": 1})
+    assert (post["runs"], post["left_out"]) == (0, {"stuck": 1})
+    table = (tmp_path / "out/table.md").read_text()
+    assert "keel (1 of 3 runs diverged)" in table
+    assert "| post\\_ln (1 of 1 runs stuck) | failed |" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tasks": "quizz"}, "unknown task 'quizz'; did you mean 'quiz'"),
+        ({"tasks": ""}, "tasks: none given"),
+        ({"models": ""}, "models: none given"),
+        ({"models": "no/such/model"}, "models: .*no/such/model"),
+        ({"corpus": "no-such.txt"}, "corpus: 'no-such.txt': no such file"),
+        ({"data_dir": "no-such"}, "data_dir: 'no-such' is no folder"),
+        ({"window": 10, "stride": 11, "tasks": ""}, "stride: 11 skips tokens"),
+        ({"window": 999, "corpus": "embedded", "tasks": ""}, "window: 999 is longer than the model's context"),
+        ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"device": "tpu9"}, "device: 'tpu9'"),
+    ],
+)
+def test_bad_input_is_one_line(model, data_dir, tmp_path, given, says):
+    base = {"models": str(model), "tasks": "quiz", "data_dir": str(data_dir), "output": str(tmp_path / "out")}
+    with pytest.raises(UserError, match=says) as raised:
+        lamina.evaluate(**{**base, **given}, bar=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path, text):
+    small = saved_model(tmp_path / "small", vocab_size=200)
+    with pytest.raises(UserError, match=r"tokenizer: it has 257 tokens, the model .* has 200"):
+        lamina.evaluate(models=str(small), corpus=str(text), output=str(tmp_path / "out"), bar=False)
+    (small / "tokenizer.json").unlink()
+    (small / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"holds none \(allowed: --tokenizer"):
+        lamina.evaluate(models=str(small), corpus=str(text), output=str(tmp_path / "out"), overwrite=True, bar=False)
+
+
+def test_a_diverged_run_alone_has_nothing_to_evaluate(tmp_path, text):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "result.json").write_text(json.dumps({"status": "diverged"}))
+    with pytest.raises(UserError, match="none of the 1 runs has a model to evaluate .they are diverged"):
+        lamina.evaluate(models=str(run), corpus=str(text), output=str(tmp_path / "out"), bar=False)

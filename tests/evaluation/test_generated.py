@@ -1,0 +1,94 @@
+"""The generated tasks: their answers are right, their parts do not overlap, the harness runs them."""
+
+import json
+
+import pytest
+
+from lamina.evaluation.generated import tasks, writing
+from lamina.evaluation.generated.passages import BOOKS, passages
+
+
+@pytest.fixture(scope="module")
+def made():
+    return {name: writing.items(name, 80, held_out=True) for name in tasks.NAMES}
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_choices_differ_and_no_place_gives_the_answer_away(made, name):
+    for item in made[name]:
+        assert len(set(item.choices)) == len(item.choices)
+        assert 0 <= item.answer < len(item.choices)
+    count = len(made[name][0].choices)
+    for place in range(count):  # 80 items: a place holds the answer 20 (40) times, five standard deviations are 19 (22)
+        assert abs(sum(item.answer == place for item in made[name]) - 80 / count) < 23
+
+
+def test_arithmetic_is_right(made):
+    for item in made["lamina_arithmetic"]:
+        left, sign, right, _ = item.question.split()
+        value = int(left) + int(right) if sign == "+" else int(left) - int(right)
+        assert item.choices[item.answer] == str(value)
+
+
+def test_sorting_is_right(made):
+    for item in made["lamina_sorting"]:
+        letters = item.question.removeprefix("Sort the letters: ").split()
+        assert item.choices[item.answer].split() == sorted(letters)
+        assert sum(choice.split() == sorted(letters) for choice in item.choices) == 1
+
+
+def test_contains_is_right(made):
+    for item in made["lamina_contains"]:
+        sentence, _, rest = item.question.partition(' Does this sentence contain the word "')
+        assert item.choices[item.answer] == ("yes" if rest.removesuffix('"?') in sentence else "no")
+
+
+def test_the_right_continuation_and_word_and_order_make_a_sentence_of_the_corpus(made):
+    known = set(passages(held_out=True).sentences)
+    together = {" ".join(sentence.split()) for sentence in known}
+    for item in made["lamina_continuation"]:
+        first = item.question.removeprefix("How does this sentence go on? ")
+        assert [f"{first} {choice}" in together for choice in item.choices] == [
+            place == item.answer for place in range(4)
+        ]
+    for item in made["lamina_blank"]:
+        sentence = item.question.removeprefix("Which word fits? ")
+        assert sentence.replace("___", item.choices[item.answer]) in known
+    for item in made["lamina_order"]:
+        shown = item.question.removeprefix("Which order is right? ")
+        marks = [shown.index(f"{label}: ") for label in "ABCD"] + [len(shown)]
+        parts = {label: shown[marks[at] + 3 : marks[at + 1]].strip() for at, label in enumerate("ABCD")}
+        right = item.choices[item.answer].split()
+        assert " ".join(parts[label] for label in right) in together
+
+
+def test_a_sentence_is_of_the_book_that_is_the_answer(made):
+    books = passages(held_out=True).books
+    assert set(books) == set(BOOKS)
+    for item in made["lamina_book"]:
+        sentence = item.question.removeprefix("Which book is this sentence from? ")
+        assert sentence in books[item.choices[item.answer]]
+
+
+def test_training_and_test_share_no_question_and_no_text():
+    test, train = (passages(held_out=held_out) for held_out in (True, False))
+    assert len(test.sentences) > 900
+    assert len(set(test.sentences) & set(train.sentences)) < 5  # "..., said Emma." stands in both
+    for name in ("lamina_arithmetic", "lamina_sorting"):
+        questions = {item.question for item in writing.items(name, 500, held_out=True)}
+        assert not questions & {item.question for item in writing.items(name, 200, held_out=False)}
+
+
+def test_the_same_seed_makes_the_same_items(made):
+    again = writing.items("lamina_blank", 80, held_out=True)
+    assert again == made["lamina_blank"]
+    assert writing.items("lamina_blank", 80, held_out=True, seed=1) != again
+
+
+def test_a_row_serves_the_harness_and_fine_tuning(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "TEST", 4)
+    writing.write(tmp_path, train=3, test=4)
+    rows = [json.loads(line) for line in (tmp_path / "lamina_order/test.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    assert rows[0]["output"] == rows[0]["choices"][rows[0]["answer"]]
+    assert rows[0]["instruction"] == rows[0]["question"]

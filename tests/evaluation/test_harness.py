@@ -1,0 +1,161 @@
+"""Tasks by name, with data from a folder, scored as lm-evaluation-harness itself scores them."""
+
+import json
+
+import pandas as pd
+import pytest
+import yaml
+from evaluation.conftest import QUIZ
+
+from lamina.errors import UserError
+from lamina.evaluation import harness
+from lamina.evaluation.harness import Runner, Tasks
+from lamina.evaluation.items import item_table
+from lamina.evaluation.scores import scores_of
+from lamina.evaluation.task_sets import SETS, columns_of
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return Tasks.find(None)
+
+
+def loaded(model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+
+
+def test_every_task_of_a_paper_s_set_is_the_harness_s(shipped):
+    for one in SETS.values():
+        shipped.files.require([column.task for column in one.columns])
+
+
+@pytest.mark.parametrize("name", ["hellaswag", "mmlu", "arc_easy", "boolq", "glue", "agieval", "social_iqa"])
+def test_a_scan_finds_what_the_harness_s_own_index_finds(shipped, name):
+    from lm_eval.tasks._index import TaskIndex
+
+    entries = shipped.files.entries(name)
+    path = entries[name].yaml_path
+    if path is None:  # a tag: its tasks are in many folders
+        assert {"mrpc", "rte", "cola"} <= entries[name].tags
+        return
+    theirs = TaskIndex().build([path.parent])
+    assert theirs[name].yaml_path == path
+    assert theirs[name].kind == entries[name].kind
+    if name == "mmlu":
+        assert {key for key in theirs if key.startswith("mmlu_")} - set(entries) <= {"mmlu_continuation"}
+        assert len([key for key in entries if key.startswith("mmlu_")]) == 65  # 57 subjects, 4 groups, their 4 tags
+
+
+def test_an_unknown_task_names_the_nearest(shipped):
+    with pytest.raises(UserError, match="unknown task 'helaswag'; did you mean 'hellaswag'"):
+        shipped.require(["helaswag"])
+    with pytest.raises(UserError, match="did you mean 'fusenorm'"):
+        shipped.require(["fusenom"])
+
+
+def test_examples_before_a_question_are_part_of_a_name():
+    assert [column.unit for column in columns_of(["arc_easy@5", "piqa"])] == ["arc_easy@5", "piqa"]
+    assert {column.num_fewshot for column in columns_of(["mix_ln"])} == {5}
+    assert {column.num_fewshot for column in columns_of(["mix_ln", "arc_easy@3"], 2)} == {2}
+    with pytest.raises(UserError, match=r"'arc_easy@x': 'x' is no number of examples"):
+        columns_of(["arc_easy@x"])
+
+
+@pytest.mark.parametrize("shots", [None, 2])
+def test_items_equal_the_harness_s_own(model, data_dir, shots):
+    """Its own command's path: it loads the model by its name, and reads the task file without us."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    network, tokenizer = loaded(model)
+    tasks = Tasks.find(str(data_dir))
+    ours, notes = Runner(model=network, tokenizer=tokenizer, batch_size=4).run(tasks.build("quiz"), shots)
+    place = data_dir / "toy/quiz/default"
+    files = {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}}
+    own = data_dir.parent / "own"
+    own.mkdir()
+    (own / "quiz.yaml").write_text(yaml.safe_dump({**QUIZ, "dataset_path": "json", "dataset_kwargs": files}))
+    theirs = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(model), "backend": "causal", "dtype": "float32", "max_length": 256},
+        tasks=["quiz"],
+        device="cpu",
+        batch_size=4,
+        num_fewshot=shots,
+        task_manager=TaskManager(include_path=str(own), include_defaults=False),
+        bootstrap_iters=10,
+    )
+    mine, other = item_table(ours["samples"]), item_table(theirs["samples"])
+    assert len(mine) == 20
+    assert list(mine["target"]) == list(other["target"])
+    for one, two in zip(mine["log_likelihoods"], other["log_likelihoods"], strict=True):
+        assert len(one) == 4
+        assert one == pytest.approx(two, abs=1e-4)
+    assert [score.value for score in scores_of(ours)] == [score.value for score in scores_of(theirs)]
+    assert [score.num_fewshot for score in scores_of(ours)] == [shots or 0]
+    assert notes == []
+
+
+def test_a_question_longer_than_the_context_is_cut_and_said(model, data_dir):
+    network, tokenizer = loaded(model)
+    network.config.get_text_config().max_position_embeddings = 24
+    _, notes = Runner(model=network, tokenizer=tokenizer).run(Tasks.find(str(data_dir)).build("quiz"), None)
+    assert "longer than the model's context" in notes[0]
+    network.config.get_text_config().max_position_embeddings = 3
+    with pytest.raises(UserError, match="longer than the model's context of 3 tokens"):
+        Runner(model=network, tokenizer=tokenizer).run(Tasks.find(str(data_dir)).build("quiz"), None)
+
+
+def test_data_that_the_folder_lacks_is_named(data_dir):
+    with pytest.raises(UserError, match=r"no allenai/sciq/default/SPLIT.jsonl .*make eval-data"):
+        Tasks.find(str(data_dir)).build("sciq")
+    (data_dir / "toy/quiz/default/test.jsonl").unlink()
+    with pytest.raises(UserError, match=r"toy/quiz/default holds train, but the task 'quiz' is scored on test"):
+        Tasks.find(str(data_dir)).build("quiz")
+
+
+def test_data_without_a_network_say_how_to_get_them(monkeypatch):
+    from lamina.data.sources import hub_access
+
+    monkeypatch.setattr(hub_access, "hub_resolves", lambda: False)
+    with pytest.raises(UserError, match=r"'sciq': its data \(allenai/sciq\) is not on this machine.*--data-dir"):
+        Tasks.find(None).build("sciq")
+
+
+def test_a_malformed_line_is_numbered(data_dir):
+    file = data_dir / "toy/quiz/default/test.jsonl"
+    file.write_text(file.read_text() + '{"question": \n')
+    with pytest.raises(UserError, match=r"test.jsonl', line 21: no JSON"):
+        Tasks.find(str(data_dir)).build("quiz")
+
+
+def test_a_task_file_s_code_runs_only_when_asked(data_dir):
+    (data_dir / "tasks/code.yaml").write_text("task: coded\ndataset_path: toy/quiz\ndoc_to_text: !function own.text\n")
+    (data_dir / "tasks/own.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(UserError, match=r"the file of 'coded' runs Python code \(allowed with --run-code\)"):
+        Tasks.find(str(data_dir)).require(["coded"])
+    with pytest.raises(UserError, match=r"'humaneval' runs the code that a model writes"):
+        Tasks.find(None).require(["humaneval"])
+    (data_dir / "tasks/code.yaml").write_text("task: coded\ninclude: base.yaml\n")
+    (data_dir / "tasks/base.yaml").write_text("doc_to_text: !function own.text\n")
+    with pytest.raises(UserError, match="runs Python code"):
+        Tasks.find(str(data_dir)).require(["coded"])
+
+
+def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'lamina\[eval\]'"):
+        Tasks.find(None)
+
+
+def test_items_hold_what_the_harness_logged():
+    sample = {"doc_id": 3, "target": 1, "resps": [[(-1.5, False)], [(-0.5, True)]], "metrics": ["acc"], "acc": 1.0}
+    (row,) = item_table({"quiz": [sample]}).to_dict("records")
+    assert row["log_likelihoods"] == [-1.5, -0.5]
+    assert row["greedy"] == [False, True]
+    assert json.loads(row["metrics"]) == {"acc": 1.0}
+    assert isinstance(item_table({}), pd.DataFrame)
