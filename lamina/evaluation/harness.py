@@ -6,12 +6,14 @@ import contextlib
 import importlib.util
 import io
 import logging
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks._factory import TaskFactory
+    from lm_eval.tasks.manager import TaskDict
 
+FEWSHOT_SEED = 1234  # the harness's; ours is added to it
 BOOTSTRAPS = 1000  # of the standard errors that have no formula (a perplexity's)
 MISSING = "lm-evaluation-harness is not installed (allowed: pip install 'lamina[eval]')"
 
@@ -179,7 +183,7 @@ class Runner:
     run_code: bool = False
     _made: list[HFLM] = field(default_factory=list, repr=False, compare=False)
 
-    def _language_model(self) -> HFLM:
+    def language_model(self) -> HFLM:
         """The model in the harness's wrapper, made once."""
         if not self._made:
             from lm_eval.models.huggingface import HFLM
@@ -203,24 +207,19 @@ class Runner:
         Raises:
             UserError: an answer is longer than the model's context, or the harness can't score the task.
         """
-        from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
+        from lm_eval import evaluate
 
         with quiet_harness(bar) as warnings, without_cache(self.model):
             try:
-                results = simple_evaluate(
-                    model=self._language_model(),
-                    tasks=cast("list[str]", built),
-                    num_fewshot=num_fewshot,
+                results = evaluate(
+                    lm=self.language_model(),
+                    task_dict=self._prepared(built, num_fewshot),
                     limit=self.limit,
-                    batch_size=self.batch_size,
                     bootstrap_iters=BOOTSTRAPS,
                     log_samples=True,
                     apply_chat_template=self.chat_template,
-                    random_seed=self.seed,
-                    fewshot_random_seed=1234 + self.seed,
+                    fewshot_as_multiturn=True,
                     confirm_run_unsafe_code=self.run_code,
-                    task_manager=TaskManager(include_defaults=False),  # else it parses every task file that it ships
                 )
             except (AssertionError, ValueError, RuntimeError, KeyError, IndexError, TypeError) as error:
                 if isinstance(error, UserError) or disk_full(error) or out_of_memory(error):
@@ -230,6 +229,27 @@ class Runner:
         cut = sum("exceeds model's maximum length" in text for text in warnings)
         notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
         return cast("Json", results), notes
+
+    def _prepared(self, built: list[Task | Group], num_fewshot: int | None) -> TaskDict:
+        """The tasks as the harness's ``simple_evaluate`` hands them to ``evaluate``.
+
+        That function itself would run `pip list` and ask the hub about the model each time.
+        """
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import set_torch_seed
+
+        loaded = TaskManager(include_defaults=False).load(built)  # without its index of 14,000 task files
+        for task in loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            if num_fewshot is not None and own != 0:  # a 0 in a task's file stands
+                task.set_config(key="num_fewshot", value=num_fewshot)
+            elif own is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED + self.seed)
+        random.seed(self.seed)
+        np.random.seed(FEWSHOT_SEED + self.seed)
+        set_torch_seed(FEWSHOT_SEED + self.seed)
+        return loaded
 
     def _reason(self, error: Exception) -> str:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

@@ -13,13 +13,14 @@ from lamina.core.json_types import Json
 def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
     """One row per item.
 
-    Columns: ``task``; ``doc_id`` (the item's number in the data); ``target``; ``log_likelihoods`` (nats; of each
-    choice, or of the one continuation or text) and ``greedy`` (whether each is the likeliest continuation); ``answer``
-    (the text that the model wrote, for a task that generates); ``metrics`` (JSON: the item's part in each metric).
+    Columns: ``task``; ``filter`` (of the answers: an item has one row per filter); ``doc_id`` (the item's number in the
+    data); ``target``; ``log_likelihoods`` (nats; of each choice, or of the one continuation or text) and ``greedy``
+    (whether each is the likeliest continuation); ``answer`` (the text that the model wrote, for a task that generates);
+    ``metrics`` (JSON: the item's part in each metric).
     """
     return pd.DataFrame(
         [_row(task, sample) for task, listed in samples.items() for sample in listed],
-        columns=["task", "doc_id", "target", "log_likelihoods", "greedy", "answer", "metrics"],
+        columns=["task", "filter", "doc_id", "target", "log_likelihoods", "greedy", "answer", "metrics"],
     )
 
 
@@ -31,6 +32,7 @@ def _row(task: str, sample: Json) -> Json:
     written = [part for part in answers if isinstance(part, str)]
     return {
         "task": task,
+        "filter": str(sample.get("filter", "none")),
         "doc_id": int(sample["doc_id"]),
         "target": str(sample.get("target")),
         "log_likelihoods": numbers,

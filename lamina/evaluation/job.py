@@ -13,6 +13,7 @@ from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of
 from lamina.evaluation.evaluating import Evaluating
 from lamina.evaluation.generated import writing as generated
+from lamina.evaluation.generated.tasks import NAMES
 from lamina.evaluation.harness import Tasks
 from lamina.evaluation.scores import PERPLEXITY
 from lamina.evaluation.settings import EvalSettings
@@ -85,7 +86,7 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
     if not names:
         return columns, None
     wanted = columns_of(names, settings.num_fewshot)
-    made = generated.cached() if generated.needed(wanted) else None
+    made = generated.cached() if any(one.task in NAMES for one in wanted) else None
     tasks = Tasks.find(settings.data_dir, generated=made, run_code=settings.run_code)
     tasks.require([one.task for one in wanted])
     for one in wanted:

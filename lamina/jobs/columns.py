@@ -107,7 +107,7 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="loss_at_stop", title="loss there", format=".3f", measured=False, optional=True),
     Column(name="reason", title="reason", aggregate="own", in_trials=True),
 )
-NOTES = ("from", "mix")
+NOTES = ("from", "mix", "tasks")
 """What result.json holds besides the columns, for some runs."""
 
 

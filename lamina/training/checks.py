@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
@@ -24,6 +25,9 @@ from lamina.training.monitoring.experts import choose, find_routers
 from lamina.training.optimization.optimizer import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
+if TYPE_CHECKING:
+    from lamina.evaluation.while_training import TaskMeasure
+
 # optimizers that treat each element of a weight independently
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
 
@@ -33,6 +37,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     if settings.eval_corpus is not None:
         with about_eval_corpus():
             single_corpus_of(settings.eval_corpus, settings.text_field)
+    task_measure(settings)
     for name in settings.reports():
         if importlib.util.find_spec(name) is None:
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
@@ -48,6 +53,17 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
     if settings.compile == "on" and (missing := missing_compiler(arguments.device)):
         raise UserError(f"compile: 'on', but {missing} (allowed here: auto, off)")
     return arguments
+
+
+def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
+    """What scores the run's eval_tasks; None without them. Raises UserError for a task or data that is not there."""
+    if settings.eval_tasks is None:
+        return None
+    from lamina.evaluation.while_training import TaskMeasure  # needs the harness only now
+
+    return TaskMeasure.find(
+        settings.eval_tasks, settings.eval_data_dir, settings.eval_task_limit, settings.batch_size, settings.seed
+    )
 
 
 @contextmanager
@@ -114,6 +130,11 @@ def _check_memory(
 
 def check_sharded(settings: PretrainSettings) -> None:
     """Raise UserError for settings that do not work with a model that is sharded over several processes."""
+    if settings.eval_tasks is not None:
+        raise UserError(
+            f"eval_tasks: {settings.eval_tasks!r} needs the whole model in one process (allowed with --parallel fsdp2: "
+            "none, and lamina eval afterwards; or --parallel ddp)"
+        )
     if settings.probe_every:
         raise UserError(
             f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "

@@ -55,6 +55,8 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
     }
     if blocks.second is not None:
         result["eval_corpus_loss"] = recorder.second_loss
+    if settings.eval_tasks is not None:
+        result["tasks"] = recorder.task_scores
     return {**columns.checked(result), "rollbacks": run.rollbacks.to_list(), **run.guard.outcome(status)}
 
 

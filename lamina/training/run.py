@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
@@ -22,6 +23,7 @@ from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.sharding import shard
 from lamina.training.checkpointing.stateful import RunState, Stateful
 from lamina.training.checkpointing.store import run_state, step_of
+from lamina.training.checks import task_measure
 from lamina.training.execution import speed
 from lamina.training.execution.processes import Processes
 from lamina.training.initial import initial_model
@@ -29,7 +31,7 @@ from lamina.training.monitoring.experts import ExpertBalance
 from lamina.training.monitoring.falling import RecordedLosses
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
-from lamina.training.monitoring.scheduled_probes import ScheduledProbes
+from lamina.training.monitoring.scheduled_probes import ScheduledProbes, undisturbed
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.optimization.order import TrainOrder
@@ -153,6 +155,7 @@ class TrainingRun:
             schedule=schedule_of(settings),
             rate_factor=self.rollbacks.learning_rate_factor,
             second=self._second_corpus(),
+            measure_tasks=self._task_measure(),
             states=self.states,
             keep_also=is_good if settings.rollback else None,
         )
@@ -168,6 +171,18 @@ class TrainingRun:
         if second is None:
             return None
         return Subset(second, spread(len(second), self.settings.eval_blocks or len(second)))
+
+    def _task_measure(self) -> Callable[[PreTrainedModel], dict[str, float]] | None:
+        """What scores the model on eval_tasks without any effect on the training."""
+        measure = task_measure(self.settings) if self.processes.first else None
+        if measure is None:
+            return None
+
+        def scores(model: PreTrainedModel) -> dict[str, float]:
+            with undisturbed(model):
+                return measure.scores(model, self.tokenizer)
+
+        return scores
 
     def _monitor_ids(self) -> torch.Tensor:
         """Held-out blocks for the layer monitor and the scheduled probes, [blocks, sequence_length]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.json_types import Json
-from lamina.core.values import mapping, one_of, place, text
+from lamina.core.values import comma_separated, mapping, one_of, path, place, text
 from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import BatchSettings, TextSettings
@@ -207,6 +207,15 @@ class RecordSettings(Settings):
         "a second text to evaluate on, none of it trained on, with the same tokenizer: as --corpus, but no mix; of its "
         "blocks, eval_blocks are used",
         place,
+    )
+    eval_tasks: str | None = setting(
+        None,
+        "tasks of lm-evaluation-harness to score with every evaluation, comma-separated, as `lamina eval --tasks`",
+        comma_separated,
+    )
+    eval_task_limit: int = setting(100, "items per task of eval_tasks (0 for all)", at_least(0))
+    eval_data_dir: str | None = setting(
+        None, "folder to read the data of eval_tasks from, in place of the hub, as `lamina eval --data-dir`", path
     )
     save_steps: int = setting(0, "steps between two checkpoints (0 for the final model only)", at_least(0))
     keep: int = setting(2, "checkpoints to keep", at_least(1))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
@@ -43,6 +43,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         rate_factor: the rollbacks' factor on all learning rates.
         states: further objects in a checkpoint's run state, resumed with the trainer.
         second: blocks of a second corpus, whose mean loss is measured with every evaluation.
+        measure_tasks: scores the bare model on tasks with every evaluation, in the first process.
         keep_also: whether an older checkpoint is not pruned, by its run state.
     """
 
@@ -58,6 +59,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         rate_factor: float = 1.0,
         states: Sequence[Stateful] = (),
         second: Dataset[Block] | None = None,
+        measure_tasks: Callable[[PreTrainedModel], dict[str, float]] | None = None,
         keep_also: Callable[[Json], bool] | None = None,
         **kwargs: Any,
     ):
@@ -71,7 +73,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         self.series = StepSeries(self.processes)
         self.order, self.states, self.keep_also = order, states, keep_also
         self.rate_factor = rate_factor
-        self.second = second
+        self.second, self.measure_tasks = second, measure_tasks
         self.rate_factors, self.schedule = rate_factors, schedule
         self.guard = guard
         self.experts = experts
@@ -137,6 +139,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         """
         if self.second is not None:
             self.second_loss = self._mean_loss(self.second)
+        if self.measure_tasks is not None and self.processes.first:
+            self.task_scores = self.measure_tasks(self.bare_model())
         if self.processes.size == 1 or any(args) or any(kwargs.values()):
             return super().evaluate(*args, **kwargs)
         metrics = {"eval_loss": self._mean_loss(self.eval_dataset)}

@@ -9,6 +9,7 @@ import pytest
 import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
+from lamina.evaluation.settings import EvalSettings
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.settings import ProbeSettings
 from lamina.studies.engine.settings import StudySettings
@@ -22,7 +23,7 @@ backbone num-layers hidden-size num-heads untie-embeddings init corpus text-fiel
 eval-fraction steps batch-size gradient-accumulation schedule min-learning-rate warmup decay decay-shape
 weight-decay beta1 beta2 epsilon
 max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-every probes logging-steps eval-steps
-eval-blocks eval-corpus save-steps
+eval-blocks eval-corpus eval-tasks eval-task-limit eval-data-dir save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
 """
@@ -30,6 +31,10 @@ SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollb
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
+"""
+EVAL = """
+models tasks num-fewshot limit data-dir corpus text-field window stride tokenizer batch-size dtype device chat-template
+run-code seed threads output
 """
 TRANSFER = """
 placement proxy-width learning-rates seeds verify-rates verify-width best-margin output workers
@@ -65,6 +70,7 @@ OPTIONS = {
         *("epsilon", "max-grad-norm", "seed", "burn-in", "sequences", "flops", "threads", "output"),
     ],
     "probe": PROBE.split(),
+    "eval": EVAL.split(),
     "transfer": [*SHARED.split(), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
     "study": STUDY.split(),
@@ -75,6 +81,7 @@ SETTINGS = {
     "pretrain": PretrainSettings,
     "preflight": PreflightSettings,
     "probe": ProbeSettings,
+    "eval": EvalSettings,
     "transfer": TransferSettings,
     "coord-check": CoordCheckSettings,
     "max-lr": MaxRateStudySettings,
@@ -84,6 +91,7 @@ EXPORTED = {
     "__version__",
     "build",
     "compare",
+    "evaluate",
     "max_lr",
     "placements",
     "preflight",
@@ -109,6 +117,7 @@ def test_the_command_line_has_these_commands():
         "max-lr",
         "study",
         "probe",
+        "eval",
         "placements",
         "backbones",
         "report",

@@ -96,7 +96,9 @@ def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path
     study = tmp_path / "study"
     rows = []
     for seed, status in ((0, "finished"), (1, "finished"), (2, "diverged")):
-        rows.append({"trial": f"keel-{seed}", "placement": "keel", "learning_rate": 1e-3, "seed": seed, "status": status})
+        rows.append(
+            {"trial": f"keel-{seed}", "placement": "keel", "learning_rate": 1e-3, "seed": seed, "status": status}
+        )
         if status == "finished":
             saved_model(study / f"trials/keel-{seed}/model", "keel")
     rows.append({**rows[0], "trial": "post-0", "placement": "post_ln", "status": "stuck"})
@@ -152,5 +154,5 @@ def test_a_diverged_run_alone_has_nothing_to_evaluate(tmp_path, text):
     run = tmp_path / "run"
     run.mkdir()
     (run / "result.json").write_text(json.dumps({"status": "diverged"}))
-    with pytest.raises(UserError, match="none of the 1 runs has a model to evaluate .they are diverged"):
+    with pytest.raises(UserError, match=r"none of the 1 runs has a model to evaluate \(they are diverged"):
         lamina.evaluate(models=str(run), corpus=str(text), output=str(tmp_path / "out"), bar=False)

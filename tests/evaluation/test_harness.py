@@ -1,6 +1,9 @@
 """Tasks by name, with data from a folder, scored as lm-evaluation-harness itself scores them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -159,3 +162,38 @@ def test_items_hold_what_the_harness_logged():
     assert row["greedy"] == [False, True]
     assert json.loads(row["metrics"]) == {"acc": 1.0}
     assert isinstance(item_table({}), pd.DataFrame)
+
+
+@pytest.mark.slow
+def test_the_harness_s_own_command_loads_our_checkpoints(model, data_dir, tmp_path):
+    """In a process that never imports lamina: the code beside the weights is all it needs."""
+    place = data_dir / "toy/quiz/default"
+    files = {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}}
+    (tmp_path / "own").mkdir()
+    config = {**QUIZ, "dataset_path": "json", "dataset_kwargs": files}
+    (tmp_path / "own/quiz.yaml").write_text(yaml.safe_dump(config))
+    script = (
+        "import sys, json; sys.modules['lamina'] = None\n"
+        "import lm_eval.tasks; whole = lm_eval.tasks.TaskManager\n"
+        # its command parses all 14,000 task files first, which takes minutes
+        "lm_eval.tasks.TaskManager = lambda **given: whole(**{**given, 'include_defaults': False})\n"
+        "from lm_eval.__main__ import cli_evaluate; cli_evaluate()\n"
+    )
+    argv = ["run", "--model", "hf", "--model_args", f"pretrained={model},trust_remote_code=True,dtype=float32"]
+    argv += ["--tasks", "quiz", "--include_path", str(tmp_path / "own"), "--device", "cpu", "--batch_size", "4"]
+    argv += ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (written,) = (tmp_path / "out").rglob("samples_quiz_*.jsonl")
+    samples = [json.loads(line) for line in written.read_text().splitlines()]
+    network, tokenizer = loaded(model)
+    built = Tasks.find(str(data_dir)).build("quiz")
+    ours, _ = Runner(model=network, tokenizer=tokenizer, batch_size=4).run(built, None)
+    theirs = {sample["doc_id"]: [float(part[0][0]) for part in sample["resps"]] for sample in samples}
+    mine = item_table(ours["samples"])
+    assert len(theirs) == len(mine) == 20
+    for doc, numbers in zip(mine["doc_id"], mine["log_likelihoods"], strict=True):
+        assert numbers == pytest.approx(theirs[doc], abs=1e-4)

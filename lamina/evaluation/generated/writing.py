@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -13,16 +12,10 @@ import yaml
 from lamina.data.cache import cache_root, is_whole, publish
 from lamina.evaluation.generated.passages import passages
 from lamina.evaluation.generated.tasks import NAMES, Item, make
-from lamina.evaluation.task_sets import Wanted
 
 TRAIN, TEST = 4000, 500
 # increases whenever the items would be others
 _FORMAT = "generated-1"
-
-
-def needed(wanted: Sequence[Wanted]) -> bool:
-    """Whether a generated task is among them."""
-    return any(one.task in NAMES for one in wanted)
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:

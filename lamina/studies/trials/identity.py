@@ -24,13 +24,13 @@ tests/studies/test_numerics.py trains a few small models and fails if their loss
 OF_THE_MACHINE = frozenset(
     (
         *("output", "threads", "device", "parallel", "save_steps", "keep", "report_to", "probe_every", "probes"),
-        *("rollback_factor", "rollback_skip", "pause_step"),
+        *("rollback_factor", "rollback_skip", "pause_step", "eval_data_dir"),
     )
 )
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-YOUNGER: Json = {"eval_corpus": None}
+YOUNGER: Json = {"eval_corpus": None, "eval_tasks": None, "eval_task_limit": 100}
 
 
 def identity(job: str, settings: Settings) -> Json:

@@ -33,6 +33,7 @@ class LayerGradNorms(_Trainer):
     series: StepSeries | None = None
     experts: ExpertBalance | None = None
     second_loss: float | None = None  # on the second corpus, at the last evaluation
+    task_scores: dict[str, float] | None = None  # on eval_tasks, at the last evaluation
     overflows: int = 0
     overflows_in_a_row: int = 0
 

@@ -58,6 +58,7 @@ class RunRecorder(TrainerCallback):
         self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
         self.second_loss: float | None = None  # on the second corpus, at the last evaluation
+        self.task_scores: dict[str, float] | None = None  # on eval_tasks, at the last evaluation
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
@@ -142,6 +143,9 @@ class RunRecorder(TrainerCallback):
         assert self.trainer is not None
         if (second := self.trainer.second_loss) is not None:
             record["eval_corpus_loss"] = self.second_loss = second
+        if (scores := self.trainer.task_scores) is not None:
+            self.task_scores = scores
+            record["tasks"] = dict(scores)
         self.metrics.write(record)
 
     def state_dict(self) -> Json:
@@ -158,7 +162,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
-        self.second_loss = self.metrics.second_loss
+        self.second_loss, self.task_scores = self.metrics.second_loss, self.metrics.task_scores
         if "evaluations" not in state:
             return
         if self.second_loss is None:

