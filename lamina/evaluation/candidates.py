@@ -123,7 +123,8 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
             than the model.
     """
     try:
-        loaded = load(path, dtype=settings.dtype, device=device)
+        folder = model_folder(path)
+        loaded = load(path if folder == Path(path) else folder, dtype=settings.dtype, device=device)
     except UserError as error:
         raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error
     model = loaded.model

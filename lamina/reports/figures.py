@@ -12,8 +12,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.reports.charts import Line
+from lamina.reports.palette import colors
 from lamina.reports.ranking import by_rate
-from lamina.reports.records import Frame
+from lamina.reports.records import Frame, rows_of
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
@@ -106,6 +107,34 @@ def second_losses(items: Sequence[Shown]) -> go.Figure | None:
         return None
     figure.update_xaxes(title="tokens", rangemode="tozero")
     figure.update_yaxes(title="loss on the second corpus (nats per token)")
+    return polish(figure.update_layout(hovermode="x unified"), 360)
+
+
+def task_scores(items: Sequence[Shown]) -> go.Figure | None:
+    """The scores on --eval-tasks against tokens, a line per task and trial; None where no run has any."""
+    figure = go.Figure()
+    every = [row for item in items for trial in item.trials for row in rows_of(trial.metrics)]
+    tasks = dict.fromkeys(task for row in every if isinstance(row.get("tasks"), dict) for task in row["tasks"])
+    shades = colors(list(tasks)) if len(items) == 1 else {}
+    for item in items:
+        for trial in item.trials:
+            scored = [row for row in rows_of(trial.metrics) if isinstance(row.get("tasks"), dict)]
+            for task in tasks:
+                points = [(row["tokens"], row["tasks"][task]) for row in scored if task in row["tasks"]]
+                name = escape(task) if len(items) == 1 else f"{item.label}: {escape(task)}"
+                Line(
+                    x=[tokens for tokens, _ in points],
+                    y=[value for _, value in points],
+                    color=shades.get(task, item.color),
+                    name=name,
+                    legend=trial is item.trials[0],
+                    markers=True,
+                    hover=f"{name}: %{{y:.3f}}",
+                ).draw(figure)
+    if not figure.data:
+        return None
+    figure.update_xaxes(title="tokens", rangemode="tozero")
+    figure.update_yaxes(title="score")
     return polish(figure.update_layout(hovermode="x unified"), 360)
 
 

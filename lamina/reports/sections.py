@@ -62,6 +62,8 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     html = figure(to_html(drawn), caption) if drawn else ""
     if (second := figures.second_losses(items)) is not None:
         html += figure(to_html(second), _SECOND, "On the second corpus")
+    if (scores := figures.task_scores(items)) is not None:
+        html += figure(to_html(scores), _TASKS, "On tasks")
     return Section(name="Loss", title="Loss against tokens", html=html)
 
 
@@ -157,6 +159,7 @@ _LOSS = (
     "steps). Click a name to hide it."
 )
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. None of it was trained on."
+_TASKS = "Scores on the tasks of --eval-tasks (accuracies from 0 to 1; perplexities as they are)."
 _DIAGRAMS = (
     "Drawn from the plans that were trained, bottom to top: the vertical line is the stream, the branch to its right "
     "holds the module. A norm on the line rescales the stream itself, a norm on the branch does not."

@@ -5,6 +5,7 @@ from training.tiny_runs import records, result, settings, write_corpus
 
 import lamina
 from lamina.errors import UserError
+from lamina.reports import report
 from lamina.studies.trials import identity
 from lamina.training.pretrain import pretrain
 
@@ -24,6 +25,8 @@ def test_the_scores_are_the_saved_model_s_and_the_training_is_undisturbed(tmp_pa
     evaluated = [record for record in records(tmp_path / "scored") if "eval_loss" in record]
     assert [set(record["tasks"]) for record in evaluated] == [{"quiz", "quiz@1"}] * 2
     assert evaluated[-1]["tasks"] == scored["tasks"]
+    assert "On tasks" in report(tmp_path / "scored").read_text()
+    assert "On tasks" not in report(tmp_path / "plain").read_text()
     found = lamina.evaluate(
         models=str(tmp_path / "scored"), tasks="quiz,quiz@1", data_dir=str(data_dir), limit=12,
         output=str(tmp_path / "out"), bar=False,
