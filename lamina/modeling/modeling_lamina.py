@@ -30,6 +30,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
 )
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
@@ -834,6 +835,37 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
         self.model = LaminaModel(config)
         self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """With a mask [batch, tokens], the last token is the last one that it keeps; without, the last but padding.
+
+        The two differ where the text ends with the token that also pads, as in tokenizers that have one for both.
+        """
+        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        if attention_mask is None or attention_mask.ndim != 2 or labels is not None:
+            return super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache, **kwargs
+            )
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs)
+        hidden = outputs.last_hidden_state
+        places = torch.arange(attention_mask.shape[-1], device=hidden.device)
+        last = (places * attention_mask.to(hidden.device).bool()).argmax(-1)
+        return SequenceClassifierOutputWithPast(
+            logits=self.score(hidden[torch.arange(len(hidden), device=hidden.device), last]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 class LaminaPredictionHead(nn.Module):

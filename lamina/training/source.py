@@ -101,7 +101,12 @@ def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
     """The checkpoint's plan as it was saved; without a checkpoint, the placement's."""
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers)
-    return _read(_folder(settings.from_model))[0]
+    return stored_plan(settings.from_model)
+
+
+def stored_plan(source: str) -> Plan:
+    """The checkpoint's plan as it was saved."""
+    return _read(_folder(source))[0]
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:

@@ -61,7 +61,7 @@ class RunRecorder(TrainerCallback):
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
-        self._logged = (0, 0.0)
+        self._logged_tokens, self._logged_seconds = 0, 0.0
         self._flushed = time.monotonic()
 
     def on_train_begin(
@@ -72,6 +72,7 @@ class RunRecorder(TrainerCallback):
         )
         assert self.trainer is not None
         self.trainer.continue_records()
+        self._logged_tokens = self.tokens_at(state.global_step)
         if state.global_step == 0:
             self._monitor(0, [])
 
@@ -105,22 +106,31 @@ class RunRecorder(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         step = state.global_step
-        steps, seconds = self.training_steps - self._logged[0], self.training_seconds - self._logged[1]
-        self._logged = (self.training_steps, self.training_seconds)
+        seconds, self._logged_seconds = self.training_seconds - self._logged_seconds, self.training_seconds
         loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
-        record = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss}
-        record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm}
+        tokens = self.tokens_at(step)
+        record = {"step": step, "tokens": tokens, "loss": loss}
+        record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm, **self.measured(logs)}
         assert self.trainer is not None
         if (scaler := self.trainer.scaler()) is not None:
             record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
         if (mix := self.mix(step)) is not None:
             record["mix"] = {name: part["share"] for name, part in mix.items()}
-        self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})
+        new, self._logged_tokens = tokens - self._logged_tokens, tokens
+        self.metrics.write({**record, "tokens_per_second": new / max(seconds, 1e-9)})
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._take_series()
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
+
+    def tokens_at(self, step: int) -> int:
+        """The tokens trained on by the end of a step."""
+        return step * self.tokens_per_step
+
+    def measured(self, logs: Json) -> Json:
+        """What else a record of training holds, from the trainer's ``logs``: nothing here."""
+        return {}
 
     def mix(self, step: int) -> dict[str, PartShare] | None:
         """What each corpus of a mix has contributed by ``step``; None for a single corpus."""
@@ -137,12 +147,16 @@ class RunRecorder(TrainerCallback):
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.last_eval, self.evaluated_step = loss, state.global_step
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
-        record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
-        record |= {"perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)}
+        record = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
+        record |= self.evaluated(metrics or {}, loss)
         assert self.trainer is not None
         if (second := self.trainer.second_loss) is not None:
             record["eval_corpus_loss"] = self.second_loss = second
         self.metrics.write(record)
+
+    def evaluated(self, metrics: Json, loss: float) -> Json:
+        """What a record of an evaluation holds, from its ``metrics`` and its loss."""
+        return {"eval_loss": loss, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)}
 
     def state_dict(self) -> Json:
         """Step and loss of the last evaluation, the best loss, and what the writers have synced to disk."""
@@ -188,7 +202,7 @@ class RunRecorder(TrainerCallback):
         self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
-        tokens = diverged.step * self.tokens_per_step
+        tokens = self.tokens_at(diverged.step)
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def close(self) -> None:
