@@ -25,9 +25,9 @@ def script():
     [
         (
             "piqa",
-            "Goal: When boiling butter, when it's ready, you can\n A. Pour it onto a plate\n B. Pour it into a jar\nAnswer:",
+            "Goal: When butter boils, you can\n A. Pour it onto a plate\n B. Pour it into a jar\nAnswer:",
             1,
-            "Please choose the correct solution to the question: When boiling butter, when it's ready, you can\n\n"
+            "Please choose the correct solution to the question: When butter boils, you can\n\n"
             "Solution1: Pour it onto a plate\n\nSolution2: Pour it into a jar\n\nAnswer format: solution1/solution2",
             "solution2",
         ),
@@ -51,10 +51,10 @@ def script():
         ),
         (
             "hellaswag",
-            "Removing ice: Then, the man writes. Then\nChoose the best continuation:\n A. , one.\n B. , two.\n C. , three."
+            "Removing ice: Then, he writes. Then\nChoose the best continuation:\n A. , one.\n B. , two.\n C. , three."
             "\n D. , four.\nAnswer:",
             0,
-            "Please choose the correct ending to complete the given sentence: Removing ice: Then, the man writes. Then\n\n"
+            "Please choose the correct ending to complete the given sentence: Removing ice: Then, he writes. Then\n\n"
             "Ending1: , one. Ending2: , two. Ending3: , three. Ending4: , four.\n\nAnswer format: "
             "ending1/ending2/ending3/ending4",
             "ending1",

@@ -75,8 +75,8 @@ def test_alpacas_template_is_the_published_one(tokenizer):
     text = render(tokenizer, TEMPLATES["alpaca"], example_of(row).messages, answers=False)
     assert text == (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-        "response that appropriately completes the request.\n\n### Instruction:\nSort.\n\n### Input:\nb a\n\n### Response:\n"
-        "a b<|endoftext|>"
+        "response that appropriately completes the request.\n\n### Instruction:\nSort.\n\n### Input:\nb a\n\n"
+        "### Response:\na b<|endoftext|>"
     )
 
 
