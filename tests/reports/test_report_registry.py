@@ -10,7 +10,9 @@ from lamina.reports import registry, report
 
 
 def test_the_kinds_with_a_page():
-    assert registry.kinds() == ["coord-check", "max-lr", "preflight", "probing", "run", "study", "transfer"]
+    assert registry.kinds() == [
+        *("coord-check", "dpo", "max-lr", "preflight", "probing", "reward", "rlhf", "run", "sft", "study", "transfer")
+    ]
 
 
 def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ class Question:
 def example_of(row: Fields) -> Example:
     """The example of a row of any format. Raises ValueError for another row."""
     if "messages" in row or "conversations" in row:
-        return Dialogue(messages=_conversation(row))
+        return Dialogue(messages=_answered(_conversation(row)))
     if "instruction" in row:
         answer = next((name for name in ("output", "response", "answer") if name in row), "output")
         return Dialogue(messages=(*_instruction(row), {"role": "assistant", "content": _text(row, answer)}))
@@ -91,7 +91,7 @@ def question_of(row: Fields) -> Question:
     if "instruction" in row:
         return Question(prompt=_instruction(row), row=row)
     if "messages" in row or "conversations" in row:
-        turns = _turns("messages", row.get("messages", row.get("conversations")))
+        turns = _conversation(row)
         last = max((index for index, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
         if last < 0:
             raise ValueError("no turn of the user's")
@@ -119,13 +119,12 @@ def _prompt(row: Fields) -> Prompt:
     return turns
 
 
-def _conversation(row: Fields) -> Messages:
+def _conversation(row: Fields) -> list[Message]:
+    """The turns of ``messages`` or ``conversations``; texts alone, as in LIMA, are the user's and the assistant's."""
     name = "messages" if "messages" in row else "conversations"
-    if isinstance(row[name], list) and row[name] and all(isinstance(turn, str) for turn in row[name]):  # LIMA's
-        roles = ("user", "assistant")
-        turns = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(row[name])]
-        return _answered(turns[: len(turns) // 2 * 2])
-    return _answered(_turns(name, row[name]))
+    if isinstance(row[name], list) and row[name] and all(isinstance(turn, str) for turn in row[name]):
+        return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(row[name])]
+    return _turns(name, row[name])
 
 
 def _turns(name: str, value: object) -> list[Message]:
