@@ -23,7 +23,8 @@ from lamina.preflights.rules import calibration, kind_of
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, judge
 from lamina.training.monitoring.writers import LAYER_COLUMNS
-from lamina.training.pretrain import read_blocks
+from lamina.training.objectives.causal_lm import CausalLM
+from lamina.training.objectives.text import read_text
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
@@ -91,9 +92,10 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     """
     runs = settings.runs()
     for run in runs:
-        resolve_run(run, trained=False)  # a narrower model stands in for a run that is too large
+        resolved = resolve_run(run, trained=False)  # a narrower model stands in for a run that is too large
+        resolved.objective.refuse_for("preflight", CausalLM.head, run.backbone)
     with _threads(settings.threads):
-        blocks, _ = read_blocks(runs[0], bar)
+        blocks, _ = read_text(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         steps = burn_in_steps(settings, runs[0])[0]
         progress = tqdm(total=len(runs) * steps, unit="step", disable=not bar, leave=False, dynamic_ncols=True)

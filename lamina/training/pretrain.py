@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
-from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
+from lamina.data.blocks import Splits
 from lamina.errors import UserError, mark_reported
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, full_disk, write_json
@@ -35,10 +34,10 @@ from lamina.training.checkpointing.resuming import result_to_keep, stored_settin
 from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.checks import about_eval_corpus
 from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
 from lamina.training.monitoring.guard import Diverged, MakeGuard, usual_guard
 from lamina.training.monitoring.writers import keep_abandoned
+from lamina.training.objectives.objective import Processor
 from lamina.training.outcome import outcome, verdict
 from lamina.training.resolve import POLICY, ResolvedRun, resolve_run
 from lamina.training.run import TrainingRun
@@ -79,12 +78,12 @@ def pretrain(
         if earlier is not None and earlier["status"] in ENDED:
             return earlier
         # before the folder is touched: the corpus may be unreadable
-        blocks, tokenizer = processes.first_per_host(lambda: read_blocks(resolved.settings, bar))
+        splits, processor = processes.first_per_host(lambda: read_data(resolved, bar))
         with ExitStack() as held:
-            resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
+            resumes = processes.by_first(lambda: _claim(held, job, resolved, splits))
             seconds = float((earlier or {}).get("seconds") or 0.0)
             modes = {"make_guard": guard, "resume": resumes, "bar": bar}
-            run = partial(_run, resolved, blocks, tokenizer, processes, **modes)
+            run = partial(_run, resolved, splits, processor, processes, **modes)
             return _recorded(run, resolved, processes, seconds)
 
 
@@ -113,9 +112,9 @@ def _resolve(job: Job[PretrainSettings], processes: Processes) -> ResolvedRun:
     return resolve_run(settings, processes.size, parallel=processes.parallel)
 
 
-def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, blocks: Blocks) -> bool:
+def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, splits: Splits) -> bool:
     """Claim the folder and write what the run computes; returns whether it resumes."""
-    identity = RunIdentity(resolved.settings, resolved.plan, blocks.stats.fingerprint)
+    identity = RunIdentity(resolved.settings, resolved.plan, splits.stats.fingerprint)
     if job.resumes:
         identity.refuse_changes(job.folder)
     held.enter_context(job)
@@ -154,36 +153,15 @@ def _recorded(run: Callable[[], Json], resolved: ResolvedRun, processes: Process
     return processes.by_first(lambda: write(result))
 
 
-def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
-    """The blocks of the run's corpus, and of its second one, and their tokenizer; ``bar``: show progress."""
-    blocks, tokenizer = _read_corpus(settings, bar)
-    if settings.eval_corpus is None:
-        return blocks, tokenizer
-    with about_eval_corpus():
-        field = settings.text_field
-        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
-    return replace(blocks, second=second), tokenizer
-
-
-def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
-    read: Json = {
-        "corpus": settings.corpus,
-        "tokenizer_spec": settings.tokenizer,
-        "sequence_length": settings.sequence_length,
-        "eval_fraction": settings.eval_fraction,
-        "text_field": settings.text_field,
-    }
-    if settings.streaming:
-        return stream_blocks(
-            **read, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed
-        )
-    return prepare_blocks(**read, progress=bar)
+def read_data(resolved: ResolvedRun, bar: bool) -> tuple[Splits, Processor]:
+    """The data of a run, and its tokenizer or image processor; ``bar``: show progress."""
+    return resolved.objective.read(resolved.settings, resolved.backbone, bar=bar)
 
 
 def _run(
     resolved: ResolvedRun,
-    blocks: Blocks,
-    tokenizer: PreTrainedTokenizerBase,
+    splits: Splits,
+    processor: Processor,
     processes: Processes,
     *,
     make_guard: MakeGuard,
@@ -198,8 +176,8 @@ def _run(
     folder = Path(settings.output)
     rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
     while True:
-        guard = make_guard(settings, blocks.stats.unigram_entropy)
-        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, guard=guard, resume=resume, bar=bar)
+        guard = make_guard(settings, splits.stats.unigram_entropy)
+        run = TrainingRun(resolved, splits, processor, processes, rollbacks, guard=guard, resume=resume, bar=bar)
         resolved = replace(resolved, settings=run.settings)  # precision and compilation are decided once
         complete = run.train()
         ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))
@@ -214,7 +192,7 @@ def _run(
         gc.collect()
     status, reason = ended
     if status.ended and status != Status.DIVERGED:
-        _save(run.model, tokenizer, folder / "model", processes)
+        _save(run, folder / "model")
     return outcome(run, status, reason)
 
 
@@ -243,8 +221,9 @@ def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diver
     )
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, processes: Processes) -> None:
+def _save(run: TrainingRun, folder: Path) -> None:
     """Write the model whole or not at all; a sharded model is gathered first."""
+    model, processor = run.model if run.average is None else run.average.model, run.processor
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:
@@ -252,8 +231,8 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
         shutil.rmtree(draft, ignore_errors=True)
         with own_class(model):
             model.save_pretrained(draft, state_dict=state)
-        tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-        tokenizer.save_pretrained(draft)
+        run.resolved.objective.prepare_to_save(processor, model)
+        processor.save_pretrained(draft)
         seal(draft)
         digests.note(folder / MANIFEST, entry_of(draft / MANIFEST))
         previous = folder.with_name(".gone-model")
@@ -263,4 +242,4 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
         os.replace(draft, folder)
         shutil.rmtree(previous, ignore_errors=True)
 
-    processes.by_first(write)
+    run.processes.by_first(write)

@@ -10,6 +10,7 @@ from lamina.errors import UserError
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
 from lamina.placements.resolution import split_specs
+from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
 from lamina.training.setting_groups import (
     BlockSettings,
     ExpertSettings,
@@ -34,9 +35,12 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 class RunSettings(
     ModelSettings,
     BlockSettings,
+    ObjectiveSettings,
+    ImageSettings,
     ScheduleSettings,
     OptimizerSettings,
     WidthSettings,
+    RegularizationSettings,
     RecordSettings,
     ProbesSettings,
     GuardSettings,

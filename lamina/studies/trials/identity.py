@@ -15,6 +15,7 @@ from lamina.core.json_types import Json
 from lamina.data import Corpus
 from lamina.jobs.settings import Settings
 from lamina.placements import resolve
+from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
 
 NUMERICS = 1
 """The version of the code that trains. Raise it with any change after which the same settings give other numbers:
@@ -30,7 +31,11 @@ OF_THE_MACHINE = frozenset(
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-YOUNGER: Json = {"eval_corpus": None}
+_YOUNGER_GROUPS = (ObjectiveSettings, ImageSettings, RegularizationSettings)
+YOUNGER: Json = {
+    "eval_corpus": None,
+    **{name: group.default(name) for group in _YOUNGER_GROUPS for name in group.names()},
+}
 
 
 def identity(job: str, settings: Settings) -> Json:
