@@ -2,10 +2,11 @@
 
     python benchmarks/preflight_calibration.py          # all stages, `runs` and `measure` going on where they were
     python benchmarks/preflight_calibration.py measure fit judge
+    python benchmarks/preflight_calibration.py trials --store runs/studies/trials   # the studies' trials as runs
 
 `runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in
 (measurements.jsonl, its features at every measurement), `fit` writes lamina/preflights/calibration.json from the sets
-`grid` and `more`, `judge` writes judged.json and the tables of docs/preflight.md from `default` and `held_out`.
+FITTED, `judge` writes judged.json and the tables of docs/preflight.md from JUDGED_ON.
 
 grid: all placements x {12, 24, 48} layers x {normal, scaled} x two rates. more: drawn at random, wider in rates,
 initializers and shapes. held_out: another draw with other depths, rates and another seed. default: the recipe of
@@ -31,6 +32,7 @@ from typing import Any
 FOLDER = Path(__file__).parent / "results" / "preflight"
 # so many cases of a set, a turn each in this order: what is there when it is cut short is a sample of everything
 SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46, "slow": 120, "unseen": 120, "reviewed": 10}
+OTHER_TEXT = 60  # of the studies' settings, trained on the second corpus
 LOOKED_AT = 6  # of the held-out draw, while the rules were designed: they are fitted on
 TURNS = ("slow", "unseen", "slow", "unseen", "reviewed")
 OLD_TURNS = ("grid", "held_out", "grid", "default", "grid", "more")
@@ -39,7 +41,7 @@ SHAPE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size":
 DEFAULT = {"hidden_size": 48, "num_heads": 2, "sequence_length": 64, "batch_size": 16, "steps": 100, "warmup": 0.1}
 RATES = (3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 3e-2, 6e-2, 0.2)
 SCALED_THEN = ("pre_ln", "post_ln", "mix_ln", "b2t")
-STAGES = ("runs", "measure", "fit", "judge")
+STAGES = ("runs", "measure", "fit", "judge")  # and "trials", only where it is asked for
 MOST_WORK = 32 * 1600  # width x layers x steps, from the 14th case of "slow" and of "unseen" on
 STDLIB = "stdlib"  # a corpus: the top modules of Python's standard library, about 4 MB of code
 SPARE = {"hidden_size": 32, "num_heads": 2, "sequence_length": 32, "batch_size": 16, "warmup": 0.1, "seed": 5}
@@ -166,6 +168,14 @@ def all_cases() -> Iterator[tuple[str, dict[str, Any]]]:
                 ended.add(name)
             else:
                 yield name, case
+    yield from other_text()
+
+
+def other_text() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Some of the studies' settings, drawn from those in runs.jsonl, with the second corpus and a seed of their own."""
+    settings = [r["case"] for r in read("runs.jsonl") if r["set"] in ("trials", "other depths")]
+    for case in random.Random("preflight other text").sample(settings, min(OTHER_TEXT, len(settings))):
+        yield "other text", {**case, "corpus": STDLIB, "seed": 6}
 
 
 def key_of(case: dict[str, Any]) -> str:
@@ -259,6 +269,17 @@ def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..
             print(f"{name} {number}/{len(todo)} {which}: {shown} {result.get('status', '')}", flush=True)
 
 
+def add_trials(store: Path) -> None:
+    """Add the runs of a store's trials to runs.jsonl, those that are not there yet."""
+    from preflight_trials import trial_runs
+
+    done = {key_of(record["case"]) for record in read("runs.jsonl")}
+    new = [run for run in trial_runs(store) if key_of(run["case"]) not in done]
+    for run in new:
+        append("runs.jsonl", run)
+    print(f"{len(new)} trials added")
+
+
 class _Act:
     def __init__(self, act: Callable[..., Any]):
         self.act = act
@@ -270,11 +291,18 @@ class _Act:
 def main() -> None:
     """Run the stages asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", choices=[*STAGES, []], help="default: all, in this order")
+    parser.add_argument(
+        "stages", nargs="*", choices=[*STAGES, "trials", []], help="default: the first four, in this order"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes, a thread each")
+    parser.add_argument("--store", type=Path, help="of `trials`: the folder with the trials of `lamina study run`")
     parser.add_argument("--most", type=int, help="cases to train at most, those that are there included")
     options = parser.parse_args()
     stages = options.stages or STAGES
+    if "trials" in stages:
+        if options.store is None:
+            parser.error("trials: --store is missing (allowed: a folder of trials, such as runs/studies/trials)")
+        add_trials(options.store)
     if "runs" in stages:
         work_off("runs.jsonl", list(itertools.islice(all_cases(), options.most)), train, options.jobs)
     if "measure" in stages:

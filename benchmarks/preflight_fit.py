@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from preflight_trivial import compared, rate_bounds
 
 from lamina.preflights.burn_in import rates_until
 from lamina.preflights.features import Features
@@ -31,7 +32,8 @@ ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "lamina" / "preflights" / "calibration.json"
 PAGE = ROOT / "docs" / "preflight.md"
 JUDGED = Path(__file__).parent / "results" / "preflight" / "judged.json"
-FITTED, JUDGED_ON = ("grid", "more", "slow"), ("default", "held_out", "unseen", "reviewed")
+FITTED = ("grid", "more", "slow", "trials")
+JUDGED_ON = ("default", "held_out", "unseen", "reviewed", "other depths", "other text")
 MARGIN = RunSettings.stuck_margin
 BARELY, SPIKE, BACKSLIDE = 0.05, 0.5, 0.1
 OUTCOMES = ("trained", "trained badly", "did not train")
@@ -127,7 +129,7 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def fit(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    """Fit the rules on the sets `grid`, `more` and `slow`, and write calibration.json."""
+    """Fit the rules on the sets of FITTED, and write calibration.json."""
     known = [r for r in records(runs, measured) if r.set in FITTED]
     collapse = fit_collapse(known)
     fitted: dict[str, Any] = {"bands": [0.25, 0.75], "collapse": collapse, "evidence": fit_evidence(known)}
@@ -259,7 +261,17 @@ def judged(runs: list[dict[str, Any]], measured: list[dict[str, Any]], fitted: d
         "wrong": [told(r, fitted) for r in wrong],
         "reviewed": [told(r, fitted) for r in unseen if r.set == "reviewed"],
         "deciding": deciding(unseen, fitted),
+        "beside trivial rules": beside_trivial_rules(known, fitted),
     }
+
+
+def beside_trivial_rules(known: list[Record], fitted: dict[str, Any]) -> dict[str, Any]:
+    """The verdicts and two rules that need no burn-in, by group of the runs that nothing was fitted on."""
+    seen = [r for r in known if r.set in FITTED]
+    unseen = [r for r in known if r.set in JUDGED_ON]
+    chosen = {name: [r for r in unseen if group(r)] for name, group in GROUPS.items()}
+    groups = {name: compared(group, seen, lambda r: r.verdict(fitted)) for name, group in chosen.items() if group}
+    return {"rates": list(rate_bounds(seen)), "groups": groups}
 
 
 LOOKED_AT = 114  # runs that there were when the form of the rules was chosen
@@ -270,6 +282,7 @@ GROUPS: dict[str, Callable[[Record], bool]] = {
     "rates below 1e-3": lambda record: record.case["learning_rate"] < 1e-3,
     "200 planned steps or more": lambda record: record.case["steps"] >= 200,
     "another corpus (Python code)": lambda record: "corpus" in record.case,
+    "the studies' trials": lambda record: record.set in ("other depths", "other text"),
     "6 to 20 layers": lambda record: record.case["num_layers"] <= 20,
     "30 to 64 layers": lambda record: record.case["num_layers"] >= 30,
 }

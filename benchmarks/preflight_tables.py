@@ -12,6 +12,9 @@ TITLES = {
     "unseen": "Judged on: low rates and long runs, of other depths, half of them on another corpus, drawn at random",
     "default": "Judged on: the recipe of `lamina compare` (32 layers × 48 wide, 5e-3) and 20 layers at 1.2e-2",
     "held_out": "Judged on: other depths, rates, initializers, warm-ups, widths and another seed, drawn at random",
+    "other depths": "Judged on: the studies' trials at depths that were not fitted on",
+    "other text": "Judged on: the studies' settings on another corpus (Python code)",
+    "trials": "Fitted on: the studies' trials with 12, 24 and 32 blocks",
     "grid": "Fitted on: the grid",
     "more": "Fitted on: a random draw",
     "slow": "Fitted on: low rates and long runs, drawn at random",
@@ -20,7 +23,7 @@ TITLES = {
 
 def tables(made: dict[str, Any]) -> str:
     """How often verdicts were right by group, the confusions, the mistakes and the reviewed runs, as Markdown."""
-    lines = [*_groups(made), *_deciding(made["deciding"])]
+    lines = [*_groups(made), *_deciding(made["deciding"]), *_trivial(made["beside trivial rules"])]
     for name in TITLES:
         if counts := made["confusion"].get(name):
             total = sum(sum(row.values()) for row in counts.values())
@@ -55,6 +58,26 @@ def _groups(made: dict[str, Any]) -> list[str]:
         ),
         "",
     ]
+
+
+def _trivial(made: dict[str, Any]) -> list[str]:
+    low, high = made["rates"]
+    words = (
+        "Beside two rules that need no burn-in, fitted on the same runs: right of how many. By rate: it trains if its "
+        f"learning rate is from {low:g} to {high:g}. By name: it trains if half of the fitted runs of its placement "
+        "did. The preflight leaves runs open, the rules never do."
+    )
+    lines = [
+        _wrapped(words),
+        "",
+        "| runs | | decided | the preflight, on these | by rate | by name | by rate, on all | by name, on all |",
+        f"|---|{'---:|' * 7}",
+    ]
+    for name, row in made["groups"].items():
+        cells = [row["runs"], row["decided"], row["preflight"]]
+        cells += [row["rules"][rule][runs] for runs in ("of the decided", "of all") for rule in ("rate", "name")]
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return [*lines, ""]
 
 
 def _wrapped(text: str) -> str:

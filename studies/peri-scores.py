@@ -2,8 +2,6 @@
 
 import math
 
-from scipy import stats
-
 from lamina.jobs.status import Status
 from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, needs_scale, ordered
 from lamina.studies.judging.curves import split, trained
@@ -33,6 +31,8 @@ def half_the_spread(trials: Trials) -> Finding:
 
     Holds below 1/2 if the interval excludes 1, fails if it lies above 1/2.
     """
+    from scipy import stats
+
     losses = [trained(trials.arm(placement)).table["eval_loss"].dropna() for placement in ("peri_ln", "pre_ln")]
     seeds = min(map(len, losses))
     if seeds < 3:

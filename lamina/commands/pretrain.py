@@ -24,9 +24,8 @@ def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
     from lamina.training.settings import PretrainSettings
 
-    parser = make_parser(
-        "pretrain", "Train one model on text or images; OUTPUT/model loads with transformers' Auto classes.", EXAMPLES
-    )
+    about = "Train one model on text or images; OUTPUT/model loads with transformers' Auto classes."
+    parser = make_parser("pretrain", about, EXAMPLES)
     add_settings(parser, PretrainSettings)
     add_output_modes(parser, "resume from the last checkpoint in the output folder")
     typed, others = given_settings(parser, argv, "resume", "overwrite")

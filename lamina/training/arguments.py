@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import TrainingArguments
 
@@ -53,11 +54,19 @@ _FIXED = (
 )
 
 
+A = TypeVar("A", bound=TrainingArguments)
+
+
 def training_arguments(settings: PretrainSettings, processes: int = 1) -> TrainingArguments:
     """The Trainer's arguments for these settings, including ``settings.trainer``, in each of the run's ``processes``.
 
     Raises UserError that names the field.
     """
+    return arguments_of(TrainingArguments, settings, processes)
+
+
+def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
+    """The same as a ``kind`` of arguments (TRL's trainers have theirs), with further fields of its ``own``."""
     if settings.batch_size % processes:
         raise UserError(
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "
@@ -72,7 +81,7 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
     if values["lr_scheduler_type"] in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         values.setdefault("lr_scheduler_kwargs", {"min_lr_rate": settings.min_learning_rate})
     try:
-        arguments = TrainingArguments(**values)
+        arguments = kind(**{**values, **own})
     except Exception as error:  # its checks raise any type
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     if settings.trainer:

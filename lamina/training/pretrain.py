@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,21 +17,20 @@ import transformers
 from lamina.core.json_types import Json
 from lamina.core.values import text
 from lamina.data.blocks import Splits
-from lamina.errors import UserError, mark_reported
 from lamina.jobs import digests
-from lamina.jobs.files import disk_full, full_disk, write_json
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.manifest import MANIFEST, entry_of, seal
+from lamina.jobs.model_folder import MODEL
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
 from lamina.training.checkpointing.identity import DATA, RunIdentity
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.rollback import Rollbacks, is_good
-from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
+from lamina.training.checkpointing.saved_model import save_model
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.execution.processes import GONE, Processes, join, lost_another, reported_once
+from lamina.training.execution.processes import Processes, join, reported_once
+from lamina.training.execution.recorded import recorded
 from lamina.training.monitoring.guard import Diverged, MakeGuard, usual_guard
 from lamina.training.monitoring.writers import keep_abandoned
 from lamina.training.objectives.objective import Processor
@@ -84,7 +80,7 @@ def pretrain(
             seconds = float((earlier or {}).get("seconds") or 0.0)
             modes = {"make_guard": guard, "resume": resumes, "bar": bar}
             run = partial(_run, resolved, splits, processor, processes, **modes)
-            return _recorded(run, resolved, processes, seconds)
+            return recorded(run, job.folder, processes, seconds)
 
 
 def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:
@@ -123,34 +119,6 @@ def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, s
     job.write_json("plan.json", resolved.plan.to_dict())
     job.write_json(DATA, identity.text)
     return job.resumes
-
-
-def _recorded(run: Callable[[], Json], resolved: ResolvedRun, processes: Processes, seconds: float) -> Json:
-    """Run, and write result.json unless a UserError ends it. ``seconds``: the run's time before it was resumed."""
-    folder, began = Path(resolved.settings.output), time.monotonic()
-
-    def write(result: Json) -> Json:
-        result["seconds"] = round(seconds + time.monotonic() - began, 2)
-        if processes.first:
-            write_json(folder / "result.json", result)
-        return result
-
-    try:
-        result = run()
-    except KeyboardInterrupt:
-        return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
-    except UserError:
-        raise
-    except Exception as error:
-        if disk_full(error):
-            full = full_disk(folder)
-            if not processes.first:
-                mark_reported(full)  # one line for all processes
-            raise full from error
-        reason = GONE if lost_another(error) else f"{type(error).__name__}: {error}"
-        write({"status": str(Status.FAILED), "reason": reason})
-        raise
-    return processes.by_first(lambda: write(result))
 
 
 def read_data(resolved: ResolvedRun, bar: bool) -> tuple[Splits, Processor]:
@@ -192,7 +160,8 @@ def _run(
         gc.collect()
     status, reason = ended
     if status.ended and status != Status.DIVERGED:
-        _save(run, folder / "model")
+        trained = run.model if run.average is None else run.average.model
+        save_model(trained, processor, folder / MODEL, processes)
     return outcome(run, status, reason)
 
 
@@ -219,27 +188,3 @@ def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diver
         "rollback %d of %d: %s; back to step %d, skipping the data of steps %d to %d, learning rates times %g",
         *(entry.number, settings.rollback, diverged.reason, step, *entry.skipped, entry.learning_rate_factor),
     )
-
-
-def _save(run: TrainingRun, folder: Path) -> None:
-    """Write the model whole or not at all; a sharded model is gathered first."""
-    model, processor = run.model if run.average is None else run.average.model, run.processor
-    state = full_state(model) if is_sharded(model) else None
-
-    def write() -> None:
-        draft = folder.with_name(".model-draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        with own_class(model):
-            model.save_pretrained(draft, state_dict=state)
-        run.resolved.objective.prepare_to_save(processor, model)
-        processor.save_pretrained(draft)
-        seal(draft)
-        digests.note(folder / MANIFEST, entry_of(draft / MANIFEST))
-        previous = folder.with_name(".gone-model")
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
-        os.replace(draft, folder)
-        shutil.rmtree(previous, ignore_errors=True)
-
-    run.processes.by_first(write)

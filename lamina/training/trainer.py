@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
 from lamina.training.checkpointing import sharding
-from lamina.training.checkpointing import state as saving
-from lamina.training.checkpointing import store as checkpoints
-from lamina.training.checkpointing.stateful import RunState, Stateful, collected
+from lamina.training.checkpointing.stateful import Stateful
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.experts import ExpertBalance
@@ -30,12 +27,14 @@ from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.averaging import WeightAverage
 from lamina.training.optimization.optimizer import parameter_groups
 from lamina.training.optimization.order import TrainOrder
+from lamina.training.trainers.checkpointed import CheckpointedTrainer
+from lamina.training.trainers.ordered import OrderedTrainer
 
 Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 """Takes logits and labels; returns a number for each item, [batch], by the score's name."""
 
 
-class LaminaTrainer(LayerGradNorms, Trainer):
+class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer):
     """Trainer for pretraining: weight decay on matrices only, a guard for every step's loss, balanced experts.
 
     Args:
@@ -87,7 +86,6 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         self.average = average
         if average is not None:
             self.add_callback(average)
-        self._resumed: RunState = {}
         self.rate_factors, self.schedule = rate_factors, schedule
         self.guard = guard
         self.experts = experts
@@ -99,26 +97,6 @@ class LaminaTrainer(LayerGradNorms, Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not sharding.is_sharded(model):
             super()._move_model_to_device(model, device)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """The blocks of the training order, loaded as the arguments say."""
-        if self.order is None:
-            return super().get_train_dataloader()
-        workers = self.args.dataloader_num_workers
-        return DataLoader(
-            self.train_dataset,  # type: ignore[arg-type]
-            batch_sampler=self.order,
-            collate_fn=self.data_collator,
-            num_workers=workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            generator=torch.Generator().manual_seed(self.args.seed),  # else it draws from the model's random state
-        )
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay; gains, biases and learned scales do not, whatever their names."""
-        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's optimizer; with width scaling, with one group per role's learning rate."""
@@ -133,16 +111,6 @@ class LaminaTrainer(LayerGradNorms, Trainer):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
             self.optimizer = kind(groups, **options)
         return super().create_optimizer(model)
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Trainer's schedule, or the run's own."""
-        if self.lr_scheduler is None and self.schedule is not None:
-            chosen: Any = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.schedule)
-            self._created_lr_scheduler = True
-        return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(
         self, model: nn.Module, inputs: Json, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -216,59 +184,6 @@ class LaminaTrainer(LayerGradNorms, Trainer):
         finally:
             model.train(was_training)
         return {name: self.processes.mean(total) * size / len(held_out) for name, total in totals.items()}
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint, whole or not at all, then prune the old ones."""
-        step, folder = self.state.global_step, Path(str(self.args.output_dir))
-        own = self.state_dict()
-        if not math.isfinite(loss := sum(own["losses"])):  # on a GPU, not every step's loss is checked
-            self.guard.see_loss(step, loss)
-        self.store_flos()
-        state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
-        with checkpoints.draft(folder, step, self.processes) as path:
-            saving.write(self, self.processes, path, state)
-            if self.average is not None:
-                self.processes.by_first(partial(self.average.write, path))
-        keep = self.args.save_total_limit or 1
-        self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.keep_also))
-
-    def state_dict(self) -> Json:
-        """Its part of a checkpoint's run state: every process's loss since the last record, and the rate factor."""
-        return {
-            "step": self.state.global_step,
-            "losses": self.processes.everyones(float(self._tr_loss)),
-            "logged_step": self._globalstep_last_logged,
-            "learning_rate_factor": self.rate_factor,
-        }
-
-    def load_state_dict(self, state: RunState) -> None:
-        """Resume with a checkpoint's run state: the guard and ``states`` now, the trainer when training begins."""
-        self._resumed = state
-        for stateful in (self.guard, *self.states):
-            stateful.load_state_dict(state)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        saving.read_model(self, self.processes, Path(resume_from_checkpoint))
-        if self.average is not None:
-            self.average.read(Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            saving.read_optimizer(self, Path(checkpoint))
-            saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            saving.read_random_state(self, self.processes, Path(checkpoint))
-
-    def continue_records(self) -> None:
-        """Restore the loss collected since the last record before the checkpoint; call when training begins."""
-        losses = self._resumed.get("losses")
-        if losses is None or self._resumed["step"] != self.state.global_step:
-            return
-        same = len(losses) == self.processes.size
-        self._tr_loss += losses[self.processes.rank] if same else sum(losses) / len(losses)
-        self._globalstep_last_logged = self._resumed["logged_step"]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Trainer's evaluation, uncompiled: evaluations are rare and their batches have several shapes."""

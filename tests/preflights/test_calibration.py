@@ -4,13 +4,16 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from lamina.preflights.rules import calibration
+from lamina.training.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("preflight_calibration", "preflight_fit", "preflight_tables")
+SCRIPTS = ("preflight_calibration", "preflight_fit", "preflight_tables", "preflight_trials", "preflight_trivial")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def scripts():
 
 
 def test_the_pages_tables_are_those_of_the_records(scripts):
-    calibrating, fitting, printing = scripts
+    calibrating, fitting, printing, *_ = scripts
     runs, measured = calibrating.read("runs.jsonl"), calibrating.read("measurements.jsonl")
     made = fitting.judged(runs, measured, calibration())
     assert made == json.loads(fitting.JUDGED.read_text())
@@ -39,14 +42,14 @@ def test_the_pages_tables_are_those_of_the_records(scripts):
 
 
 def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
-    calibrating, fitting, _ = scripts
+    calibrating, fitting, *_ = scripts
     sets = {}
     for run in calibrating.read("runs.jsonl"):
         sets.setdefault(run["set"], set()).add(calibrating.key_of(run["case"]))
     fitted = set().union(*(sets.get(name, set()) for name in fitting.FITTED))
     for name in fitting.JUDGED_ON:
-        assert sets[name]
-        assert not sets[name] & fitted
+        assert not sets.get(name, set()) & fitted
+    assert sum(name in sets for name in fitting.JUDGED_ON) >= 4
 
 
 def test_the_grid_is_every_placement_depth_initializer_and_rate(scripts):
@@ -75,3 +78,57 @@ def test_what_a_run_came_to(scripts, changed, expected):
         "eval_losses": [[40, 2.7], [80, 2.5]],
     }
     assert scripts[1].outcome({**result, **changed}) == expected
+
+
+def run_of(placement: str, rate: float, outcome: str):
+    return SimpleNamespace(case={"placement": placement, "learning_rate": rate}, outcome=outcome)
+
+
+KNOWN = [
+    run_of("keel", 1e-4, "did not train"),
+    run_of("keel", 1e-3, "trained"),
+    run_of("keel(alpha=8)", 1e-2, "trained badly"),
+    run_of("post_ln", 1e-3, "did not train"),
+    run_of("post_ln", 1e-1, "did not train"),
+]
+
+
+def test_the_trivial_rules_are_the_best_interval_of_rates_and_the_share_by_name(scripts):
+    trivial = scripts[4]
+    assert trivial.rate_bounds(KNOWN) == (1e-3, 1e-2)  # four of five; 1e-2 alone gets four, too, and comes later
+    assert trivial.shares_by_name(KNOWN) == {"keel": 2 / 3, "post_ln": 0.0}
+
+
+def test_the_preflight_is_compared_on_the_runs_that_it_decides(scripts):
+    verdicts = {1e-3: "undecided", 1e-2: "fine", 1e-4: "will not train", 1e-1: "fine"}
+    made = scripts[4].compared(KNOWN, KNOWN, lambda r: verdicts[r.case["learning_rate"]])
+    assert (made["runs"], made["decided"], made["preflight"]) == (5, 3, 2)
+    assert made["rules"]["rate"] == {"of all": 4, "of the decided": 3}
+    assert made["rules"]["name"] == {"of all": 4, "of the decided": 2}
+
+
+def test_a_studys_trials_become_runs_one_per_setting(scripts, tmp_path):
+    for number, (seed, kind, status, changes) in enumerate(
+        (
+            (1, "pretrain", "finished", {}),
+            (0, "pretrain", "stuck", {}),
+            (0, "pretrain", "interrupted", {"learning_rate": 1e-3}),
+            (0, "max-lr", "finished", {"learning_rate": 2e-3}),
+            (0, "pretrain", "finished", {"num_layers": 6, "schedule": "wsd"}),
+            (0, "pretrain", "finished", {"num_layers": 6, "weight_decay": 0.2}),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "trial.json").write_text(json.dumps({"job": kind}))
+        settings = PretrainSettings(num_layers=12, steps=60, seed=seed).to_dict() | changes
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        (folder / "result.json").write_text(json.dumps({"status": status, "eval_loss": 2.0, "unigram_entropy": 3.0}))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 60, "eval_loss": 2.0}\n')
+    runs = list(scripts[3].trial_runs(tmp_path))
+    seen = {(r["set"], r["case"]["num_layers"], r["case"]["seed"], r["result"]["status"]) for r in runs}
+    assert seen == {("trials", 12, 0, "stuck"), ("other depths", 6, 0, "finished")}
+    deep = next(r for r in runs if r["set"] == "other depths")
+    assert deep["case"]["weight_decay"] == 0.2
+    assert deep["case"]["hidden_size"] == 48
+    assert deep["result"]["eval_losses"] == [[60, 2.0]]

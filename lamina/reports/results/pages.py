@@ -8,6 +8,7 @@ from lamina.core.json_types import Json
 from lamina.reports.records import rows_of
 from lamina.reports.results import verdicts as said
 from lamina.reports.results.markdown import NONE, code, number, plain, table
+from lamina.reports.results.resolution import resolution
 from lamina.reports.studies.drawing import Drawing
 from lamina.reports.studies.folder import StudyFolder, arms
 from lamina.reports.studies.printed import FIGURES
@@ -123,7 +124,7 @@ def _ran(folder: StudyFolder, verdicts: Sequence[Json], drawings: Sequence[Drawi
     for drawing in drawings:
         picture = f"![{plain(drawing.title)}]({FIGURES}/{drawing.name}.svg)"
         parts += [f"### {plain(drawing.title)}", picture, plain(drawing.caption)]
-    parts += [_arms(folder), _provenance(folder, verdicts)]
+    parts += [*resolution(folder), _arms(folder), _provenance(folder, verdicts)]
     return [part for part in parts if part]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from lamina.core.json_types import Json
@@ -171,11 +172,18 @@ def _base(where: str, name: object, folder: Path) -> Json:
     if name is None:
         return {}
     own = folder / BASES
-    bases = read_mapping(own if own.is_file() else catalog_folder() / BASES)
+    file = own if own.is_file() else catalog_folder() / BASES
+    bases = _bases(file, file.stat().st_mtime_ns if file.is_file() else 0)
     if not isinstance(name, str) or name not in bases:
         raise unknown(f"base in {where.strip()}", str(name), bases)
     settings = dict(bases[name])
     return {**_base(where, settings.pop("base", None), folder), **settings}
+
+
+@cache
+def _bases(file: Path, changed: int) -> Json:
+    """A file of bases: read once for all studies until it changes."""
+    return read_mapping(file)
 
 
 def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, Json]:

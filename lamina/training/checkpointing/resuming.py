@@ -11,6 +11,7 @@ from lamina.errors import UserError
 from lamina.jobs import digests
 from lamina.jobs.files import read_result, read_yaml
 from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
 from lamina.training.checkpointing.identity import known_of
 from lamina.training.checkpointing.rollback import Rollbacks
@@ -22,7 +23,9 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
-def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
+def stored_settings(
+    folder: Path, free: Collection[str], settings_type: type[Settings] = PretrainSettings
+) -> Json | None:
     """The settings of the run in a folder: from config.yaml, or from the newest checkpoint if that file is not whole.
 
     None if there is neither. Raises UserError if the file is not whole and no checkpoint holds the settings, and if
@@ -31,7 +34,7 @@ def stored_settings(folder: Path, free: Collection[str]) -> Json | None:
     path = folder / CONFIG
     known = known_of(folder)
     try:
-        stored = _whole(path)
+        stored = _whole(path, settings_type)
     except UserError as error:
         if not known:
             raise
@@ -105,12 +108,12 @@ def _refuse_to_begin_again(folder: Path, rollbacks: Rollbacks) -> None:
         )
 
 
-def _whole(path: Path) -> Json | None:
+def _whole(path: Path, settings_type: type[Settings]) -> Json | None:
     """A run's config.yaml; None if it is missing. Raises UserError if it is cut short."""
     if not path.is_file():
         return None
     stored = read_yaml(path)
-    last = PretrainSettings.names()[-1]  # settings are written in order, so a cut loses the last ones
+    last = settings_type.names()[-1]  # settings are written in order, so a cut loses the last ones
     if last not in stored or not path.read_text(encoding="utf-8").endswith("\n"):
         raise UserError(f"{str(path)!r}: cut short, it should end with {last!r}")
     return stored

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lamina.core.registry import Registry
 from lamina.data.blocks import Splits, Stats
@@ -101,10 +101,6 @@ class Objective(ABC):
     def is_scored(self) -> bool:
         """Whether there are ``scores``."""
         return type(self).scores is not Objective.scores
-
-    def prepare_to_save(self, processor: Processor, model: PreTrainedModel) -> None:
-        """Change the processor before it is saved beside the model."""
-        return
 
 
 _registry: Registry[Objective] = Registry(

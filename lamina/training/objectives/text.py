@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
@@ -42,10 +42,6 @@ class TextObjective(Objective):
         config = with_vocabulary(config, len(tokenizer), from_model)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         return config
-
-    def prepare_to_save(self, processor: Processor, model: PreTrainedModel) -> None:
-        tokenizer = cast(PreTrainedTokenizerBase, processor)
-        tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:

@@ -1,0 +1,1 @@
+"""What Lamina adds to transformers' Trainer and to TRL's trainers alike."""
