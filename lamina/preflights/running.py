@@ -24,8 +24,9 @@ from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, judge
 from lamina.training.monitoring.writers import LAYER_COLUMNS
 from lamina.training.objectives.causal_lm import CausalLM
+from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import read_text
-from lamina.training.resolve import resolve_run
+from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
@@ -92,8 +93,8 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     """
     runs = settings.runs()
     for run in runs:
-        resolved = resolve_run(run, trained=False)  # a narrower model stands in for a run that is too large
-        resolved.objective.refuse_for("preflight", CausalLM.head, run.backbone)
+        objective_of(backbone_config(run)).refuse_for("preflight", CausalLM.head, run.backbone)
+        resolve_run(run, trained=False)  # a narrower model stands in for a run that is too large
     with _threads(settings.threads):
         blocks, _ = read_text(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -36,6 +36,7 @@ from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.width_settings import CoordCheckSettings
 from lamina.training.objectives.causal_lm import CausalLM
+from lamina.training.objectives.objective import objective_of
 from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
@@ -76,7 +77,8 @@ def coord_check(
     checked, folder, runs = job.settings, job.folder, job.settings.runs()
     for width in checked.all_widths:
         run = runs[width, checked.all_seeds[0]]
-        resolve_run(run).objective.refuse_for("coord-check", CausalLM.head, run.backbone)
+        objective_of(backbone_config(run)).refuse_for("coord-check", CausalLM.head, run.backbone)
+        resolve_run(run)
     blocks, tokenizer = prepare_blocks(
         checked.corpus, checked.tokenizer, checked.sequence_length, text_field=checked.text_field, progress=bar
     )

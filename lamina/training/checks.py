@@ -17,6 +17,7 @@ from lamina.modeling.memory import refuse_beyond_memory
 from lamina.placements import Plan
 from lamina.probes.engine import registry
 from lamina.training.arguments import training_arguments
+from lamina.training.checkpointing.hub import check_repository
 from lamina.training.execution.compiling import missing_compiler
 from lamina.training.monitoring.experts import choose, find_routers
 from lamina.training.objectives.objective import objective_of
@@ -30,6 +31,8 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
     """Raise UserError for settings that are invalid on this machine or placement; returns the Trainer's arguments."""
+    if settings.push_to_hub is not None:
+        check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:
         with about_eval_corpus():
             single_corpus_of(settings.eval_corpus, settings.text_field)

@@ -24,7 +24,9 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import MODEL
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
+from lamina.training.checkpointing.hub import push
 from lamina.training.checkpointing.identity import DATA, RunIdentity
+from lamina.training.checkpointing.model_card import ModelCard
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.saved_model import save_model
@@ -72,6 +74,8 @@ def pretrain(
         resolved = processes.by_first(lambda: _resolve(job, processes))
         earlier = processes.by_first(lambda: result_to_keep(job.folder) if job.resumes else None)
         if earlier is not None and earlier["status"] in ENDED:
+            if (job.folder / MODEL).is_dir():
+                processes.by_first(lambda: _push(resolved.settings))
             return earlier
         # before the folder is touched: the corpus may be unreadable
         splits, processor = processes.first_per_host(lambda: read_data(resolved, bar))
@@ -159,10 +163,29 @@ def _run(
         del run
         gc.collect()
     status, reason = ended
+    result = outcome(run, status, reason)
     if status.ended and status != Status.DIVERGED:
         trained = run.model if run.average is None else run.average.model
-        save_model(trained, processor, folder / MODEL, processes)
-    return outcome(run, status, reason)
+        save_model(trained, processor, folder / MODEL, processes, _card(run, result))
+        processes.by_first(lambda: _push(settings))
+    return result
+
+
+def _card(run: TrainingRun, result: Json) -> ModelCard:
+    objective, settings = run.resolved.objective, run.settings
+    return ModelCard(
+        head=objective.head,
+        data=objective.facts(settings, run.splits.stats),
+        result=result,
+        command=settings.command(),
+        base_model=settings.from_model,
+    )
+
+
+def _push(settings: PretrainSettings) -> None:
+    """Upload the run's model if the settings ask for it."""
+    if settings.push_to_hub is not None:
+        push(Path(settings.output) / MODEL, settings.push_to_hub)
 
 
 def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:

@@ -24,6 +24,7 @@ POLICY = ResumePolicy(
         (
             *("output", "save_steps", "keep", "report_to", "threads", "parallel", "device"),
             *("rollback", "rollback_factor", "rollback_skip", "probe_every", "probes", "pause_step"),
+            "push_to_hub",
         )
     ),
     before=SPEED_BEFORE,

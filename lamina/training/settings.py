@@ -123,6 +123,15 @@ class PauseSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HubSettings(Settings):
+    """Where the trained model goes besides the run's folder."""
+
+    push_to_hub: str | None = setting(
+        None, "upload the model to this private repository of the Hugging Face hub, OWNER/NAME (default: never)", place
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PretrainSettings(
     RunSettings,
     PlacementSettings,
@@ -133,6 +142,7 @@ class PretrainSettings(
     ParallelSettings,
     StreamSettings,
     PauseSettings,
+    HubSettings,
     RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
 ):
     """One pretraining run."""

@@ -25,7 +25,7 @@ tests/studies/test_numerics.py trains a few small models and fails if their loss
 OF_THE_MACHINE = frozenset(
     (
         *("output", "threads", "device", "parallel", "save_steps", "keep", "report_to", "probe_every", "probes"),
-        *("rollback_factor", "rollback_skip", "pause_step"),
+        *("rollback_factor", "rollback_skip", "pause_step", "push_to_hub"),
     )
 )
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called

@@ -13,7 +13,7 @@ from lamina.data.corpus import EMBEDDED
 from lamina.data.images.augmentation import Augmentation
 from lamina.data.images.labeled_images import ALLOWED
 from lamina.data.images.mixing import Mixing, plain_batch
-from lamina.data.images.preparation import ImageSplits, prepare_images
+from lamina.data.images.preparation import ImageSplits, ImageStats, prepare_images
 from lamina.errors import UserError
 from lamina.training.objective_settings import ImageSettings
 from lamina.training.objectives.objective import Collate, Objective, Processor, objective
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _OF_TEXT = ("tokenizer", "sequence_length", "text_field", "streaming", "shuffle_buffer", "eval_corpus")
 TOP = 5
+_NAMED = 20  # classes on a model's card
 
 
 @objective
@@ -90,6 +91,18 @@ class ImageClassification(Objective):
 
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
         return {}
+
+    def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
+        assert isinstance(stats, ImageStats)
+        names = ", ".join(stats.classes[:_NAMED]) + ", ..." * (len(stats.classes) > _NAMED)
+        return {
+            "images": settings.corpus,
+            "classes": f"{len(stats.classes):,}: {names}",
+            "images to train on": f"{stats.train_images:,}",
+            "images held out": f"{stats.eval_images:,}",
+            "entropy of the classes": f"{stats.unigram_entropy:.3f} nats",
+            "fingerprint": stats.fingerprint,
+        }
 
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Whether the class is the likeliest one, and whether it is among the five likeliest."""

@@ -93,6 +93,10 @@ class Objective(ABC):
     def derived(self, loss: float, stats: Stats) -> dict[str, float]:
         """The numbers that follow from an eval loss alone, by the columns' names."""
 
+    @abstractmethod
+    def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
+        """What a reader of the model's card should know of the data."""
+
     def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Further measures of each held-out item, [batch] each, by the columns' names; empty: the loss is all."""
         return {}

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
-from lamina.data.blocks import Splits
+from lamina.data.blocks import BlockStats, Splits, Stats
 from lamina.errors import UserError
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.training import source
@@ -42,6 +42,17 @@ class TextObjective(Objective):
         config = with_vocabulary(config, len(tokenizer), from_model)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         return config
+
+    def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
+        assert isinstance(stats, BlockStats)
+        return {
+            "corpus": settings.corpus,
+            "tokenizer": f"{settings.tokenizer}, {stats.vocab_size:,} tokens",
+            "tokens to train on": f"{stats.train_tokens:,}",
+            "tokens held out": f"{stats.eval_tokens:,}",
+            "unigram entropy": f"{stats.unigram_entropy:.3f} nats per token",
+            "fingerprint": stats.fingerprint,
+        }
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
