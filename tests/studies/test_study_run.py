@@ -14,6 +14,7 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
+from lamina.reports.studies.folder import read_folder
 
 
 @pytest.fixture
@@ -78,7 +79,10 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
     assert not times(tmp_path)
     columns = ["key", "placement", "seed", "eval_loss", "status"]
     pd.testing.assert_frame_equal(first.results[columns], again.results[columns])
-    tables = {path.name for path in (tmp_path / "records" / "mine-cpu" / "tables").iterdir()}
+    record = read_folder(tmp_path / "records" / "mine-cpu")
+    assert (record.name, record.scale, record.axes) == ("mine", "cpu", ("learning_rate", "placement", "seed"))
+    assert str(tmp_path) not in (record.folder / "study.yaml").read_text()
+    tables = {path.name for path in (record.folder / "tables").iterdir()}
     assert tables == {"end-hidden_states.parquet", "records-metrics.parquet"}
     for name in tables:
         pd.testing.assert_frame_equal(

@@ -158,7 +158,10 @@ def _mean(mean: float, std: float) -> str:
 
 
 def _provenance(folder: StudyFolder, verdicts: Sequence[Json]) -> str:
-    first: Json = next(iter(verdicts), {})
+    header = folder.header
+    machine = header.get("machine")
+    known = {**header, "machine": machine.get("processor") if isinstance(machine, dict) else machine}
+    first: Json = next(iter(verdicts), known)
     facts = [
         f"{len(folder.results):,} trials",
         *(plain(first[name]) for name in ("machine", "date") if first.get(name)),

@@ -15,11 +15,12 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json, write_yaml
+from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.sealed import write_sealed
 from lamina.jobs.status import ENDED
 from lamina.studies import processes
 from lamina.studies.catalog.study import Study, read_study
@@ -205,13 +206,15 @@ def _record(study: Study, settings: StudySettings, folder: Path) -> None:
         (records / TABLES).mkdir(exist_ok=True)
         shutil.copyfile(path, records / TABLES / path.name)
     known = environment(0)
-    write_yaml(
+    write_sealed(
         records / STUDY,
         {
-            "study": study.name,
-            "scale": settings.scale,
-            "seeds": settings.seeds,
-            "changes": settings.changes,
+            "settings": {
+                "study": study.name,
+                "scale": settings.scale,
+                "seeds": settings.seeds,
+                "changes": settings.changes,
+            },
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "revision": known["git_revision"],
             "versions": known["versions"],
