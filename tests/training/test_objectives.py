@@ -1,6 +1,7 @@
 """What a model is trained to predict: the backbone decides, and every mechanism of a run works on it."""
 
 import json
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,12 @@ from lamina.errors import UserError
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
 from lamina.studies.trials import identity
-from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
+from lamina.training.objective_settings import (
+    ImageSettings,
+    ObjectiveName,
+    ObjectiveSettings,
+    RegularizationSettings,
+)
 from lamina.training.objectives.objective import objective_of, objectives
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
@@ -82,6 +88,10 @@ def test_every_objective_has_a_head_and_every_own_setting_a_user():
     assert {each.head for each in objectives()} <= set(HEADS)
     own = frozenset().union(*(each.own for each in objectives()))
     assert own == {"mask_ratio", *ImageSettings.names()}
+
+
+def test_the_setting_allows_what_is_registered():
+    assert set(get_args(ObjectiveName)) == {"auto", *(each.head for each in objectives())}
 
 
 def test_settings_that_are_younger_than_trials_leave_their_keys():
@@ -214,6 +224,31 @@ def test_a_resumed_masked_run_is_the_run_that_was_not_interrupted(masked, tmp_pa
     pretrain({"output": str(tmp_path / "stopped"), "pause_step": None}, resume=True, bar=False)
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_classifier_is_trained_on_from_its_checkpoint(of_images, tmp_path, squares):
+    pretrain(of_images(save_steps=0), bar=False)
+    given = {"from_model": str(tmp_path / "run"), "corpus": str(squares), **FAST, "steps": 2, "batch_size": 4}
+    outcome = pretrain({**given, "threads": 1, "output": str(tmp_path / "more")}, bar=False)
+    assert outcome["init"] == "checkpoint"
+    assert "accuracy" in outcome
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(f"{','.join(['9'] * 64)},{number % 3}" for number in range(12)) + "\n")
+    with pytest.raises(UserError, match=r"its 3 classes of images .* are not those of the checkpoint"):
+        pretrain({**given, "corpus": str(other), "output": str(tmp_path / "no")}, bar=False)
+
+
+def test_probes_see_images_as_the_model_saw_them(of_images, tmp_path, squares):
+    from lamina.probes.engine.inputs import batches_of
+    from lamina.training.pretrain import read_data
+
+    settings = of_images(save_steps=0, steps=1)
+    pretrain(settings, bar=False)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
+    (batch,) = batches_of(None, model, None, corpus=str(squares), sequences=80, batch_size=80)
+    held_out = read_data(resolve_run(settings), bar=False)[0].eval
+    seen = batch["pixel_values"][held_out.numbers]
+    assert torch.equal(seen, torch.stack([item["pixel_values"] for item in held_out]))
 
 
 BAD = {

@@ -93,8 +93,10 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
     """The pixel values of an image [channels, height, width] as the processor makes them."""
-    side = processor.size["shortest_edge"]
-    if picture.size == (side, side) and processor.crop_pct == 1.0:  # nothing to resize: the same at half the time
+    side = processor.size.get("shortest_edge")
+    if (
+        picture.size == (side, side) and getattr(processor, "crop_pct", None) == 1.0
+    ):  # nothing to resize: the same at half the time
         return normalized(picture, processor)
     array = np.asarray(picture)
     array = array[..., None] if array.ndim == 2 else array

@@ -72,6 +72,14 @@ class ImageClassification(Objective):
     ) -> PreTrainedConfig:
         stats = cast(ImageSplits, splits).stats
         config = copy.deepcopy(config)
+        if from_model is not None:
+            if (tuple(config.id2label.values()), config.num_channels) != (stats.classes, stats.channels):
+                raise UserError(
+                    f"corpus: its {len(stats.classes)} classes of images with {stats.channels} channels are not those "
+                    f"of the checkpoint {from_model!r}, {len(config.id2label)} with {config.num_channels} (allowed: "
+                    "the same)"
+                )
+            return config
         config.num_channels = stats.channels
         config.id2label = dict(enumerate(stats.classes))
         config.label2id = {name: number for number, name in enumerate(stats.classes)}

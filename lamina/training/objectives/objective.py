@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -109,7 +111,7 @@ class Objective(ABC):
 
 _registry: Registry[Objective] = Registry(
     "objective",
-    modules=lambda: [f"{__package__}.{name}" for name in ("causal_lm", "masked_lm", "image_classification")],
+    modules=lambda: (f"{__package__}.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parent)])),
 )
 
 
