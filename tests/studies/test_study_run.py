@@ -15,6 +15,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
 from lamina.reports.studies.folder import read_folder
+from lamina.studies.engine.plan import _rank
 
 
 @pytest.fixture
@@ -178,3 +179,23 @@ def test_a_claim_over_something_unmeasured_is_one_line(tmp_path, corpus, capsys)
     assert "mine" in err
     assert "layer_drop" in err
     assert (tmp_path / "out" / "results.csv").is_file()
+
+
+def test_a_trial_is_found_and_measured_under_other_words_for_the_same_settings(run, tmp_path, corpus):
+    run(write_study(tmp_path / "files", corpus=corpus))
+    before = times(tmp_path)
+    words = {"init": "recommended"}.items()  # normal, with these two
+    file = write_study(tmp_path / "files", "more", corpus=corpus, changed=words, measures={"records": ["metrics"]})
+    rows = run(file, "more").results
+    assert set(rows["status"]) <= {"finished", "short", "stuck"}, rows["reason"].tolist()
+    assert times(tmp_path) == before
+    assert pd.read_parquet(tmp_path / "more" / "tables" / "records-metrics.parquet")["key"].nunique() == 4
+
+
+def test_a_trial_that_failed_says_nothing_about_its_rate():
+    def trial(status, loss=None):
+        return {"status": status, "eval_loss": loss}
+
+    sound = [trial("finished", 2.0), trial("finished", 2.2)]
+    assert _rank([trial("finished", 2.0), trial("failed")]) == (0.0, 2.0) < _rank(sound)
+    assert _rank(sound) < _rank([trial("finished", 1.0), trial("stuck", 3.0)]) < _rank([trial("failed")])

@@ -36,7 +36,7 @@ def run_plan(
         return failed.get(trial.key) or store.complete(trial)
 
     def result(trial: Trial) -> Json | None:
-        return failed.get(trial.key) or store.result(trial)
+        return store.result(trial) or failed.get(trial.key)
 
     while True:
         wanted = plan.wanted(result)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
-from lamina.jobs.status import severity
+from lamina.jobs.status import ENDED, severity
 from lamina.studies.catalog.arms import Arm, arms
 from lamina.studies.catalog.study import Scale
 from lamina.studies.trials import measures
@@ -107,10 +107,16 @@ class Plan:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """The order of rates: fewest trials that did not learn, then the lowest mean loss."""
-    bad = sum(severity(str(one["status"])) > severity("short") for one in results)
-    losses = [math.inf if (loss := one.get("eval_loss")) is None else float(loss) for one in results]
-    return float(bad), sum(losses) / len(losses)
+    """The order of rates: the smallest share of trials that did not learn, then the lowest mean loss.
+
+    A trial that did not end says nothing about its rate; a rate without one that ended comes last.
+    """
+    ended = [one for one in results if one["status"] in ENDED]
+    if not ended:
+        return math.inf, math.inf
+    bad = sum(severity(str(one["status"])) > severity("short") for one in ended)
+    losses = [math.inf if (loss := one.get("eval_loss")) is None else float(loss) for one in ended]
+    return bad / len(ended), sum(losses) / len(losses)
 
 
 def _beyond(rates: list[float], best: float) -> float:

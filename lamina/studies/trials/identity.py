@@ -28,6 +28,8 @@ OF_THE_MACHINE = frozenset(
         *("rollback_factor", "rollback_skip", "pause_step", "push_to_hub"),
     )
 )
+# Settings that an identity has by what they mean, not by their words: a plan, a text, an initializer.
+SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import write_json
+from lamina.jobs.files import read_yaml, write_json
 from lamina.jobs.folder import lock
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
+from lamina.studies.trials.identity import SPELLED
 from lamina.studies.trials.jobs import JOBS
 from lamina.studies.trials.measures import measure
 from lamina.training.settings import PretrainSettings
 
-IDENTITY = "trial.json"
+IDENTITY, CONFIG = "trial.json", "config.yaml"
 _CLAIMS = ".claims"
 
 
@@ -77,12 +78,27 @@ class Task:
 
     def run(self) -> Json:
         """Run or resume the trial, then measure what it does not have yet; returns its result."""
+        settings = self.settings
         if self.identity is not None:
+            settings = _as_stored(settings, self.folder)
             write_json(self.folder / IDENTITY, self.identity)
-        result = JOBS[self.job].function()(self.settings, resume="auto", bar=False)
+        result = JOBS[self.job].function()(settings, resume="auto", bar=False)
         if self.measures and result["status"] in ENDED:
-            measure(self.folder, cast(PretrainSettings, self.settings), self.measures)
+            measure(self.folder, cast(PretrainSettings, settings), self.measures)
         return result
+
+
+def _as_stored(settings: Settings, folder: Path) -> Settings:
+    """The settings with the words that the trial's folder has for them.
+
+    The folder's name is the hash of what they mean, so these only differ in how they say it: a depth that is the
+    backbone's own or given, another path of the same text.
+    """
+    path = folder / CONFIG
+    stored = read_yaml(path) if path.is_file() else {}
+    ours = settings.to_dict()
+    changes = {name: stored[name] for name in SPELLED if name in stored and name in ours and stored[name] != ours[name]}
+    return replace(settings, **changes) if changes else settings
 
 
 class _claimed(AbstractContextManager[None]):
