@@ -147,6 +147,52 @@ def tuned_table() -> str:
     return "\n".join([*lines, "", where])
 
 
+def seeds_table() -> str:
+    """The study of the four seeds and Pre-LN: each at its best rate, its difference to Pre-LN, and the sweep."""
+    folder = ROOT / "studies" / "records" / "seeds-tuned-cpu"
+    trials = pd.read_csv(folder / "results.csv")
+    claims = {claim["claim"]: claim for claim in json.loads((folder / "claims.json").read_text(encoding="utf-8"))}
+    sweep = trials[trials["seed"] < 3]
+    rates = sorted(rate for rate, part in sweep.groupby("learning_rate") if part["placement"].nunique() == 5)
+    rows = []
+    for name, group in trials[trials["tuned"]].groupby("placement"):
+        trained = group[group["status"].isin(("finished", "short"))]["eval_loss"]
+        claim = claims.get(f"seeds-tuned/{name.replace('_', '-')}")
+        cells = [f"`{name}`", f"{group['learning_rate'].iloc[0]:g}"]
+        cells += [f"{trained.mean():.2f} ± {trained.std():.2f}", f"{len(trained)} of {len(group)}"]
+        cells += ["" if claim is None else _paired(claim), "" if claim is None else claim["verdict"]]
+        cells += [_at_rate(sweep[(sweep["placement"] == name) & (sweep["learning_rate"] == rate)]) for rate in rates]
+        rows.append((trained.mean(), cells))
+    heads = [
+        "placement",
+        "best rate",
+        "eval loss, mean ± std",
+        "seeds that trained",
+        "less Pre-LN's (95 %)",
+        "below Pre-LN's?",
+    ]
+    lines = [f"| {' | '.join([*heads, *(f'{rate:g}' for rate in rates)])} |", f"|{'---|' * (len(heads) + len(rates))}"]
+    lines += [f"| {' | '.join(cells)} |" for _, cells in sorted(rows, key=lambda row: row[0])]
+    one = claims["seeds-tuned"]
+    where = (
+        "The columns of rates are means over the first three seeds, on which the rates were tuned. `lamina study run "
+        f"seeds-tuned`: {len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}."
+    )
+    return "\n".join([*lines, "", where])
+
+
+def _paired(claim: dict[str, Any]) -> str:
+    low, high = claim["interval"]
+    return f"{claim['margin']:+.2f} ({low:+.2f} to {high:+.2f})".replace("-", "−")
+
+
+def _at_rate(part: pd.DataFrame) -> str:
+    lost = part[~part["status"].isin(("finished", "short"))]
+    if lost.empty:
+        return f"{part['eval_loss'].mean():.2f}"
+    return f"{len(lost)}/{len(part)} {'/'.join(sorted(set(lost['status'])))}"
+
+
 def reliability_table() -> str:
     """The counts of each reliability suite's record, then each suite's groups, then every fault it found."""
     records = {name: record for name in SUITES if (record := _record(name, "docs/reliability"))}
@@ -249,7 +295,12 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
-    found |= {"tuned": tuned_table(), "verified": f"{verified()}.", "conversions": conversions_table()}
+    found |= {
+        "tuned": tuned_table(),
+        "seeds": seeds_table(),
+        "verified": f"{verified()}.",
+        "conversions": conversions_table(),
+    }
     found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}

@@ -1,5 +1,6 @@
 """What every test stands on: fresh memory is NaN, the seed is 0, no network, and the user's cache is never touched."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
@@ -23,6 +24,13 @@ def cache_of_its_own(tmp_path_factory):
         del os.environ["LAMINA_CACHE"]
     else:
         os.environ["LAMINA_CACHE"] = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_collected_again():
+    """Trainer collects garbage after each run, a second or two with all that earlier modules have loaded."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,9 @@ import sys
 import pandas as pd
 import pytest
 from synthetic_study import COURSES, write_study
+from training.tiny_runs import SMALL, write_corpus
 
+import lamina
 from lamina.errors import UserError
 from lamina.reports import figures, report, screenshot
 from lamina.reports.palette import colors
@@ -211,3 +213,9 @@ def test_a_study_of_one_placement_is_named_after_it(tmp_path):
     assert "Where the norms sit: keel" in page
     assert "At one learning rate." in page
     assert "confounded" not in page
+
+
+def test_a_run_ends_with_its_page(tmp_path):
+    corpus = write_corpus(tmp_path / "words.txt")
+    lamina.pretrain(**{**SMALL, "corpus": str(corpus), "output": str(tmp_path / "run")}, bar=False)
+    assert "<figure>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from lamina.reports.studies.choice import drawings
 from lamina.reports.studies.drawing import Request
 from lamina.reports.studies.folder import arms, read_folder
 from lamina.reports.studies.kinds import KINDS, sweep
+from lamina.reports.studies.splitting import ordered_values
 from lamina.studies.catalog import places
 from lamina.studies.catalog.study import read_study
 
@@ -183,3 +184,8 @@ def test_a_role_is_known_by_the_end_of_its_path_and_the_whole_is_not_mixed_with_
     assert whole.panels[0].series[0].y == pytest.approx([2 * layer * 3 for layer in (1, 2, 3, 4)])
     part = KINDS["lines_over_layers"](study, Request(**request, y="gradient_norm", more={"role": "mlp.up_proj"}))
     assert set(part.panels[0].series[0].y) == {7.0}
+
+
+def test_layers_are_numbers_and_coefficients_from_nothing_over_decades_are_texts():
+    assert ordered_values(range(32)) == [float(layer) for layer in range(32)]
+    assert ordered_values([0.0, 0.2, 2.0, 20.0]) == ["0", "0.2", "2", "20"]

@@ -22,6 +22,13 @@ def shared_cache(session_cache, monkeypatch):
     monkeypatch.setenv("LAMINA_CACHE", str(session_cache))
 
 
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch):
+    """The page of a run, which takes longer than the tiny run: tests/reports has its tests, and tests that want it
+    call ``lamina report``."""
+    monkeypatch.setattr("lamina.api._write_page", lambda folder: None)
+
+
 @pytest.fixture
 def tiny(corpus, tmp_path):
     """Settings of a tiny run in ``tmp_path / name``."""
