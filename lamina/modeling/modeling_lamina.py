@@ -935,7 +935,11 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
 
 @head("image_classification", "AutoModelForImageClassification")
 class LaminaForImageClassification(LaminaPreTrainedModel):
-    """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels]."""
+    """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
+
+    Labels are classes [batch], or probabilities [batch, num_labels] as mixup makes them; the loss is the cross-entropy.
+    A configuration with a ``problem_type`` has transformers' loss for it.
+    """
 
     main_input_name = "pixel_values"
     input_modalities = "image"
@@ -957,7 +961,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         **kwargs: object,
     ) -> ImageClassifierOutput:
-        kwargs.pop("num_items_in_batch", None)  # Trainer's; the mean over the batch needs none
+        items = kwargs.pop("num_items_in_batch", None)
         outputs = self.model(
             pixel_values=pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
@@ -965,7 +969,16 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
             **kwargs,
         )
         logits = self.classifier(outputs.last_hidden_state[:, 0])
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        loss = None if labels is None else self._loss(logits, labels, items)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor:
+        """The mean over the batch; over the whole step, if Trainer counts its labels as ``items``."""
+        if self.num_labels == 1 or self.config.problem_type is not None:
+            return self.loss_function(labels, logits, self.config)
+        if items is None:
+            return nn.functional.cross_entropy(logits, labels)
+        images = items * len(labels) / labels.numel()  # a label may be one number per class
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / images

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class Start:
 
     def policy(self) -> LaminaForCausalLM:
         """The model in float32, to be trained."""
-        model = source.load(self.path, self.positions)
+        model = cast("LaminaForCausalLM", source.load(self.path, source.config_of(self.path), "causal_lm"))
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         model.generation_config.pad_token_id = self.tokenizer.pad_token_id
         model.generation_config.eos_token_id = self.tokenizer.eos_token_id

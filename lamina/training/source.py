@@ -126,12 +126,16 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
         )
 
 
-def load(source: str, max_position_embeddings: int) -> PreTrainedModel:
-    """The checkpoint as a Lamina model in float32, to be trained. Raises UserError as conversion does."""
+def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
+    """The checkpoint with this head as a Lamina model in float32, to be trained. Raises UserError as conversion does.
+
+    ``config``: the run's backbone, whose positions the model gets.
+    """
     folder = _folder(source)
-    loaded: Any = conversion.load(folder, dtype=torch.float32)
+    loaded: Any = conversion.load(folder, dtype=torch.float32, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
-    model.config.get_text_config().max_position_embeddings = max_position_embeddings
+    if (positions := getattr(config, "max_position_embeddings", None)) is not None:
+        model.config.get_text_config().max_position_embeddings = positions
     return model.train()
 
 

@@ -26,8 +26,10 @@ max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-ever
 eval-blocks eval-corpus save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
+objective mask-ratio image-size patch-size center-crop crop-scale flip rand-augment random-erasing repeated-augmentation
+mixup cutmix label-smoothing drop-path ema-decay
 """
-SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step"
+SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step push-to-hub"
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output

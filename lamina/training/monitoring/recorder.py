@@ -37,9 +37,9 @@ class RunRecorder(TrainerCallback):
         metrics: MetricsWriter | NoWriter,
         layers: LayersWriter | NoWriter,
         guard: DivergenceGuard,
-        monitor_ids: torch.Tensor,
+        monitor_inputs: torch.Tensor,
         tokens_per_step: int,
-        bits_per_byte: Callable[[float], float],
+        derived: Callable[[float], dict[str, float]],
         track_layers: bool,
         bar: bool,
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
@@ -49,7 +49,7 @@ class RunRecorder(TrainerCallback):
     ):
         self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
-        self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
+        self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
@@ -58,6 +58,7 @@ class RunRecorder(TrainerCallback):
         self.trainer: LayerGradNorms | None = None
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
         self.second_loss: float | None = None  # on the second corpus, at the last evaluation
+        self.scores: dict[str, float] = {}  # the objective's further measures, at the last evaluation
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
@@ -150,13 +151,16 @@ class RunRecorder(TrainerCallback):
         record = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
         record |= self.evaluated(metrics or {}, loss)
         assert self.trainer is not None
+        if self.trainer.eval_scores:
+            self.scores = dict(self.trainer.eval_scores)
+            record |= self.scores
         if (second := self.trainer.second_loss) is not None:
             record["eval_corpus_loss"] = self.second_loss = second
         self.metrics.write(record)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
         """What a record of an evaluation holds, from its ``metrics`` and its loss."""
-        return {"eval_loss": loss, "perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)}
+        return {"eval_loss": loss, **self.derived(loss)}
 
     def state_dict(self) -> Json:
         """Step and loss of the last evaluation, the best loss, and what the writers have synced to disk."""
@@ -165,18 +169,20 @@ class RunRecorder(TrainerCallback):
         self.metrics.sync()
         evaluations = [self.evaluated_step, self.last_eval, self.best_eval]
         second = {} if self.second_loss is None else {"eval_corpus_loss": self.second_loss}
-        return {"evaluations": evaluations, **second, **self.metrics.state_dict(), **self.layers.state_dict()}
+        scores = {"scores": self.scores} if self.scores else {}
+        return {"evaluations": evaluations, **second, **scores, **self.metrics.state_dict(), **self.layers.state_dict()}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
-        self.second_loss = self.metrics.second_loss
+        self.second_loss, self.scores = self.metrics.second_loss, self.metrics.scores
         if "evaluations" not in state:
             return
         if self.second_loss is None:
             self.second_loss = state.get("eval_corpus_loss")
+        self.scores = self.scores or dict(state.get("scores", {}))
         step, last, best = state["evaluations"]
         if step > self.evaluated_step:
             self.evaluated_step, self.last_eval = int(step), last
@@ -217,7 +223,7 @@ class RunRecorder(TrainerCallback):
         assert self.trainer is not None
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
-        states = hidden_state_rows(model, self.monitor_ids.to(device), step)
+        states = hidden_state_rows(model, self.monitor_inputs.to(device), step)
         self.guard.see_layers(states)
         rows = [*gradients, *states, *gain_rows(model, step)]
         rows += self.updates.rows(step) if self.updates is not None else []
@@ -234,14 +240,6 @@ class RunRecorder(TrainerCallback):
             }
             handler, trainer = self.trainer.callback_handler, self.trainer
             handler.on_log(trainer.args, trainer.state, trainer.control, logs)
-
-
-def safe_exp(loss: float) -> float:
-    """The perplexity of a loss in nats; infinite if it overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 @contextmanager

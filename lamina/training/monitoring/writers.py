@@ -10,10 +10,12 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lamina.core.json_types import Json
 from lamina.jobs import digests
+from lamina.jobs.columns import SCORES
 from lamina.jobs.files import finite, write_text, writing
 from lamina.jobs.manifest import entry_of, sync
 from lamina.training.checkpointing.stateful import RunState
@@ -36,6 +38,7 @@ class MetricsWriter:
         self.best_eval = math.inf
         self.last_eval: tuple[int, float] = (-1, math.inf)
         self.second_loss: float | None = None  # at the last evaluation
+        self.scores: dict[str, float] = {}  # at the last evaluation
         self._sum, self._size = hashlib.sha256(), 0  # of the file
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
         self._unsynced = 0
@@ -67,6 +70,8 @@ class MetricsWriter:
         self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
         second = [r["eval_corpus_loss"] for r in map(json.loads, lines) if r.get("eval_corpus_loss") is not None]
         self.second_loss = second[-1] if second else None
+        scores = [{name: r[name] for name in SCORES if name in r} for r in map(json.loads, lines) if "eval_loss" in r]
+        self.scores = scores[-1] if scores else {}
         if evals:
             self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
 
@@ -131,6 +136,7 @@ class NoWriter:
     best_eval = math.inf
     last_eval = (-1, math.inf)
     second_loss: float | None = None
+    scores: Mapping[str, float] = MappingProxyType({})
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
