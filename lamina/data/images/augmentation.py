@@ -30,7 +30,7 @@ class Augmentation:
         flip: the probability of a horizontal flip.
         rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
         random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
-        repeats: how many times in a row an image is drawn (Hoffer et al. 2020, arXiv 1901.09335).
+        repeats: how often an image is drawn before the next one (Hoffer et al. 2020, arXiv 1901.09335).
     """
 
     size: int
