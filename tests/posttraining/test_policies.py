@@ -164,12 +164,12 @@ def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
 
 
 def test_a_verifiable_reward_is_learned(policy, tmp_path):
-    """Answers are rewarded for the letter e: its share rises, which no reward model judges."""
-    file = tmp_path / "letters.py"
-    file.write_text("def e(prompt, answer, row):\n    return answer.count('e') + 0 * len(row['chosen'])\n")
-    changes = {"reward_model": ..., "reward_function": f"{file}:e", "learning_rate": 3e-2, "beta": 0.0}
+    """Answers are rewarded for bytes below "@", a quarter of what the model says at first; no reward model judges."""
+    file = tmp_path / "low.py"
+    file.write_text("def low(prompt, answer, row):\n    return sum(c < '@' for c in answer) + 0 * len(row['chosen'])\n")
+    changes = {"reward_model": ..., "reward_function": f"{file}:low", "learning_rate": 3e-2, "beta": 0.0}
     _, result = policy(steps=12, batch_size=8, **changes)
-    assert result["reward_gain"] > 0
+    assert result["reward_gain"] > 0.5
 
 
 @pytest.mark.parametrize(
