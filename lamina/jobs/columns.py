@@ -44,6 +44,10 @@ class Column:
         return self.format is not None
 
 
+SCORES = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy"}
+"""What an objective may measure on held-out items beside the loss, with the heading of each."""
+
+
 def _spikes(name: str, title: str, place: int) -> tuple[Column, Column]:
     score = f"{name}_spike_score"
     count = Column(
@@ -76,8 +80,16 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="init", title="init", aggregate="first", in_ranking=70, in_trials=True),
     Column(name="status", title="status", aggregate="own", in_ranking=20, in_trials=True),
     Column(name="eval_loss", title="eval loss", format=".4f", aggregate="own", in_ranking=30, in_trials=True),
-    Column(name="perplexity", title="perplexity", format=".2f", aggregate="mean", in_ranking=40, in_trials=True),
-    Column(name="bits_per_byte", title="bits/byte", format=".3f", aggregate="mean", in_ranking=50),
+    Column(
+        name="perplexity",
+        title="perplexity",
+        format=".2f",
+        aggregate="mean",
+        in_ranking=40,
+        in_trials=True,
+        optional=True,
+    ),
+    Column(name="bits_per_byte", title="bits/byte", format=".3f", aggregate="mean", in_ranking=50, optional=True),
     Column(
         name="eval_corpus_loss",
         title="loss on the second corpus",
@@ -87,6 +99,19 @@ RESULT_COLUMNS: tuple[Column, ...] = (
         in_ranking=45,
         in_trials=True,
         optional=True,
+    ),
+    *(
+        Column(
+            name=name,
+            title=title,
+            format=".2%",
+            aggregate="mean",
+            measured=False,  # only with objectives that score predictions
+            in_ranking=place,
+            in_trials=True,
+            optional=True,
+        )
+        for name, title, place in zip(SCORES, SCORES.values(), (32, 34), strict=True)
     ),
     *_spikes("loss", "loss spikes", 80),
     *_spikes("gradient", "gradient spikes", 90),
@@ -133,7 +158,7 @@ TRIALS = tuple(column for column in RESULT_COLUMNS if column.in_trials)
 def checked(result: dict[str, object]) -> dict[str, object]:
     """Return ``result``. Raises KeyError if a measured column has no value, or a value has no column."""
     measured = {column.name for column in RESULT_COLUMNS if column.measured}
-    missing, extra = measured - set(result), set(result) - measured - {"eval_corpus_loss", *NOTES}
+    missing, extra = measured - set(result), set(result) - measured - {"eval_corpus_loss", *SCORES, *NOTES}
     if missing or extra:
         raise KeyError(
             f"result.json: no value for {sorted(missing)} and no column for {sorted(extra)} "

@@ -18,7 +18,7 @@ ENVIRONMENT = "environment.json"
 def environment(seed: int, kind: str = "") -> Json:
     """What environment.json holds: kind, versions, machine, seed, and git revision of the source tree."""
     versions = {}
-    for package in ("lamina", "torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow"):
+    for package in ("lamina", "torch", "transformers", "accelerate", "tokenizers", "numpy", "pyarrow", "trl", "peft"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -24,6 +24,10 @@ class Kind(StrEnum):
     PROBING = "probing"
     EVALUATION = "evaluation"
     MODEL = "model"
+    SFT = "sft"
+    REWARD = "reward"
+    RLHF = "rlhf"
+    DPO = "dpo"
 
 
 # For folders without a kind, checked in this order: a file that only this kind of job writes.

@@ -13,6 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig
 # The entry of config.json that names the code beside a checkpoint; modeling_lamina adds its heads.
 AUTO_MAP = {"AutoConfig": "configuration_lamina.LaminaConfig", "AutoModel": "modeling_lamina.LaminaModel"}
 
+_TWO_LABELS = {0: "LABEL_0", 1: "LABEL_1"}  # what transformers gives a configuration without labels
+
 
 class LaminaConfig(PreTrainedConfig):
     """A backbone's configuration and a plan.
@@ -49,7 +51,7 @@ class LaminaConfig(PreTrainedConfig):
         self.tie_word_embeddings = backbone.tie_word_embeddings
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             kwargs.setdefault(name, getattr(backbone, name, None))
-        if self.id2label is None and "num_labels" not in kwargs and backbone.num_labels != 2:  # 2: its default
+        if self.id2label is None and "num_labels" not in kwargs and dict(backbone.id2label) != _TWO_LABELS:
             self.id2label, self.label2id = copy.copy(backbone.id2label), copy.copy(backbone.label2id)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         if self.plan is not None and len(self.plan["layers"]) != backbone.num_hidden_layers:

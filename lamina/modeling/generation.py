@@ -37,22 +37,59 @@ def continuation(
     trust_remote_code: bool = False,
 ) -> str:
     """The prompt and its continuation by the model in a folder. Raises UserError if the folder has no such model."""
-    folder = model_folder(path)
-    if not folder.exists():
-        raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
-    refuse_damaged(folder)
-    model, tokenizer = _load(path, folder, trust_remote_code)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if not inputs["input_ids"].numel():
-        raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
+    speaker = Speaker(path, max_new_tokens, temperature, trust_remote_code=trust_remote_code)
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    try:
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
-    except Exception as error:  # whatever the files ask for, transformers has tried it
-        raise UserError(f"model {path!r}: it loads, but does not run: {one_line(error)}") from error
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return speaker.continuation(prompt)
+
+
+class Speaker:
+    """A saved model that continues texts, or answers turns in its chat template.
+
+    Raises UserError if the folder has no such model.
+    """
+
+    def __init__(self, path: str, max_new_tokens: int, temperature: float, *, trust_remote_code: bool = False):
+        folder = model_folder(path)
+        if not folder.exists():
+            raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
+        refuse_damaged(folder)
+        self.path, self.max_new_tokens = path, max_new_tokens
+        self.model, self.tokenizer = _load(path, folder, trust_remote_code)
+        self.sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+
+    def continuation(self, prompt: str) -> str:
+        """The prompt and its continuation."""
+        inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        if not inputs["input_ids"].numel():
+            raise UserError(f"prompt: {prompt!r} has no tokens (allowed: a text to continue)")
+        return str(self.tokenizer.decode(self._generated(dict(inputs))[0], skip_special_tokens=True))
+
+    def check_chat(self) -> None:
+        """Raise UserError if the model's tokenizer has no chat template."""
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"chat: the tokenizer of {self.path!r} has no chat template (allowed: a model that lamina sft has "
+                "tuned on turns or instructions, or one with a template; else without --chat)"
+            )
+
+    def answer(self, turns: list[dict[str, str]]) -> str:
+        """The answer to a conversation that ends with the user's turn."""
+        self.check_chat()
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever a template raises
+            raise UserError(f"chat: the template does not take these turns ({one_line(error)})") from None
+        inputs = self.tokenizer(str(text), return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+        ids = self._generated(dict(inputs))[0, inputs["input_ids"].shape[1] :]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+    def _generated(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokenizer = self.tokenizer
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        try:
+            return self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, pad_token_id=pad, **self.sampling)
+        except Exception as error:  # whatever the files ask for, transformers has tried it
+            raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 
 
 def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase]:

@@ -30,6 +30,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
 )
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
@@ -835,6 +836,37 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
         self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
         self.post_init()
 
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """With a mask [batch, tokens], the last token is the last one that it keeps; without, the last but padding.
+
+        The two differ where the text ends with the token that also pads, as in tokenizers that have one for both.
+        """
+        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        if attention_mask is None or attention_mask.ndim != 2 or labels is not None:
+            return super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache, **kwargs
+            )
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache, **kwargs)
+        hidden = outputs.last_hidden_state
+        places = torch.arange(attention_mask.shape[-1], device=hidden.device)
+        last = (places * attention_mask.to(hidden.device).bool()).argmax(-1)
+        return SequenceClassifierOutputWithPast(
+            logits=self.score(hidden[torch.arange(len(hidden), device=hidden.device), last]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
 
 class LaminaPredictionHead(nn.Module):
     """ModernBERT's layers between its states and its decoder: norm(activation(dense(x)))."""
@@ -903,7 +935,11 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
 
 @head("image_classification", "AutoModelForImageClassification")
 class LaminaForImageClassification(LaminaPreTrainedModel):
-    """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels]."""
+    """A vision LaminaModel with a linear classifier on its first token: logits [batch, num_labels].
+
+    Labels are classes [batch], or probabilities [batch, num_labels] as mixup makes them; the loss is the cross-entropy.
+    A configuration with a ``problem_type`` has transformers' loss for it.
+    """
 
     main_input_name = "pixel_values"
     input_modalities = "image"
@@ -925,7 +961,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         **kwargs: object,
     ) -> ImageClassifierOutput:
-        kwargs.pop("num_items_in_batch", None)  # Trainer's; the mean over the batch needs none
+        items = kwargs.pop("num_items_in_batch", None)
         outputs = self.model(
             pixel_values=pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
@@ -933,7 +969,16 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
             **kwargs,
         )
         logits = self.classifier(outputs.last_hidden_state[:, 0])
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        loss = None if labels is None else self._loss(logits, labels, items)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None) -> torch.Tensor:
+        """The mean over the batch; over the whole step, if Trainer counts its labels as ``items``."""
+        if self.num_labels == 1 or self.config.problem_type is not None:
+            return self.loss_function(labels, logits, self.config)
+        if items is None:
+            return nn.functional.cross_entropy(logits, labels)
+        images = items * len(labels) / labels.numel()  # a label may be one number per class
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / images

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaModel, Terms
+from lamina.modeling.modeling_lamina import Terms
 from lamina.modeling.parts import body_of, sublayers
 
 
@@ -30,7 +30,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
             "init: 'admin' sets learned skip scales, which this placement does not have (allowed: admin's plan)"
         )
     if input_ids is None:
-        input_ids = _random_inputs(base)
+        input_ids = random_inputs(base, 8, 64, torch.Generator().manual_seed(0))
     omegas = [1.0]
     handles = []
 
@@ -55,11 +55,22 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
     return omegas[:-1]
 
 
-def _random_inputs(base: LaminaModel) -> torch.Tensor:
+def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """A model's main input: token ids [items, tokens], uniform, or images of noise [items, channels, height, width]."""
     config = base.config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
     if base.main_input_name == "input_ids":
-        return torch.randint(0, config.vocab_size, (8, 64), generator=generator)
+        return torch.randint(0, config.vocab_size, (items, tokens), generator=generator)
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    return torch.randn(8, config.num_channels, height, width, generator=generator)
+    return torch.randn(items, config.num_channels, height, width, generator=generator)
+
+
+def random_batch(
+    model: PreTrainedModel, items: int, tokens: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """``random_inputs`` by the input's name, with labels: the tokens themselves, or random classes."""
+    inputs = random_inputs(model, items, tokens, generator)
+    if model.main_input_name == "input_ids":
+        return {"input_ids": inputs, "labels": inputs}
+    labels = torch.randint(0, int(model.config.num_labels or 1), (items,), generator=generator)
+    return {model.main_input_name: inputs, "labels": labels}

@@ -12,6 +12,7 @@ from lamina.modeling.backbones import count_parameters
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
+from lamina.training.objectives.causal_lm import CausalLM
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config
 from lamina.training.settings import PretrainSettings
@@ -104,7 +105,7 @@ def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrai
     return build(
         backbone_config(proxy.settings, vocab_size),
         proxy.plan,
-        head="causal_lm",
+        head=CausalLM.head,
         init=proxy.settings.init,
         profile_ids=profile,
         width_scaling=proxy.scaling,

@@ -23,8 +23,10 @@ from lamina.preflights.rules import calibration, kind_of
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, judge
 from lamina.training.monitoring.writers import LAYER_COLUMNS
-from lamina.training.pretrain import read_blocks
-from lamina.training.resolve import resolve_run
+from lamina.training.objectives.causal_lm import CausalLM
+from lamina.training.objectives.objective import objective_of
+from lamina.training.objectives.text import read_text
+from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
 
 FLOPS = {"cpu": 1e12, "cuda": 1e14}
@@ -91,9 +93,10 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
     """
     runs = settings.runs()
     for run in runs:
+        objective_of(backbone_config(run)).refuse_for("preflight", CausalLM.head, run.backbone)
         resolve_run(run, trained=False)  # a narrower model stands in for a run that is too large
     with _threads(settings.threads):
-        blocks, _ = read_blocks(runs[0], bar)
+        blocks, _ = read_text(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         steps = burn_in_steps(settings, runs[0])[0]
         progress = tqdm(total=len(runs) * steps, unit="step", disable=not bar, leave=False, dynamic_ncols=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
+from transformers import PreTrainedConfig
 
 from lamina.core.json_types import Json
-from lamina.data import prepare_blocks
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.environment import environment
@@ -37,8 +37,10 @@ from lamina.studies.trials.task import Task
 from lamina.training.arguments import training_arguments
 from lamina.training.execution import speed
 from lamina.training.execution.processes import launched
-from lamina.training.resolve import SPEED_BEFORE, backbone_config, resolve_run
-from lamina.training.settings import PretrainSettings, RunSettings
+from lamina.training.objectives.objective import objective_of
+from lamina.training.pretrain import read_data
+from lamina.training.resolve import SPEED_BEFORE, resolve_run
+from lamina.training.settings import PretrainSettings
 
 COLUMNS = columns.names()
 OneRun: TypeAlias = PretrainSettings | MaxRateSettings
@@ -84,25 +86,19 @@ def compare(
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
             refuse_another_trial(trial)
-    vocab_size = read_vocabulary(complete, bar)
+    backbone = read_backbone(next(iter(trials.values())), bar)
     with job:
-        return run_study(complete, *alike(complete, trials, vocab_size), job.folder, bar=bar)
+        return run_study(complete, *alike(complete, trials, backbone), job.folder, bar=bar)
 
 
-def read_vocabulary(settings: RunSettings, bar: bool) -> int:
-    """Read a study's corpus, which all its trials then find in the cache; returns the size of its vocabulary.
+def read_backbone(first: PretrainSettings, bar: bool) -> PreTrainedConfig:
+    """Read a study's data, which all its trials then find in the cache; returns the first trial's backbone for them.
 
-    ``bar``: show progress. Raises UserError for a corpus that can't be read.
+    ``bar``: show progress. Raises UserError for data that can't be read.
     """
-    _, tokenizer = prepare_blocks(
-        settings.corpus,
-        settings.tokenizer,
-        settings.sequence_length,
-        eval_fraction=settings.eval_fraction,
-        text_field=settings.text_field,
-        progress=bar,
-    )
-    return len(tokenizer)
+    resolved = resolve_run(first)
+    splits, processor = read_data(resolved, bar)
+    return resolved.objective.complete(resolved.backbone, splits, processor, first.from_model)
 
 
 def refuse_launcher(command: str) -> None:
@@ -115,9 +111,12 @@ def refuse_launcher(command: str) -> None:
 
 
 def alike(
-    settings: Any, trials: dict[str, PretrainSettings], vocab_size: int
+    settings: Any, trials: dict[str, PretrainSettings], backbone: PreTrainedConfig
 ) -> tuple[Json, dict[str, PretrainSettings]]:
-    """Choose one precision and one compilation for all trials, so that only their placements differ."""
+    """Choose one precision and one compilation for all trials, so that only their placements differ.
+
+    ``backbone``: of the first trial, with what the data decides.
+    """
     if not speed.is_open(settings):
         return settings.to_dict(), trials
     first = next(iter(trials.values()))
@@ -125,10 +124,10 @@ def alike(
         stored = read_study(folder)["settings"]
         choices = {name: stored.get(name, before) for name, before in SPEED_BEFORE.items()}
     else:
-        config = backbone_config(first, vocab_size=vocab_size)
+        head = objective_of(backbone, first.objective).head
         choice = speed.choose(
             first,
-            lambda: building.build(config, first.placement, head="causal_lm", init="normal"),
+            lambda: building.build(backbone, first.placement, head=head, init="normal"),
             training_arguments(first).device,
         )
         choices = {"precision": choice.precision, "compile": choice.compile}

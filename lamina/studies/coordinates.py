@@ -35,6 +35,8 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.modeling.building import build, make_plan
 from lamina.studies.record import has_study, stored_study, write_study
 from lamina.studies.width_settings import CoordCheckSettings
+from lamina.training.objectives.causal_lm import CausalLM
+from lamina.training.objectives.objective import objective_of
 from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
@@ -74,7 +76,9 @@ def coord_check(
     job = open_job(Kind.COORD_CHECK, CoordCheckSettings, settings, **modes)
     checked, folder, runs = job.settings, job.folder, job.settings.runs()
     for width in checked.all_widths:
-        resolve_run(runs[width, checked.all_seeds[0]])
+        run = runs[width, checked.all_seeds[0]]
+        objective_of(backbone_config(run)).refuse_for("coord-check", CausalLM.head, run.backbone)
+        resolve_run(run)
     blocks, tokenizer = prepare_blocks(
         checked.corpus, checked.tokenizer, checked.sequence_length, text_field=checked.text_field, progress=bar
     )
@@ -117,7 +121,7 @@ def measure(
     config = backbone_config(settings, vocab_size=vocab_size)
     scaling = width_scaling_of(settings)
     plan = make_plan(settings.placement, config.num_hidden_layers)
-    model = build(config, plan, head="causal_lm", init=settings.init, profile_ids=ids, width_scaling=scaling)
+    model = build(config, plan, head=CausalLM.head, init=settings.init, profile_ids=ids, width_scaling=scaling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = ShortRun(
         replace(settings, batch_size=len(ids), trainer={"optim": "adamw_torch"}),

@@ -76,10 +76,10 @@ def dry_run(
     for key, names in arms.items():
         settings = trials[names[0]]
         try:
-            parameters, active, vocabulary, flops = _counted(settings, counts)
+            parameters, active, vocabulary, length, flops = _counted(settings, counts)
         except UserError as error:
             raise UserError(f"{names[0]}: {error}") from None
-        tokens = settings.steps * settings.batch_size * settings.gradient_accumulation * settings.sequence_length
+        tokens = settings.steps * settings.batch_size * settings.gradient_accumulation * length
         hours = flops * tokens / (teraflops * 1e12 * utilization) / 3600
         sizes = (labels[key], len(names), parameters, active, vocabulary, tokens)
         rows.append((*sizes, flops * tokens, hours, hours * len(names)))
@@ -141,37 +141,41 @@ def _label(values: Mapping[str, object], names: Sequence[str]) -> str:
     return " ".join([str(values["placement"]), *words])
 
 
-def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, float]:
-    """Parameters, those that one token uses, vocabulary, and FLOPs per token; a model is built once."""
+def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float]]) -> tuple[int, int, int, int, float]:
+    """Parameters, those that one token uses, vocabulary, tokens per item, FLOPs per token; a model is built once."""
     import torch
 
     from lamina.modeling.building import build
     from lamina.training.checks import check_settings
+    from lamina.training.objectives.objective import objective_of
+    from lamina.training.objectives.text import TextObjective, with_vocabulary
     from lamina.training.optimization.optimizer import width_scaling_of
-    from lamina.training.resolve import backbone_config, with_vocabulary
+    from lamina.training.resolve import backbone_config
     from lamina.training.source import plan_of
 
     config = backbone_config(settings)
-    config = with_vocabulary(config, vocabulary := vocabulary_of(settings, config))
+    objective, vocabulary = objective_of(config, settings.objective), 0
+    if isinstance(objective, TextObjective):
+        config = with_vocabulary(config, vocabulary := vocabulary_of(settings, config))
+    length = objective.item_tokens(config, settings)
     plan = plan_of(settings, config.num_hidden_layers)
     # what depends on this machine is checked where the trial runs
     check_settings(replace(settings, precision="fp32", compile="off", report_to="none"), plan)
-    key = repr((config.to_dict(), plan.to_dict(), settings.sequence_length, width_scaling_of(settings)))
+    key = repr((config.to_dict(), plan.to_dict(), length, objective.head, width_scaling_of(settings)))
     if key not in counts:
         with torch.device("meta"):
-            model = build(config, plan, init="normal", width_scaling=width_scaling_of(settings))
-        counts[key] = _counts(model, plan, settings.sequence_length)
+            model = build(config, plan, head=objective.head, init="normal", width_scaling=width_scaling_of(settings))
+        counts[key] = _counts(model, plan, length)
     parameters, active, flops = counts[key]
-    return parameters, active, vocabulary, flops
+    return parameters, active, vocabulary, length, flops
 
 
-def _counts(model: PreTrainedModel, plan: Plan, sequence_length: int | None) -> tuple[int, int, float]:
+def _counts(model: PreTrainedModel, plan: Plan, length: int) -> tuple[int, int, float]:
     from lamina.modeling.backbones.counting import parameters_of
     from lamina.training.outcome import training_flops
 
     count = parameters_of(model)
-    assert sequence_length is not None
-    return count.total, count.active, training_flops(model, plan, sequence_length)
+    return count.total, count.active, training_flops(model, plan, length)
 
 
 def _short(count: float) -> str:

@@ -18,7 +18,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
-from lamina.studies.compare import alike, read_vocabulary, refuse_launcher, run_study
+from lamina.studies.compare import alike, read_backbone, refuse_launcher, run_study
 from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.training.monitoring.guard import DivergenceGuard
@@ -87,9 +87,9 @@ def max_lr(
         if resume:
             refuse_another_plan(Path(run.output), run.placement, plan)
             refuse_another_trial(run)
-    vocab_size = read_vocabulary(complete, bar)
+    backbone = read_backbone(next(iter(runs.values())), bar)
     with job:
-        decided, _ = alike(complete, runs, vocab_size)
+        decided, _ = alike(complete, runs, backbone)
         speed = {name: decided[name] for name in SPEED_BEFORE}
         trials = {name: replace(trial, **speed) for name, trial in trials.items()}
         modes = {"header": {"kind": str(Kind.MAX_LR)}, "keys": KEYS, "job": "max-lr"}

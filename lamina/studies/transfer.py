@@ -20,7 +20,7 @@ from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import POLICY as COMPARE_POLICY
-from lamina.studies.compare import alike, read_vocabulary, run_study
+from lamina.studies.compare import alike, read_backbone, run_study
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.studies.width_settings import TransferSettings
 from lamina.training.optimization.optimizer import width_scaling_of
@@ -86,10 +86,10 @@ def transfer(
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
         refuse_another_trial(trial)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
-    vocab_size = read_vocabulary(complete, bar)
+    backbone = read_backbone(next(iter(trials.values())), bar)
     with job:
         try:
-            decided, trials = alike(complete, trials, vocab_size)
+            decided, trials = alike(complete, trials, backbone)
             results = run_study(complete, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():

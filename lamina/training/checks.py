@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +18,11 @@ from lamina.modeling.memory import refuse_beyond_memory
 from lamina.placements import Plan
 from lamina.probes.engine import registry
 from lamina.training.arguments import training_arguments
+from lamina.training.checkpointing.hub import check_repository
 from lamina.training.execution.compiling import missing_compiler
 from lamina.training.monitoring.experts import choose, find_routers
+from lamina.training.objectives.objective import objective_of
+from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import check_optimizer, width_scaling_of
 from lamina.training.settings import PretrainSettings
 
@@ -34,6 +35,8 @@ SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rms
 
 def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -> TrainingArguments:
     """Raise UserError for settings that are invalid on this machine or placement; returns the Trainer's arguments."""
+    if settings.push_to_hub is not None:
+        check_repository(settings.push_to_hub)
     if settings.eval_corpus is not None:
         with about_eval_corpus():
             single_corpus_of(settings.eval_corpus, settings.text_field)
@@ -66,15 +69,6 @@ def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
     )
 
 
-@contextmanager
-def about_eval_corpus() -> Iterator[None]:
-    """What is wrong with the corpus read here is said of the setting ``eval_corpus``."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"eval_corpus: {str(error).removeprefix('corpus: ')}") from None
-
-
 def check_modules(
     settings: PretrainSettings,
     config: PreTrainedConfig,
@@ -94,7 +88,7 @@ def check_modules(
         few = resolve_backbone(config, num_layers=len(kinds))
         small = build(few, replace(plan, layers=kinds), init="normal", width_scaling=width_scaling_of(settings))
     if trained:
-        _check_memory(settings, config.num_hidden_layers, small, arguments, processes)
+        _check_memory(settings, config, small, arguments, processes)
     if settings.expert_balance in ("bias", "loss"):
         with torch.device("meta"):
             model = build(config, plan, init="normal")
@@ -102,12 +96,17 @@ def check_modules(
 
 
 def _check_memory(
-    settings: PretrainSettings, num_layers: int, small: PreTrainedModel, arguments: TrainingArguments, processes: int
+    settings: PretrainSettings,
+    whole: PreTrainedConfig,
+    small: PreTrainedModel,
+    arguments: TrainingArguments,
+    processes: int,
 ) -> None:
     """Raise UserError if the blocks alone, or the states that enter them, do not fit: a lower bound of the memory used.
 
-    ``small``: the model with fewer layers, on the meta device.
+    ``whole`` is the backbone, ``small`` the model with fewer layers, on the meta device.
     """
+    num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
     config = small.config.get_text_config()
     device = "cuda" if arguments.device.type == "cuda" else "cpu"
     parts = processes if settings.parallel == "fsdp2" else 1
@@ -115,14 +114,13 @@ def _check_memory(
     weights = weights * num_layers // config.num_hidden_layers // parts
     optimizer = str(getattr(arguments.optim, "value", arguments.optim))
     copies = 4 if optimizer.startswith("adamw_torch") else 2  # the weight, its gradient, AdamW's two averages
-    states = settings.batch_size // processes * settings.sequence_length * config.hidden_size * num_layers
+    states = settings.batch_size // processes * length * config.hidden_size * num_layers
     refuse_beyond_memory(
         "hidden_size, num_layers", f"training {weights:.3g} weights in the blocks takes", 4.0 * copies * weights, device
     )
     refuse_beyond_memory(
         "batch_size, sequence_length",
-        f"the backward pass of {settings.batch_size // processes} × {settings.sequence_length} tokens through "
-        f"{num_layers} blocks takes",
+        f"the backward pass of {settings.batch_size // processes} × {length} tokens through {num_layers} blocks takes",
         2.0 * states,
         device,
     )
@@ -140,6 +138,8 @@ def check_sharded(settings: PretrainSettings) -> None:
             f"probe_every: {settings.probe_every} needs the whole model in one process (allowed with --parallel fsdp2: "
             "0, and lamina probe afterwards; or --parallel ddp)"
         )
+    if settings.ema_decay:
+        raise UserError(f"ema_decay: {settings.ema_decay} needs whole weights (allowed with --parallel fsdp2: 0)")
     optimizer = str(settings.trainer.get("optim", SHARDED_OPTIMIZERS[0]))
     if optimizer not in SHARDED_OPTIMIZERS:
         raise UserError(

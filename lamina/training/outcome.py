@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
-from lamina.data import bits_per_byte as bits_per_byte_of
 from lamina.jobs import columns
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.counting import used_by_a_token
@@ -17,7 +16,6 @@ from lamina.modeling.building import recommended
 from lamina.placements import Plan
 from lamina.training.monitoring.falling import still_falling
 from lamina.training.monitoring.guard import Diverged
-from lamina.training.monitoring.recorder import safe_exp
 from lamina.training.monitoring.series import spike_columns
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
     """The numbers of a run that ended with ``status``: one value per measured column of ``lamina.jobs.columns``."""
-    settings, plan, recorder, blocks = run.settings, run.resolved.plan, run.recorder, run.blocks
+    settings, plan, recorder, stats = run.settings, run.resolved.plan, run.recorder, run.splits.stats
     steps = run.trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
     timed = recorder.training_steps * recorder.tokens_per_step
@@ -39,21 +37,23 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
     result: dict[str, object] = {
         "status": str(status),
         "eval_loss": loss,
-        "perplexity": safe_exp(loss),
-        "bits_per_byte": bits_per_byte_of(loss, blocks.stats),
-        "unigram_entropy": blocks.stats.unigram_entropy,
+        "perplexity": None,
+        "bits_per_byte": None,
+        **run.resolved.objective.derived(loss, stats),
+        **recorder.scores,
+        "unigram_entropy": stats.unigram_entropy,
         **spikes,
         "tokens": tokens,
         "steps": steps,
         "tokens_per_second": timed / recorder.training_seconds if recorder.training_seconds else None,
         "parameters": parameters,
-        "flops": training_flops(run.model, plan, settings.sequence_length) * tokens,
+        "flops": training_flops(run.model, plan, run.resolved.item_tokens) * tokens,
         "init": init,
         **({} if settings.from_model is None else {"from": settings.from_model}),
         **({} if mix is None else {"mix": mix}),
         "reason": reason,
     }
-    if blocks.second is not None:
+    if run.splits.second is not None:
         result["eval_corpus_loss"] = recorder.second_loss
     if settings.eval_tasks is not None:
         result["tasks"] = recorder.task_scores
@@ -67,7 +67,7 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
         return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
     if not math.isfinite(recorder.last_eval):
         return Diverged(step, f"the eval loss is {recorder.last_eval}; {run.guard.first_to_leave()}")
-    entropy, margin = run.blocks.stats.unigram_entropy, settings.stuck_margin
+    entropy, margin = run.splits.stats.unigram_entropy, settings.stuck_margin
     if recorder.best_eval <= entropy - margin:
         return Status.FINISHED, ""
     falling = still_falling(run.losses.records(), settings.steps, entropy + margin)
@@ -88,9 +88,10 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
     Of routed experts, those that one token uses.
     """
     config = model.config.get_text_config()
-    embedding = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.numel()
-    matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2]
+    embedding = model.get_input_embeddings()
+    # A parameter with a first axis of 1 is added to every item: a position's embedding, the class token.
+    matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2 and p.shape[0] > 1]
     weights = sum(int(size * used_by_a_token(name, config)) for name, size in matrices)
-    if not config.tie_word_embeddings:
-        weights -= embedding
+    if isinstance(embedding, torch.nn.Embedding) and not config.tie_word_embeddings:
+        weights -= embedding.weight.numel()  # looked up; images are multiplied by theirs
     return 6.0 * weights + 12.0 * plan.num_layers * config.hidden_size * sequence_length

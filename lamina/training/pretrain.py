@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
-from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
+from lamina.data.blocks import Splits
 from lamina.jobs import digests
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, open_job
@@ -25,16 +24,18 @@ from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import MODEL
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
+from lamina.training.checkpointing.hub import push
 from lamina.training.checkpointing.identity import DATA, RunIdentity
+from lamina.training.checkpointing.model_card import ModelCard
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.rollback import Rollbacks, is_good
 from lamina.training.checkpointing.saved_model import save_model
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
-from lamina.training.checks import about_eval_corpus
 from lamina.training.execution.processes import Processes, join, reported_once
 from lamina.training.execution.recorded import recorded
 from lamina.training.monitoring.guard import Diverged, MakeGuard, usual_guard
 from lamina.training.monitoring.writers import keep_abandoned
+from lamina.training.objectives.objective import Processor
 from lamina.training.outcome import outcome, verdict
 from lamina.training.resolve import POLICY, ResolvedRun, resolve_run
 from lamina.training.run import TrainingRun
@@ -73,14 +74,16 @@ def pretrain(
         resolved = processes.by_first(lambda: _resolve(job, processes))
         earlier = processes.by_first(lambda: result_to_keep(job.folder) if job.resumes else None)
         if earlier is not None and earlier["status"] in ENDED:
+            if (job.folder / MODEL).is_dir():
+                processes.by_first(lambda: _push(resolved.settings))
             return earlier
         # before the folder is touched: the corpus may be unreadable
-        blocks, tokenizer = processes.first_per_host(lambda: read_blocks(resolved.settings, bar))
+        splits, processor = processes.first_per_host(lambda: read_data(resolved, bar))
         with ExitStack() as held:
-            resumes = processes.by_first(lambda: _claim(held, job, resolved, blocks))
+            resumes = processes.by_first(lambda: _claim(held, job, resolved, splits))
             seconds = float((earlier or {}).get("seconds") or 0.0)
             modes = {"make_guard": guard, "resume": resumes, "bar": bar}
-            run = partial(_run, resolved, blocks, tokenizer, processes, **modes)
+            run = partial(_run, resolved, splits, processor, processes, **modes)
             return recorded(run, job.folder, processes, seconds)
 
 
@@ -109,9 +112,9 @@ def _resolve(job: Job[PretrainSettings], processes: Processes) -> ResolvedRun:
     return resolve_run(settings, processes.size, parallel=processes.parallel)
 
 
-def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, blocks: Blocks) -> bool:
+def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, splits: Splits) -> bool:
     """Claim the folder and write what the run computes; returns whether it resumes."""
-    identity = RunIdentity(resolved.settings, resolved.plan, blocks.stats.fingerprint)
+    identity = RunIdentity(resolved.settings, resolved.plan, splits.stats.fingerprint)
     if job.resumes:
         identity.refuse_changes(job.folder)
     held.enter_context(job)
@@ -122,36 +125,15 @@ def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, b
     return job.resumes
 
 
-def read_blocks(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
-    """The blocks of the run's corpus, and of its second one, and their tokenizer; ``bar``: show progress."""
-    blocks, tokenizer = _read_corpus(settings, bar)
-    if settings.eval_corpus is None:
-        return blocks, tokenizer
-    with about_eval_corpus():
-        field = settings.text_field
-        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
-    return replace(blocks, second=second), tokenizer
-
-
-def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, Any]:
-    read: Json = {
-        "corpus": settings.corpus,
-        "tokenizer_spec": settings.tokenizer,
-        "sequence_length": settings.sequence_length,
-        "eval_fraction": settings.eval_fraction,
-        "text_field": settings.text_field,
-    }
-    if settings.streaming:
-        return stream_blocks(
-            **read, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed
-        )
-    return prepare_blocks(**read, progress=bar)
+def read_data(resolved: ResolvedRun, bar: bool) -> tuple[Splits, Processor]:
+    """The data of a run, and its tokenizer or image processor; ``bar``: show progress."""
+    return resolved.objective.read(resolved.settings, resolved.backbone, bar=bar)
 
 
 def _run(
     resolved: ResolvedRun,
-    blocks: Blocks,
-    tokenizer: PreTrainedTokenizerBase,
+    splits: Splits,
+    processor: Processor,
     processes: Processes,
     *,
     make_guard: MakeGuard,
@@ -166,8 +148,8 @@ def _run(
     folder = Path(settings.output)
     rollbacks = processes.by_first(lambda: Rollbacks.read(folder)) if resume else Rollbacks(folder=folder)
     while True:
-        guard = make_guard(settings, blocks.stats.unigram_entropy)
-        run = TrainingRun(resolved, blocks, tokenizer, processes, rollbacks, guard=guard, resume=resume, bar=bar)
+        guard = make_guard(settings, splits.stats.unigram_entropy)
+        run = TrainingRun(resolved, splits, processor, processes, rollbacks, guard=guard, resume=resume, bar=bar)
         resolved = replace(resolved, settings=run.settings)  # precision and compilation are decided once
         complete = run.train()
         ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))
@@ -181,9 +163,29 @@ def _run(
         del run
         gc.collect()
     status, reason = ended
+    result = outcome(run, status, reason)
     if status.ended and status != Status.DIVERGED:
-        save_model(run.model, tokenizer, folder / MODEL, processes)
-    return outcome(run, status, reason)
+        trained = run.model if run.average is None else run.average.model
+        save_model(trained, processor, folder / MODEL, processes, _card(run, result))
+        processes.by_first(lambda: _push(settings))
+    return result
+
+
+def _card(run: TrainingRun, result: Json) -> ModelCard:
+    objective, settings = run.resolved.objective, run.settings
+    return ModelCard(
+        head=objective.head,
+        data=objective.facts(settings, run.splits.stats),
+        result=result,
+        command=settings.command(),
+        base_model=settings.from_model,
+    )
+
+
+def _push(settings: PretrainSettings) -> None:
+    """Upload the run's model if the settings ask for it."""
+    if settings.push_to_hub is not None:
+        push(Path(settings.output) / MODEL, settings.push_to_hub)
 
 
 def _roll_back(settings: PretrainSettings, rollbacks: Rollbacks, diverged: Diverged) -> None:

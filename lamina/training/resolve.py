@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import transformers
 from transformers import PreTrainedConfig
 
-from lamina.errors import UserError
 from lamina.jobs.resume import ResumePolicy
-from lamina.modeling.backbones import PRESETS, resolve_backbone
-from lamina.modeling.modeling_lamina import check_head
+from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
 from lamina.training import source
 from lamina.training.checks import check_modules, check_settings, check_sharded
 from lamina.training.execution.devices import device_of
+from lamina.training.objectives.objective import Objective, objective_of
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.settings import PretrainSettings
 
@@ -26,6 +24,7 @@ POLICY = ResumePolicy(
         (
             *("output", "save_steps", "keep", "report_to", "threads", "parallel", "device"),
             *("rollback", "rollback_factor", "rollback_skip", "probe_every", "probes", "pause_step"),
+            "push_to_hub",
         )
     ),
     before=SPEED_BEFORE,
@@ -40,7 +39,7 @@ class ResolvedRun:
     Attributes:
         settings: complete and checked.
         plan: where the norms sit.
-        backbone: the backbone's configuration with the settings' sizes; ``with_tokenizer`` adds the vocabulary.
+        backbone: the backbone's configuration with the settings' sizes; the objective adds what the data decides.
     """
 
     settings: PretrainSettings
@@ -58,16 +57,19 @@ class ResolvedRun:
         return width_scaling_of(self.settings)
 
     @property
+    def objective(self) -> Objective:
+        """What the model is trained to predict."""
+        return objective_of(self.backbone, self.settings.objective)
+
+    @property
+    def item_tokens(self) -> int:
+        """Tokens of one item: of a block, or the patches of an image with the class token."""
+        return self.objective.item_tokens(self.backbone, self.settings)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all processes."""
-        settings = self.settings
-        return settings.batch_size * settings.gradient_accumulation * settings.sequence_length
-
-    def with_tokenizer(self, tokenizer: transformers.PreTrainedTokenizerBase) -> PreTrainedConfig:
-        """The backbone's configuration with the tokenizer's vocabulary and special tokens. Raises UserError."""
-        config = with_vocabulary(self.backbone, len(tokenizer), self.settings.from_model)
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        return config
+        return self.settings.batch_size * self.settings.gradient_accumulation * self.item_tokens
 
 
 def resolve_run(
@@ -85,6 +87,7 @@ def resolve_run(
         UserError: that names the field.
     """
     config = backbone_config(settings)
+    objective_of(config, settings.objective).check(settings)
     plan = source.plan_of(settings, config.num_hidden_layers)
     arguments = check_settings(settings, plan, processes)
     check_modules(settings, config, plan, arguments, processes, trained=trained)
@@ -94,11 +97,10 @@ def resolve_run(
 
 
 def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -> PreTrainedConfig:
-    """The backbone's configuration with the settings' sizes and room for the sequence length."""
+    """The backbone's configuration with the settings' sizes and room for the objective's items. Raises UserError."""
     if settings.from_model is not None:
         config = source.config_of(settings.from_model, vocab_size)
-        if settings.sequence_length > config.max_position_embeddings:
-            config.max_position_embeddings = settings.sequence_length
+        objective_of(config, settings.objective, settings.from_model).fit(config, settings)
         return config
     config = resolve_backbone(
         settings.backbone,
@@ -107,26 +109,7 @@ def backbone_config(settings: PretrainSettings, vocab_size: int | None = None) -
         num_heads=settings.num_heads,
         vocab_size=vocab_size,
     )
-    try:
-        check_head(config, "causal_lm")
-    except ValueError as error:
-        raise UserError(
-            f"backbone: {settings.backbone!r} is no language model that can be trained here; {error}"
-        ) from None
     if settings.untie_embeddings:
         config.tie_word_embeddings = False
-    # A preset gets the run's positions; a folder keeps its own, since its windows and RoPE depend on them.
-    if settings.backbone in PRESETS or settings.sequence_length > config.max_position_embeddings:
-        config.max_position_embeddings = settings.sequence_length
+    objective_of(config, settings.objective, settings.backbone).fit(config, settings)
     return config
-
-
-def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
-    """A copy of a configuration with this vocabulary size; a run with ``from_model`` keeps the checkpoint's.
-
-    Raises UserError for more tokens than the checkpoint ``from_model`` has.
-    """
-    if from_model is None:
-        return resolve_backbone(config, vocab_size=vocab_size)
-    source.check_vocabulary(config, vocab_size, from_model)
-    return resolve_backbone(config)

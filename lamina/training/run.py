@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.utils.data import Subset
@@ -13,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
-from lamina.data import Blocks
-from lamina.data import bits_per_byte as bits_per_byte_of
-from lamina.data.blocks import Block, PartShare, spread
+from lamina.data.blocks import ItemSource, PartShare, Splits, spread
+from lamina.modeling.drop_path import drop_branches
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.identity import RunIdentity
 from lamina.training.checkpointing.resuming import checkpoint_to_resume
@@ -34,6 +34,8 @@ from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes, undisturbed
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
+from lamina.training.objectives.objective import Processor
+from lamina.training.optimization.averaging import WeightAverage
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.optimization.schedule import schedule_of
 from lamina.training.resolve import ResolvedRun
@@ -47,8 +49,8 @@ class TrainingRun:
 
     Args:
         resolved: the run.
-        blocks: of its corpus.
-        tokenizer: of the blocks.
+        splits: its data.
+        processor: of the data: a tokenizer or an image processor.
         processes: this process and the run's others.
         rollbacks: the run's so far.
         guard: decides whether the run has diverged.
@@ -59,8 +61,8 @@ class TrainingRun:
     def __init__(
         self,
         resolved: ResolvedRun,
-        blocks: Blocks,
-        tokenizer: PreTrainedTokenizerBase,
+        splits: Splits,
+        processor: Processor,
         processes: Processes,
         rollbacks: Rollbacks,
         *,
@@ -68,10 +70,13 @@ class TrainingRun:
         resume: bool,
         bar: bool,
     ):
-        self.resolved, self.blocks, self.tokenizer, self.processes = resolved, blocks, tokenizer, processes
+        self.resolved, self.splits, self.processor, self.processes = resolved, splits, processor, processes
         self.rollbacks, self.bar, self.folder = rollbacks, bar, Path(resolved.settings.output)
-        self.model, self._rate_factors = initial_model(resolved, blocks, tokenizer)
+        self.model, self._rate_factors = initial_model(resolved, splits, processor)
         device = torch.device(resolved.device)
+        self.average = WeightAverage(self.model, resolved.settings.ema_decay) if resolved.settings.ema_decay else None
+        if resolved.settings.drop_path:
+            drop_branches(self.model, resolved.settings.drop_path)
         self.settings = settings = speed.decide(resolved.settings, self.model, device, processes, bar=bar)
         speed.prepare(self.model, settings)
         self._arguments = training_arguments(settings, processes.size)
@@ -79,7 +84,7 @@ class TrainingRun:
             shard(self.model, processes, resolved.device, bf16=bool(self._arguments.bf16))
         self.checkpoint, state = self._find_checkpoint() if resume else (None, {})
         self.guard = guard
-        self.train_blocks = blocks.train.for_run(settings.seed)
+        self.train_items = splits.train.for_run(settings.seed)
         self.order = self._make_order(done=max(0, state.get("step", 0)))
         self.updates = UpdateRatios(self.model)
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
@@ -88,7 +93,7 @@ class TrainingRun:
             self.recorder,  # first: it syncs to disk what the others refer to
             *([self.losses] if processes.first else []),
             rollbacks,
-            RunIdentity(settings, resolved.plan, blocks.stats.fingerprint),
+            RunIdentity(settings, resolved.plan, splits.stats.fingerprint),
             StreamPosition(self),
             *self._probing,
         ]
@@ -104,7 +109,7 @@ class TrainingRun:
     def _make_order(self, done: int) -> TrainOrder:
         settings = self.settings
         return TrainOrder(
-            len(self.train_blocks),
+            len(self.train_items),
             steps=settings.steps,
             batch_size=settings.batch_size,
             gradient_accumulation=settings.gradient_accumulation,
@@ -113,7 +118,7 @@ class TrainingRun:
             done=done,
             rank=self.processes.rank,
             size=self.processes.size,
-            shuffled=not self.train_blocks.in_order,
+            shuffled=not self.train_items.in_order,
         )
 
     def _make_recorder(self) -> RunRecorder:
@@ -123,9 +128,9 @@ class TrainingRun:
             metrics=MetricsWriter(self.folder, records) if first else NoWriter(),
             layers=LayersWriter(self.folder) if first else NoWriter(),
             guard=self.guard,
-            monitor_ids=self._monitor_ids(),
+            monitor_inputs=self._monitor_inputs(),
             tokens_per_step=tokens,
-            bits_per_byte=lambda loss: bits_per_byte_of(loss, self.blocks.stats),
+            derived=lambda loss: self.resolved.objective.derived(loss, self.splits.stats),
             track_layers=bool(self.settings.reports()),
             bar=self.bar,
             processes=self.processes,
@@ -137,15 +142,17 @@ class TrainingRun:
     def _make_probing(self) -> list[ScheduledProbes]:
         if not (self.settings.probe_every and self.processes.first):
             return []
-        return [ScheduledProbes(self.folder, self.settings, self._monitor_ids(), self.tokenizer)]
+        return [ScheduledProbes(self.folder, self.settings, self._monitor_inputs(), self.processor)]
 
     def _make_trainer(self) -> LaminaTrainer:
-        settings, held_out = self.settings, self.blocks.eval
+        settings, held_out = self.settings, self.splits.eval
+        objective = self.resolved.objective
         trainer = LaminaTrainer(
             model=self.model,
             args=self._arguments,
-            train_dataset=self.train_blocks,
-            eval_dataset=Subset(held_out, spread(len(held_out), settings.eval_blocks or len(held_out))),
+            train_dataset=self.train_items,
+            eval_dataset=self._evaluated(held_out),
+            data_collator=objective.collate(settings, self.splits),
             callbacks=[self.updates, self.recorder, *self._tensorboard(), *self._probing],
             guard=self.guard,
             order=self.order,
@@ -153,8 +160,11 @@ class TrainingRun:
             experts=ExpertBalance(self.model, settings.expert_balance, settings.expert_balance_rate),
             rate_factors=self._rate_factors,
             schedule=schedule_of(settings),
+            average=self.average,
             rate_factor=self.rollbacks.learning_rate_factor,
-            second=self._second_corpus(),
+            collate_eval=objective.collate_eval(),
+            scores=objective.scores if objective.is_scored else None,
+            second=None if self.splits.second is None else self._evaluated(self.splits.second),
             measure_tasks=self._task_measure(),
             states=self.states,
             keep_also=is_good if settings.rollback else None,
@@ -165,12 +175,9 @@ class TrainingRun:
             callback.trainer = trainer
         return trainer
 
-    def _second_corpus(self) -> Subset[Block] | None:
-        """The blocks of the second corpus to evaluate on."""
-        second = self.blocks.second
-        if second is None:
-            return None
-        return Subset(second, spread(len(second), self.settings.eval_blocks or len(second)))
+    def _evaluated(self, items: ItemSource) -> Subset:
+        """The items that are evaluated on, spread evenly."""
+        return Subset(items, spread(len(items), self.settings.eval_blocks or len(items)))
 
     def _task_measure(self) -> Callable[[PreTrainedModel], dict[str, float]] | None:
         """What scores the model on eval_tasks without any effect on the training."""
@@ -180,13 +187,13 @@ class TrainingRun:
 
         def scores(model: PreTrainedModel) -> dict[str, float]:
             with undisturbed(model):
-                return measure.scores(model, self.tokenizer)
+                return measure.scores(model, cast(PreTrainedTokenizerBase, self.processor))
 
         return scores
 
-    def _monitor_ids(self) -> torch.Tensor:
-        """Held-out blocks for the layer monitor and the scheduled probes, [blocks, sequence_length]."""
-        return self.blocks.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
+    def _monitor_inputs(self) -> torch.Tensor:
+        """The model's main input for the layer monitor and the scheduled probes, of held-out items: [items, ...]."""
+        return self.splits.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
 
     def _tensorboard(self) -> list[TrainerCallback]:
         if "tensorboard" not in self.settings.reports() or not self.processes.first:
@@ -229,7 +236,7 @@ class TrainingRun:
 
     def realized(self, steps: int) -> dict[str, PartShare]:
         """What each corpus of a mix contributes in the first ``steps`` steps; empty for a single corpus."""
-        return self.train_blocks.realized(self.order.spans(steps))
+        return self.train_items.realized(self.order.spans(steps))
 
 
 class StreamPosition:
@@ -241,9 +248,9 @@ class StreamPosition:
     def state_dict(self) -> Json:
         """The position of the first block after the checkpoint's step."""
         following = self.run.order.start(self.run.trainer.state.global_step + 1)
-        place = self.run.train_blocks.state_dict(following)
+        place = self.run.train_items.state_dict(following)
         return {} if place is None else {"stream": place}
 
     def load_state_dict(self, state: RunState) -> None:
         """Start reading at that position; at the corpus's beginning if the state has none."""
-        self.run.train_blocks.load_state_dict(state.get("stream"), verbose=self.run.processes.first)
+        self.run.train_items.load_state_dict(state.get("stream"), verbose=self.run.processes.first)

@@ -61,7 +61,7 @@ class BlockSettings(TextSettings):
     corpus: str = changed(
         "embedded",
         help="embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME; or a mix of them in fixed "
-        "shares: A:0.7,B:0.3",
+        "shares: A:0.7,B:0.3; for images a folder with a subfolder per class, hf:NAME, or mnist",
     )
     tokenizer: str = changed(
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"

@@ -10,6 +10,7 @@ from lamina.errors import UserError
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
 from lamina.placements.resolution import split_specs
+from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
 from lamina.training.setting_groups import (
     BlockSettings,
     ExpertSettings,
@@ -34,9 +35,12 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 class RunSettings(
     ModelSettings,
     BlockSettings,
+    ObjectiveSettings,
+    ImageSettings,
     ScheduleSettings,
     OptimizerSettings,
     WidthSettings,
+    RegularizationSettings,
     RecordSettings,
     ProbesSettings,
     GuardSettings,
@@ -119,6 +123,15 @@ class PauseSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HubSettings(Settings):
+    """Where the trained model goes besides the run's folder."""
+
+    push_to_hub: str | None = setting(
+        None, "upload the model to this private repository of the Hugging Face hub, OWNER/NAME (default: never)", place
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PretrainSettings(
     RunSettings,
     PlacementSettings,
@@ -129,6 +142,7 @@ class PretrainSettings(
     ParallelSettings,
     StreamSettings,
     PauseSettings,
+    HubSettings,
     RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
 ):
     """One pretraining run."""

@@ -101,7 +101,12 @@ def plan_of(settings: PretrainSettings, num_layers: int) -> Plan:
     """The checkpoint's plan as it was saved; without a checkpoint, the placement's."""
     if settings.from_model is None:
         return make_plan(settings.placement, num_layers)
-    return _read(_folder(settings.from_model))[0]
+    return stored_plan(settings.from_model)
+
+
+def stored_plan(source: str) -> Plan:
+    """The checkpoint's plan as it was saved."""
+    return _read(_folder(source))[0]
 
 
 def config_of(source: str, vocab_size: int | None = None) -> PreTrainedConfig:
@@ -121,12 +126,16 @@ def check_vocabulary(config: PreTrainedConfig, vocab_size: int, source: str) -> 
         )
 
 
-def load(source: str, max_position_embeddings: int) -> PreTrainedModel:
-    """The checkpoint as a Lamina model in float32, to be trained. Raises UserError as conversion does."""
+def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
+    """The checkpoint with this head as a Lamina model in float32, to be trained. Raises UserError as conversion does.
+
+    ``config``: the run's backbone, whose positions the model gets.
+    """
     folder = _folder(source)
-    loaded: Any = conversion.load(folder, dtype=torch.float32)
+    loaded: Any = conversion.load(folder, dtype=torch.float32, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
-    model.config.get_text_config().max_position_embeddings = max_position_embeddings
+    if (positions := getattr(config, "max_position_embeddings", None)) is not None:
+        model.config.get_text_config().max_position_embeddings = positions
     return model.train()
 
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lamina.core.json_types import Json
-from lamina.data.blocks import Block
 from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.stateful import Stateful
 from lamina.training.execution.compiling import uncompiled
@@ -24,10 +23,15 @@ from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import DivergenceGuard
 from lamina.training.monitoring.layers import hidden_state_rows
 from lamina.training.monitoring.series import StepSeries
+from lamina.training.objectives.objective import Collate
+from lamina.training.optimization.averaging import WeightAverage
 from lamina.training.optimization.optimizer import parameter_groups
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.trainers.checkpointed import CheckpointedTrainer
 from lamina.training.trainers.ordered import OrderedTrainer
+
+Scores = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
+"""Takes logits and labels; returns a number for each item, [batch], by the score's name."""
 
 
 class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer):
@@ -42,7 +46,10 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         schedule: the share of the peak learning rate by steps done; None for the arguments' own schedule.
         rate_factor: the rollbacks' factor on all learning rates.
         states: further objects in a checkpoint's run state, resumed with the trainer.
-        second: blocks of a second corpus, whose mean loss is measured with every evaluation.
+        second: items of a second corpus, whose mean loss is measured with every evaluation.
+        collate_eval: how held-out items become a batch; None for ``data_collator``.
+        scores: of logits and labels, each held-out item's further measures by name; their means are ``eval_scores``.
+        average: of the weights; evaluations use it.
         measure_tasks: scores the bare model on tasks with every evaluation, in the first process.
         keep_also: whether an older checkpoint is not pruned, by its run state.
     """
@@ -58,7 +65,10 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         schedule: Callable[[int], float] | None = None,
         rate_factor: float = 1.0,
         states: Sequence[Stateful] = (),
-        second: Dataset[Block] | None = None,
+        second: Dataset | None = None,
+        collate_eval: Collate | None = None,
+        scores: Scores | None = None,
+        average: WeightAverage | None = None,
         measure_tasks: Callable[[PreTrainedModel], dict[str, float]] | None = None,
         keep_also: Callable[[Json], bool] | None = None,
         **kwargs: Any,
@@ -74,6 +84,10 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         self.order, self.states, self.keep_also = order, states, keep_also
         self.rate_factor = rate_factor
         self.second, self.measure_tasks = second, measure_tasks
+        self.collate_eval, self.scores = collate_eval or self.data_collator, scores
+        self.average = average
+        if average is not None:
+            self.add_callback(average)
         self.rate_factors, self.schedule = rate_factors, schedule
         self.guard = guard
         self.experts = experts
@@ -106,7 +120,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         """The model's loss; in training, plus the experts' auxiliary loss if they are balanced by one."""
         if self.experts is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        sequences = len(inputs["input_ids"])
+        sequences = len(inputs[self.bare_model().main_input_name])
         with self.experts.watch():
             result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         extra = self.experts.loss(sequences)
@@ -125,7 +139,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         self.series.add_loss(loss)
         if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
             step = self.state.global_step + 1
-            whole = self.processes.gathered(inputs["input_ids"])
+            whole = self.processes.gathered(inputs[self.bare_model().main_input_name])
             self.layer_rows = hidden_state_rows(self.bare_model(), whole, step)
             self.guard.see_layers(self.layer_rows)
             self.guard.see_loss(step, value)
@@ -138,35 +152,42 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         the second corpus comes first: ``second_loss`` is there when the callbacks are told of the evaluation.
         """
         if self.second is not None:
-            self.second_loss = self._mean_loss(self.second)
+            self.second_loss = self._measured(self.second)["eval_loss"]
         if self.measure_tasks is not None and self.processes.first:
-            self.task_scores = self.measure_tasks(self.bare_model())
-        if self.processes.size == 1 or any(args) or any(kwargs.values()):
+            self.task_scores = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
+        alone = self.processes.size == 1 and self.scores is None and self.average is None
+        if alone or any(args) or any(kwargs.values()):
             return super().evaluate(*args, **kwargs)
-        metrics = {"eval_loss": self._mean_loss(self.eval_dataset)}
+        measured = self._measured(self.eval_dataset)
+        self.eval_scores = {name: value for name, value in measured.items() if name != "eval_loss"}
+        metrics = {"eval_loss": measured["eval_loss"], **{f"eval_{k}": v for k, v in self.eval_scores.items()}}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _mean_loss(self, held_out: Any) -> float:
-        """The mean loss over blocks, each counted once, over all processes; draws no random number."""
-        model: Any = self.model
+    def _measured(self, held_out: Any) -> dict[str, float]:
+        """The mean loss and scores over items, each counted once, over all processes; draws no random number."""
+        model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.rank, self.processes.size
         batch = self.args.per_device_eval_batch_size * size
-        total = 0.0
+        totals: dict[str, float] = {"eval_loss": 0.0}
         was_training = model.training
         model.eval()
         try:
             for start in range(0, len(held_out), batch):
                 chunk = range(start, min(start + batch, len(held_out)))
                 mine = chunk[rank::size]
-                # a process without a block computes anyway: a sharded model needs every process
-                inputs = self._prepare_inputs(self.data_collator([held_out[i] for i in mine or chunk[:1]]))
+                # a process without an item computes anyway: a sharded model needs every process
+                inputs = self._prepare_inputs(self.collate_eval([held_out[i] for i in mine or chunk[:1]]))
                 with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
-                    total += float(self.compute_loss(model, inputs)) * len(mine)
+                    loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                totals["eval_loss"] += float(loss) * len(mine)
+                scored = {} if self.scores is None else self.scores(outputs["logits"], inputs["labels"])
+                for name, values in scored.items():
+                    totals[name] = totals.get(name, 0.0) + (float(values.sum()) if mine else 0.0)
         finally:
             model.train(was_training)
-        return self.processes.mean(total) * size / len(held_out)
+        return {name: self.processes.mean(total) * size / len(held_out) for name, total in totals.items()}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Trainer's evaluation, uncompiled: evaluations are rare and their batches have several shapes."""

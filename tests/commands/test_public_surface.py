@@ -10,6 +10,7 @@ import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
 from lamina.evaluation.settings import EvalSettings
+from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.settings import ProbeSettings
 from lamina.studies.engine.settings import StudySettings
@@ -26,8 +27,10 @@ max-grad-norm width-scaling base-width k-embedding k-hidden k-readout probe-ever
 eval-blocks eval-corpus eval-tasks eval-task-limit eval-data-dir save-steps
 keep monitor-blocks divergence-margin divergence-patience stuck-margin expert-balance expert-balance-rate
 gradient-checkpointing precision compile threads report-to trainer
+objective mask-ratio image-size patch-size center-crop crop-scale flip rand-augment random-erasing repeated-augmentation
+mixup cutmix label-smoothing drop-path ema-decay
 """
-SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step"
+SCALE = "parallel device streaming shuffle-buffer rollback rollback-factor rollback-skip pause-step push-to-hub"
 PROBE = """
 checkpoint probes corpus text-field tokenizer sequence-length sequences batch-size tolerance layers device dtype seed
 threads output
@@ -46,6 +49,15 @@ max-grad-norm tolerance output threads
 """
 RISING = """
 placements max-learning-rate seeds window spike-margin spike-patience plateau-margin plateau-factor output workers
+"""
+TUNING = """
+from from-model data eval-data eval-fraction eval-examples template sequence-length skip-bad steps epochs batch-size
+gradient-accumulation schedule min-learning-rate warmup decay decay-shape learning-rate weight-decay beta1 beta2 epsilon
+max-grad-norm lora-rank lora-alpha lora-dropout lora-targets logging-steps eval-steps save-steps keep divergence-margin
+divergence-patience gradient-checkpointing precision threads report-to trainer seed device pause-step output
+"""
+POLICY = """
+reward-model reward-function algorithm kl-per beta reward-clip num-generations max-answer temperature
 """
 STUDY = "study scale seeds corpus set engine address gpus processes store records output workers threads"
 FIXED_BY_RISING = "schedule min-learning-rate warmup decay decay-shape divergence-margin divergence-patience"
@@ -73,6 +85,10 @@ OPTIONS = {
     "eval": EVAL.split(),
     "transfer": [*SHARED.split(), *TRANSFER.split()],
     "coord-check": COORD_CHECK.split(),
+    "sft": [*TUNING.split(), "preset", "loss-on", "packing", "best-by"],
+    "reward": TUNING.split(),
+    "rlhf": [*TUNING.split(), *POLICY.split()],
+    "dpo": [*TUNING.split(), "beta"],
     "study": STUDY.split(),
     "max-lr": [*(set(SHARED.split()) - set(FIXED_BY_RISING.split())), *RISING.split()],
 }
@@ -86,6 +102,10 @@ SETTINGS = {
     "coord-check": CoordCheckSettings,
     "max-lr": MaxRateStudySettings,
     "study": StudySettings,
+    "sft": SftSettings,
+    "reward": RewardSettings,
+    "rlhf": RlhfSettings,
+    "dpo": DpoSettings,
 }
 EXPORTED = {
     "__version__",
@@ -112,6 +132,10 @@ def test_the_command_line_has_these_commands():
         "compare",
         "preflight",
         "pretrain",
+        "sft",
+        "reward",
+        "rlhf",
+        "dpo",
         "coord-check",
         "transfer",
         "max-lr",

@@ -14,8 +14,9 @@ from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
 from lamina.preflights.running import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
+from lamina.training.objectives.text import read_text
 from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
-from lamina.training.pretrain import pretrain, read_blocks
+from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
 
@@ -89,7 +90,7 @@ def test_it_is_the_beginning_of_the_run_itself(corpus, tmp_path, monkeypatch, ch
     settings = planned(**given, output=str(tmp_path / "run"))
     pretrain(settings, bar=False)
     logged = [r for r in records(tmp_path / "run") if r.get("loss") is not None]
-    own, _ = read_blocks(settings, False)
+    own, _ = read_text(settings, False)
     made = BurningIn(choose(settings, own.stats.vocab_size, 8, 1e12), own, sequences=2, longest_warmup=4)
     made.train(iter([4, 8]))
     seen = made.record()

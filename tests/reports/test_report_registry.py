@@ -10,7 +10,9 @@ from lamina.reports import registry, report
 
 
 def test_the_kinds_with_a_page():
-    assert registry.kinds() == ["coord-check", "max-lr", "preflight", "probing", "run", "study", "transfer"]
+    assert registry.kinds() == [
+        *("coord-check", "dpo", "max-lr", "preflight", "probing", "reward", "rlhf", "run", "sft", "study", "transfer")
+    ]
 
 
 def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
@@ -24,7 +26,9 @@ def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
 def test_a_folder_that_no_job_wrote_is_refused(tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=r"holds no job.*\(allowed: the folder of a coord-check, a max-lr, a preflight"):
+    with pytest.raises(
+        UserError, match=r"holds no job.*\(allowed: the folder of a coord-check, a dpo, a max-lr, a preflight"
+    ):
         report(tmp_path)
 
 

@@ -14,6 +14,7 @@ from lamina.reports.studies.choice import drawings
 from lamina.reports.studies.drawing import Request
 from lamina.reports.studies.folder import arms, read_folder
 from lamina.reports.studies.kinds import KINDS, sweep
+from lamina.reports.studies.splitting import ordered_values
 from lamina.studies.catalog import places
 from lamina.studies.catalog.study import read_study
 
@@ -42,7 +43,7 @@ def test_an_arms_mean_is_that_of_the_trials_that_trained_at_its_rate(tmp_path):
 def test_a_sweep_shows_every_rates_mean_and_marks_where_no_seed_trained(tmp_path):
     folder = write_claims_study(tmp_path / "study")
     sweep = drawn(read_folder(folder), "sweep")
-    rows = pd.read_csv(folder / "results.csv")
+    rows = pd.read_csv(folder / "results.csv").query("seed < 3")
     lines = {series.label: series for series in sweep.panels[0].series}
     expected = rows[rows["placement"].eq("mix_ln")].groupby("learning_rate")["eval_loss"].mean()
     assert lines["mix_ln"].x == tuple(expected.index)
@@ -183,3 +184,18 @@ def test_a_role_is_known_by_the_end_of_its_path_and_the_whole_is_not_mixed_with_
     assert whole.panels[0].series[0].y == pytest.approx([2 * layer * 3 for layer in (1, 2, 3, 4)])
     part = KINDS["lines_over_layers"](study, Request(**request, y="gradient_norm", more={"role": "mlp.up_proj"}))
     assert set(part.panels[0].series[0].y) == {7.0}
+
+
+def test_a_sweep_is_of_the_seeds_that_all_rates_have(tmp_path):
+    folder = read_folder(write_claims_study(tmp_path / "study"))
+    rows = folder.results
+    own = rows[(rows["placement"] == "mix_ln") & (rows["seed"] < 3)]
+    means = own.groupby("learning_rate")["eval_loss"].mean()
+    assert rows[rows["placement"] == "mix_ln"]["seed"].nunique() == 5
+    lines = {series.label: series for series in drawn(folder, "sweep").panels[0].series}
+    assert lines["mix_ln"].y == pytest.approx(means.tolist())
+
+
+def test_layers_are_numbers_and_coefficients_from_nothing_over_decades_are_texts():
+    assert ordered_values(range(32)) == [float(layer) for layer in range(32)]
+    assert ordered_values([0.0, 0.2, 2.0, 20.0]) == ["0", "0.2", "2", "20"]

@@ -230,8 +230,8 @@ def spread(share):
     return trials(*named("placement", peri_ln=narrow, pre_ln=wide))
 
 
-def embedded(*gains_by_size, own=0.02):
-    sizes = dict(zip(("as it is", "d24", "d48", "d96"), (own, *gains_by_size), strict=True))
+def embedded(*gains_by_size):
+    sizes = dict(zip(("d24", "d48", "d96"), gains_by_size, strict=True))
     arms = [
         {"size": size, "scheme": scheme, "loss": 2.5 - (gain if scheme == "with" else 0.0)}
         for size, gain in sizes.items()
@@ -309,7 +309,7 @@ CASES = {  # claim: trials where it holds, trials where it fails
     ),
     "peri-qk": tuple(trials(*named("scheme", peri=2.5, qk=qk), axes=("scheme",)) for qk in (2.49, 2.6)),
     "peri-norm": tuple(trials(*named("scheme", rms=2.5, layer=x), axes=("scheme",)) for x in (2.505, 2.6)),
-    "peri-embed": (embedded(0.1, 0.05, 0.02), embedded(0.1, 0.05, 0.02, own=-0.02)),
+    "peri-embed": (embedded(0.1, 0.05, 0.02), embedded(0.1, 0.05, -0.02)),
     "peri-embed/size": (embedded(0.1, 0.05, 0.02), embedded(0.02, 0.05, 0.1)),
     "peri-olmo2": tuple(trials(*named("placement", peri_ln=2.5, olmo2=x)) for x in (2.51, 2.7)),
     "peri-olmo2/better": tuple(trials(*named("placement", peri_ln=2.5, olmo2=x)) for x in (2.51, 2.4)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -88,6 +88,20 @@ def load(source: HubSource) -> HubData:
         UserError: datasets is not installed, the hub is unreachable, or the data set or split does not exist.
     """
     return HubData(spec=source.spec, dataset=cast("Dataset", _one_split(source, _loaded(source))))
+
+
+def load_splits(source: HubSource, held_out: Sequence[str]) -> list[Dataset]:
+    """The split to train on, and the first of the splits named ``held_out`` that there is. A requested split is alone.
+
+    Raises:
+        UserError: see :func:`load`.
+    """
+    loaded = _loaded(source)
+    first = cast("Dataset", _one_split(source, loaded))
+    others = [name for name in held_out if isinstance(loaded, dict) and name in loaded]
+    if source.split or not others or str(first.split) in held_out:
+        return [first]
+    return [first, cast("Dataset", loaded[others[0]])]
 
 
 def stream(source: HubSource) -> tuple[IterableDataset, str]:

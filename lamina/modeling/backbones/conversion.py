@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,7 +30,7 @@ from lamina.modeling.backbones.loading import load_weights
 from lamina.modeling.backbones.stored import stored_shapes
 from lamina.modeling.backbones.tensors import conversion_of, copy_buffers, fill, gains, lamina_name
 from lamina.modeling.configuration_lamina import LaminaConfig
-from lamina.modeling.modeling_lamina import LaminaForCausalLM
+from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM
 from lamina.placements import Norm, Plan, Sublayer, resolve
 
 logger = logging.getLogger(__name__)
@@ -121,14 +122,17 @@ def _rounding_note(model_type: str, dtype: torch.dtype) -> str:
     )
 
 
-def load(path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source") -> PreTrainedModel:
-    """Load a causal language model, Lamina's or transformers', from a folder or a name on the hub.
+def load(
+    path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source", head: str = "causal_lm"
+) -> PreTrainedModel:
+    """Load a model with a head, Lamina's or transformers', from a folder or a name on the hub.
 
     Reads safetensors only and runs no remote code. Raises UserError naming the invalid field, file or tensor; a missing
     or extra tensor is an error.
     """
     config = read_config(path, field=field)
-    model, _ = load_weights(path, config, AutoModelForCausalLM, field, dtype=dtype, extra=False)
+    auto = getattr(transformers, HEADS[head].auto_class)
+    model, _ = load_weights(path, config, auto, field, dtype=dtype, extra=False)
     if config.tie_word_embeddings:
         _check_tied(model)
     return model

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from lamina.data.blocks import Blocks, spread
 from lamina.data.corpus import EMBEDDED, single_corpus
 from lamina.data.encoding import Encoder
-from lamina.errors import UserError
+from lamina.data.images.image_items import pixels_of
+from lamina.data.images.sources import open_images
+from lamina.data.sources.packaged import MNIST
+from lamina.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers.image_processing_utils import BaseImageProcessor
 
 Inputs: TypeAlias = Any  # texts, blocks [sequences, tokens], images, or a data set of input_ids
 NOISE = "noise"
@@ -176,14 +182,31 @@ def _images(given: Inputs, corpus: str, model: nn.Module, count: int, seed: int)
     if given is None and corpus in (NOISE, EMBEDDED):
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(count, *shape, generator=generator)
-    images = _read_images(Path(corpus), shape, count) if given is None else torch.as_tensor(given)
+    images = _read_images(corpus, shape, count, _processor_of(model)) if given is None else torch.as_tensor(given)
     if not images.is_floating_point() or images.ndim != 4 or tuple(images.shape[1:]) != shape:
         raise UserError(f"images: {images.dtype} of shape {list(images.shape)} (allowed: floats, {['images', *shape]})")
     return images[spread(len(images), count)].float()
 
 
-def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.Tensor:
-    """Images from a .npy file of pixel values, or a folder of picture files, scaled to [-1, 1]."""
+def _processor_of(model: nn.Module) -> BaseImageProcessor | None:
+    """The image processor beside a checkpoint, if there is one."""
+    folder = Path(getattr(model, "name_or_path", "") or "")
+    if not (folder / "preprocessor_config.json").is_file():
+        return None
+    return AutoImageProcessor.from_pretrained(folder)
+
+
+def _read_images(
+    corpus: str, shape: tuple[int, int, int], count: int, processor: BaseImageProcessor | None
+) -> torch.Tensor:
+    """Images from a .npy file of pixel values, a file of labeled pixels, or a folder of picture files.
+
+    A checkpoint's own ``processor`` resizes and normalizes pictures; without one they are scaled to [-1, 1].
+    """
+    path = Path(corpus)
+    if corpus == MNIST or corpus.endswith((".csv", ".csv.gz")):
+        labeled = open_images(corpus)
+        return _pixels([labeled.image(i) for i in spread(len(labeled.labels), count)], shape, processor)
     allowed = f"noise, a .npy file of [images, {', '.join(map(str, shape))}], or a folder of .png or .jpg files"
     if path.suffix == ".npy" and path.is_file():
         try:
@@ -197,9 +220,21 @@ def _read_images(path: Path, shape: tuple[int, int, int], count: int) -> torch.T
         from PIL import Image
     except ImportError:
         raise UserError("corpus: reading pictures needs Pillow (allowed: pip install pillow, or a .npy file)") from None
-    images = []
-    for file in islice(files, count):
-        with Image.open(file) as picture:
-            picture = picture.convert("RGB" if shape[0] == 3 else "L").resize((shape[2], shape[1]))
-            images.append(np.asarray(picture, dtype=np.float32).reshape(shape[1], shape[2], shape[0]))
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 127.5 - 1
+    pictures = []
+    for index in spread(len(files), count):
+        try:
+            with Image.open(files[index]) as picture:
+                pictures.append(picture.convert("RGB" if shape[0] == 3 else "L"))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UserError(f"corpus: the image {str(files[index])!r} can't be read ({one_line(error)})") from None
+    return _pixels(pictures, shape, processor)
+
+
+def _pixels(
+    pictures: Sequence[Image], shape: tuple[int, int, int], processor: BaseImageProcessor | None
+) -> torch.Tensor:
+    if processor is not None:
+        return torch.stack([pixels_of(picture, processor) for picture in pictures])
+    resized = [picture.resize((shape[2], shape[1])) for picture in pictures]
+    arrays = [np.asarray(picture, dtype=np.float32).reshape(shape[1], shape[2], shape[0]) for picture in resized]
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2) / 127.5 - 1

@@ -23,8 +23,15 @@ def sweep(study: StudyFolder, request: Request) -> Drawing | None:
     if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
     by = list(dict.fromkeys(["placement", *study.varied, "learning_rate"]))
-    table = over_seeds(rows, by, _value(study, request))
+    table = over_seeds(_of_the_sweep(rows, by[:-1]), by, _value(study, request))
     return _drawing(study, request, table, "learning_rate", f"{_SPREAD} {_LOST}")
+
+
+def _of_the_sweep(rows: Frame, arm: list[str]) -> Frame:
+    """The trials of the seeds that an arm has at each of its rates: more seeds at the best one are another sample."""
+    rates = rows.groupby(arm, dropna=False)["learning_rate"].transform("nunique")
+    own = rows.groupby([*arm, "seed"], dropna=False)["learning_rate"].transform("nunique")
+    return rows[own == rates] if (own == rates).any() else rows
 
 
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:

@@ -115,6 +115,7 @@ def ordered_values(values: Iterable[object]) -> list[Value]:
     if len(numbers) < len(once):
         return [_text(value) for value in once]
     wide = len(numbers) > 2 and numbers[0] == 0 < numbers[1] and numbers[-1] / numbers[1] >= _WIDE
+    wide = wide and numbers[2] > 3 * numbers[1]  # 0, 1, 2, ... layers do not span decades, however many
     return [_text(value) for value in numbers] if wide else list(numbers)
 
 

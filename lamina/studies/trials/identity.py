@@ -15,6 +15,7 @@ from lamina.core.json_types import Json
 from lamina.data import Corpus
 from lamina.jobs.settings import Settings
 from lamina.placements import resolve
+from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
 
 NUMERICS = 1
 """The version of the code that trains. Raise it with any change after which the same settings give other numbers:
@@ -24,7 +25,7 @@ tests/studies/test_numerics.py trains a few small models and fails if their loss
 OF_THE_MACHINE = frozenset(
     (
         *("output", "threads", "device", "parallel", "save_steps", "keep", "report_to", "probe_every", "probes"),
-        *("rollback_factor", "rollback_skip", "pause_step", "eval_data_dir"),
+        *("rollback_factor", "rollback_skip", "pause_step", "push_to_hub", "eval_data_dir"),
     )
 )
 # Settings that an identity has by what they mean, not by their words: a plan, a text, an initializer.
@@ -32,7 +33,13 @@ SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-YOUNGER: Json = {"eval_corpus": None, "eval_tasks": None, "eval_task_limit": 100}
+_YOUNGER_GROUPS = (ObjectiveSettings, ImageSettings, RegularizationSettings)
+YOUNGER: Json = {
+    "eval_corpus": None,
+    "eval_tasks": None,
+    "eval_task_limit": 100,
+    **{name: group.default(name) for group in _YOUNGER_GROUPS for name in group.names()},
+}
 
 
 def identity(job: str, settings: Settings) -> Json:

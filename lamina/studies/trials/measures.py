@@ -91,23 +91,25 @@ class _Source:
         if time == "records":
             return _records(self.folder, name)
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import PreTrainedTokenizerBase
 
         from lamina.core import specs
+        from lamina.modeling.modeling_lamina import HEADS
         from lamina.probes.engine.measure import probe
         from lamina.training.initial import initial_model
-        from lamina.training.pretrain import read_blocks
+        from lamina.training.pretrain import read_data
         from lamina.training.resolve import resolve_run
 
         resolved = resolve_run(self.settings)
-        blocks, tokenizer = read_blocks(self.settings, bar=False)
+        splits, processor = read_data(resolved, bar=False)
         if time == "init":
-            model = cast(torch.nn.Module, initial_model(resolved, blocks, tokenizer)[0])
+            model = cast(torch.nn.Module, initial_model(resolved, splits, processor)[0])
         elif (self.folder / "model").is_dir():
-            model = cast(torch.nn.Module, AutoModelForCausalLM.from_pretrained(self.folder / "model"))
+            model = cast(torch.nn.Module, HEADS[resolved.objective.head].model.from_pretrained(self.folder / "model"))
         else:
             raise UserError("no model: the run diverged")
-        rows = probe(model.to(resolved.device, torch.float32), name, blocks.eval.sample(SEQUENCES), tokenizer)
+        tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None
+        rows = probe(model.to(resolved.device, torch.float32), name, splits.eval.sample(SEQUENCES), tokenizer)
         return rows[specs.parse(name, "probe")[0]]
 
 

@@ -10,12 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.jobs import digests
 from lamina.jobs.manifest import MANIFEST, entry_of, seal
+from lamina.training.checkpointing.model_card import ModelCard
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.execution.processes import Processes
+from lamina.training.objectives.objective import Processor
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, processes: Processes) -> None:
-    """Write the model whole or not at all; a sharded model is gathered first."""
+def save_model(
+    model: PreTrainedModel, processor: Processor, folder: Path, processes: Processes, card: ModelCard | None = None
+) -> None:
+    """Write a model and its tokenizer or image processor whole or not at all; a sharded model is gathered first."""
     state = full_state(model) if is_sharded(model) else None
 
     def write() -> None:
@@ -23,8 +27,11 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         shutil.rmtree(draft, ignore_errors=True)
         with own_class(model):
             model.save_pretrained(draft, state_dict=state)
-        tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-        tokenizer.save_pretrained(draft)
+        if isinstance(processor, PreTrainedTokenizerBase):
+            processor.model_max_length = model.config.get_text_config().max_position_embeddings
+        processor.save_pretrained(draft)
+        if card is not None:
+            card.write(model, draft)
         seal(draft)
         digests.note(folder / MANIFEST, entry_of(draft / MANIFEST))
         previous = folder.with_name(".gone-model")

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_json, write_yaml
 from lamina.modeling.linear_cross_entropy import LinearLoss
+from lamina.modeling.profiling import random_batch
 from lamina.training.execution.compiling import compile_blocks, discard, missing_compiler
 from lamina.training.execution.processes import Processes
 from lamina.training.settings import PretrainSettings, RunSettings
@@ -69,7 +71,7 @@ def is_open(settings: RunSettings) -> bool:
     return "auto" in (settings.precision, settings.compile)
 
 
-def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: torch.device) -> Choice:
+def choose(settings: RunSettings, make_model: Callable[[], PreTrainedModel], device: torch.device) -> Choice:
     """Choose the precision and compilation for these settings, by a trial on ``device`` if one is worth its time.
 
     The trial runs forward and backward on random tokens of a batch's shape. It changes neither the weights nor the
@@ -90,7 +92,7 @@ def choose(settings: RunSettings, make_model: Callable[[], nn.Module], device: t
 
 
 def decide(
-    settings: PretrainSettings, model: nn.Module, device: torch.device, processes: Processes, *, bar: bool
+    settings: PretrainSettings, model: PreTrainedModel, device: torch.device, processes: Processes, *, bar: bool
 ) -> PretrainSettings:
     """The settings with precision and compilation decided, as stored in the run's folder from now on.
 
@@ -156,7 +158,7 @@ def half_precision_pays(device: torch.device) -> bool:
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
-def _try(settings: RunSettings, model: nn.Module, plain: tuple[str, str], device: torch.device) -> Choice:
+def _try(settings: RunSettings, model: PreTrainedModel, plain: tuple[str, str], device: torch.device) -> Choice:
     seconds: list[Timed] = [_time(model, settings, *plain, device, limit=None)]
     rest = settings.steps * seconds[0].step
     if rest < SHORT_TIME:
@@ -188,20 +190,26 @@ def _try(settings: RunSettings, model: nn.Module, plain: tuple[str, str], device
 
 
 def _time(
-    model: nn.Module, settings: RunSettings, precision: str, compile: str, device: torch.device, limit: float | None
+    model: PreTrainedModel,
+    settings: RunSettings,
+    precision: str,
+    compile: str,
+    device: torch.device,
+    limit: float | None,
 ) -> Timed:
     prepare(model, replace(settings, precision=precision, compile=compile))
-    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(0)
-    shape = (settings.batch_size, settings.sequence_length)
-    ids = torch.randint(0, vocab_size, shape, generator=generator).to(device)
+    inputs = {
+        name: tensor.to(device)
+        for name, tensor in random_batch(model, settings.batch_size, settings.sequence_length, generator).items()
+    }
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     times: list[float] = []
     with _undisturbed(model, settings, device):
         for _ in range(TRIAL_STEPS):
             start = time.perf_counter()
             with torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32"):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss = model(**inputs, use_cache=False).loss
             loss.backward()
             float(loss.detach())  # waits for the device
             model.zero_grad(set_to_none=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,7 @@ class LayerGradNorms(_Trainer):
     experts: ExpertBalance | None = None
     second_loss: float | None = None  # on the second corpus, at the last evaluation
     task_scores: dict[str, float] | None = None  # on eval_tasks, at the last evaluation
+    eval_scores: Mapping[str, float] = MappingProxyType({})  # the objective's further measures, at the last evaluation
     overflows: int = 0
     overflows_in_a_row: int = 0
 

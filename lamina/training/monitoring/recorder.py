@@ -37,9 +37,9 @@ class RunRecorder(TrainerCallback):
         metrics: MetricsWriter | NoWriter,
         layers: LayersWriter | NoWriter,
         guard: DivergenceGuard,
-        monitor_ids: torch.Tensor,
+        monitor_inputs: torch.Tensor,
         tokens_per_step: int,
-        bits_per_byte: Callable[[float], float],
+        derived: Callable[[float], dict[str, float]],
         track_layers: bool,
         bar: bool,
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
@@ -49,7 +49,7 @@ class RunRecorder(TrainerCallback):
     ):
         self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
-        self.monitor_ids, self.tokens_per_step, self.bits_per_byte = monitor_ids, tokens_per_step, bits_per_byte
+        self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
@@ -59,10 +59,11 @@ class RunRecorder(TrainerCallback):
         (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
         self.second_loss: float | None = None  # on the second corpus, at the last evaluation
         self.task_scores: dict[str, float] | None = None  # on eval_tasks, at the last evaluation
+        self.scores: dict[str, float] = {}  # the objective's further measures, at the last evaluation
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
-        self._logged = (0, 0.0)
+        self._logged_tokens, self._logged_seconds = 0, 0.0
         self._flushed = time.monotonic()
 
     def on_train_begin(
@@ -73,6 +74,7 @@ class RunRecorder(TrainerCallback):
         )
         assert self.trainer is not None
         self.trainer.continue_records()
+        self._logged_tokens = self.tokens_at(state.global_step)
         if state.global_step == 0:
             self._monitor(0, [])
 
@@ -106,22 +108,31 @@ class RunRecorder(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         step = state.global_step
-        steps, seconds = self.training_steps - self._logged[0], self.training_seconds - self._logged[1]
-        self._logged = (self.training_steps, self.training_seconds)
+        seconds, self._logged_seconds = self.training_seconds - self._logged_seconds, self.training_seconds
         loss, norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
-        record = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss}
-        record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm}
+        tokens = self.tokens_at(step)
+        record = {"step": step, "tokens": tokens, "loss": loss}
+        record |= {"learning_rate": logs.get("learning_rate"), "grad_norm": norm, **self.measured(logs)}
         assert self.trainer is not None
         if (scaler := self.trainer.scaler()) is not None:
             record |= {"loss_scale": scaler.get_scale(), "overflows": self.trainer.overflows}
         if (mix := self.mix(step)) is not None:
             record["mix"] = {name: part["share"] for name, part in mix.items()}
-        self.metrics.write({**record, "tokens_per_second": steps * self.tokens_per_step / max(seconds, 1e-9)})
+        new, self._logged_tokens = tokens - self._logged_tokens, tokens
+        self.metrics.write({**record, "tokens_per_second": new / max(seconds, 1e-9)})
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._take_series()
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
+
+    def tokens_at(self, step: int) -> int:
+        """The tokens trained on by the end of a step."""
+        return step * self.tokens_per_step
+
+    def measured(self, logs: Json) -> Json:
+        """What else a record of training holds, from the trainer's ``logs``: nothing here."""
+        return {}
 
     def mix(self, step: int) -> dict[str, PartShare] | None:
         """What each corpus of a mix has contributed by ``step``; None for a single corpus."""
@@ -138,15 +149,22 @@ class RunRecorder(TrainerCallback):
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.last_eval, self.evaluated_step = loss, state.global_step
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
-        record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step, "eval_loss": loss}
-        record |= {"perplexity": safe_exp(loss), "bits_per_byte": self.bits_per_byte(loss)}
+        record = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
+        record |= self.evaluated(metrics or {}, loss)
         assert self.trainer is not None
+        if self.trainer.eval_scores:
+            self.scores = dict(self.trainer.eval_scores)
+            record |= self.scores
         if (second := self.trainer.second_loss) is not None:
             record["eval_corpus_loss"] = self.second_loss = second
         if (scores := self.trainer.task_scores) is not None:
             self.task_scores = scores
             record["tasks"] = dict(scores)
         self.metrics.write(record)
+
+    def evaluated(self, metrics: Json, loss: float) -> Json:
+        """What a record of an evaluation holds, from its ``metrics`` and its loss."""
+        return {"eval_loss": loss, **self.derived(loss)}
 
     def state_dict(self) -> Json:
         """Step and loss of the last evaluation, the best loss, and what the writers have synced to disk."""
@@ -155,18 +173,21 @@ class RunRecorder(TrainerCallback):
         self.metrics.sync()
         evaluations = [self.evaluated_step, self.last_eval, self.best_eval]
         second = {} if self.second_loss is None else {"eval_corpus_loss": self.second_loss}
-        return {"evaluations": evaluations, **second, **self.metrics.state_dict(), **self.layers.state_dict()}
+        scores = {"scores": self.scores} if self.scores else {}
+        return {"evaluations": evaluations, **second, **scores, **self.metrics.state_dict(), **self.layers.state_dict()}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
-        self.second_loss, self.task_scores = self.metrics.second_loss, self.metrics.task_scores
+        self.second_loss, self.scores = self.metrics.second_loss, self.metrics.scores
+        self.task_scores = self.metrics.task_scores
         if "evaluations" not in state:
             return
         if self.second_loss is None:
             self.second_loss = state.get("eval_corpus_loss")
+        self.scores = self.scores or dict(state.get("scores", {}))
         step, last, best = state["evaluations"]
         if step > self.evaluated_step:
             self.evaluated_step, self.last_eval = int(step), last
@@ -192,7 +213,7 @@ class RunRecorder(TrainerCallback):
         self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
-        tokens = diverged.step * self.tokens_per_step
+        tokens = self.tokens_at(diverged.step)
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
     def close(self) -> None:
@@ -207,7 +228,7 @@ class RunRecorder(TrainerCallback):
         assert self.trainer is not None
         model = self.trainer.bare_model()
         device = next(model.parameters()).device
-        states = hidden_state_rows(model, self.monitor_ids.to(device), step)
+        states = hidden_state_rows(model, self.monitor_inputs.to(device), step)
         self.guard.see_layers(states)
         rows = [*gradients, *states, *gain_rows(model, step)]
         rows += self.updates.rows(step) if self.updates is not None else []
@@ -224,14 +245,6 @@ class RunRecorder(TrainerCallback):
             }
             handler, trainer = self.trainer.callback_handler, self.trainer
             handler.on_log(trainer.args, trainer.state, trainer.control, logs)
-
-
-def safe_exp(loss: float) -> float:
-    """The perplexity of a loss in nats; infinite if it overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.engine.running import run
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitoring.writers import checked_parts, set_aside
+from lamina.training.objectives.objective import Processor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,11 +58,11 @@ class ScheduledProbes(TrainerCallback):
         self,
         folder: Path,
         settings: PretrainSettings,
-        input_ids: torch.Tensor,
-        tokenizer: PreTrainedTokenizerBase,
+        inputs: torch.Tensor,
+        processor: Processor,
     ):
         self.folder, self.specs, self.every = folder / "probes", settings.probes, settings.probe_every
-        self.input_ids, self.tokenizer = input_ids, tokenizer
+        self.inputs, self.processor = inputs, processor
         self.trainer: LayerGradNorms | None = None
         self.seconds = 0.0
         self._structure: Structure | None = None
@@ -110,7 +111,7 @@ class ScheduledProbes(TrainerCallback):
         self.seconds += time.monotonic() - began
 
     def _context(self, model: PreTrainedModel, step: int) -> Context:
-        inputs = {"input_ids": self.input_ids.to(next(model.parameters()).device)}
+        inputs = {model.main_input_name: self.inputs.to(next(model.parameters()).device)}
         if self._structure is None:
             self._structure = structure_of(model, inputs)
         return Context(
@@ -118,7 +119,7 @@ class ScheduledProbes(TrainerCallback):
             base=model.base_model,
             structure=self._structure,
             batches=[inputs],
-            tokenizer=self.tokenizer,
+            tokenizer=self.processor if isinstance(self.processor, PreTrainedTokenizerBase) else None,
             state={"step": step},
         )
 

@@ -10,10 +10,12 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lamina.core.json_types import Json
 from lamina.jobs import digests
+from lamina.jobs.columns import SCORES
 from lamina.jobs.files import finite, write_text, writing
 from lamina.jobs.manifest import entry_of, sync
 from lamina.training.checkpointing.stateful import RunState
@@ -37,6 +39,7 @@ class MetricsWriter:
         self.last_eval: tuple[int, float] = (-1, math.inf)
         self.second_loss: float | None = None  # at the last evaluation
         self.task_scores: dict[str, float] | None = None  # at the last evaluation
+        self.scores: dict[str, float] = {}  # at the last evaluation
         self._sum, self._size = hashlib.sha256(), 0  # of the file
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
         self._unsynced = 0
@@ -70,6 +73,8 @@ class MetricsWriter:
         self.second_loss = second[-1] if second else None
         tasks = [r["tasks"] for r in map(json.loads, lines) if r.get("tasks") is not None]
         self.task_scores = tasks[-1] if tasks else None
+        scores = [{name: r[name] for name in SCORES if name in r} for r in map(json.loads, lines) if "eval_loss" in r]
+        self.scores = scores[-1] if scores else {}
         if evals:
             self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
 
@@ -135,6 +140,7 @@ class NoWriter:
     last_eval = (-1, math.inf)
     second_loss: float | None = None
     task_scores: dict[str, float] | None = None
+    scores: Mapping[str, float] = MappingProxyType({})
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 

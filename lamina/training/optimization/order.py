@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
-import torch
 from torch.utils.data import Sampler
+
+from lamina.data.blocks import shuffled
 
 Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is ahead after it)
 
@@ -88,7 +88,7 @@ class TrainOrder(Sampler[list[int]]):
             return list(range(start, end))
         while start < end:
             turn, place = divmod(start, self.blocks)
-            indices += _shuffled(self.blocks, self.seed + turn)[place : place + end - start].tolist()
+            indices += shuffled(self.blocks, self.seed + turn)[place : place + end - start].tolist()
             start = min(end, (turn + 1) * self.blocks)
         return indices
 
@@ -96,8 +96,3 @@ class TrainOrder(Sampler[list[int]]):
 def ahead(skips: Sequence[Skip], step: int) -> int:
     """How many steps' worth of data are skipped before a step's data."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
-
-
-@lru_cache(maxsize=2)
-def _shuffled(blocks: int, seed: int) -> torch.Tensor:
-    return torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from lamina.training.checkpointing import store as checkpoints
 from lamina.training.checkpointing.stateful import RunState, Stateful, collected
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.guard import DivergenceGuard
+from lamina.training.optimization.averaging import WeightAverage
 
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer
 
@@ -30,6 +32,7 @@ class CheckpointedTrainer(_Trainer):
         states: further objects in a checkpoint's run state, resumed with the trainer.
         keep_also: whether an older checkpoint is not pruned, by its run state.
         rate_factor: the rollbacks' factor on all learning rates.
+        average: of the weights; a checkpoint holds it, too.
     """
 
     processes: Processes
@@ -37,6 +40,7 @@ class CheckpointedTrainer(_Trainer):
     states: Sequence[Stateful] = ()
     keep_also: Callable[[Json], bool] | None = None
     rate_factor: float = 1.0
+    average: WeightAverage | None = None
     _resumed: RunState = MappingProxyType({})
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -49,6 +53,8 @@ class CheckpointedTrainer(_Trainer):
         state = {**own, **collected((*self.states, self.guard))}  # the recorder shows the guard its last steps
         with checkpoints.draft(folder, step, self.processes) as path:
             saving.write(self, self.processes, path, state)
+            if self.average is not None:
+                self.processes.by_first(partial(self.average.write, path))
         keep = self.args.save_total_limit or 1
         self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.keep_also))
 
@@ -69,6 +75,8 @@ class CheckpointedTrainer(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         saving.read_model(self, self.processes, Path(resume_from_checkpoint))
+        if self.average is not None:
+            self.average.read(Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -1,0 +1,65 @@
+"""Token blocks with masked tokens, for masked language models."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+from lamina.data.blocks import Block, ItemSource
+from lamina.data.drawn.drawn_items import EVAL_SEED, DrawnItems
+
+MASK = "<|mask|>"
+REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest stays as it is
+
+
+class MaskedBlocks(DrawnItems[Block]):
+    """Token blocks in which a share of the tokens is to be predicted, as in BERT; transformers masks them.
+
+    Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 at the
+    other tokens. Special tokens are never chosen.
+
+    Args:
+        source: blocks of text.
+        tokenizer: has a mask token; see :func:`with_mask_token`.
+        mask_ratio: the probability with which a token is chosen (ModernBERT: 0.3; BERT: 0.15).
+        seed: of the order and of the masks.
+        training: see :class:`DrawnItems`.
+    """
+
+    def __init__(
+        self,
+        source: ItemSource[Block],
+        tokenizer: PreTrainedTokenizerBase,
+        mask_ratio: float,
+        seed: int = EVAL_SEED,
+        *,
+        training: bool = False,
+    ):
+        super().__init__(source, seed, training=training)
+        self.tokenizer, self.mask_ratio = tokenizer, mask_ratio
+        self.special = torch.tensor(sorted(tokenizer.all_special_ids))
+        self.masking = DataCollatorForLanguageModeling(
+            tokenizer, mlm_probability=mask_ratio, mask_replace_prob=REPLACED, random_replace_prob=RANDOM
+        )
+
+    def for_run(self, seed: int) -> MaskedBlocks:
+        return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
+
+    def change(self, item: Block, generator: torch.Generator) -> Block:
+        """Mask a block [sequence_length]; at least one token is chosen, since a loss over none has no value."""
+        ids = item["input_ids"]
+        special = torch.isin(ids, self.special)
+        self.masking.generator = generator
+        masked, labels = self.masking.torch_mask_tokens(ids[None].clone(), special[None])
+        masked, labels = masked[0], labels[0]
+        if bool((labels == -100).all()) and not bool(special.all()):
+            place = int(torch.nonzero(~special)[0])
+            masked[place], labels[place] = int(self.tokenizer.mask_token_id), ids[place]  # type: ignore[arg-type]
+        return {"input_ids": masked, "labels": labels}
+
+
+def with_mask_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, with a new mask token if it has none."""
+    if tokenizer.mask_token is None:
+        tokenizer.add_special_tokens({"mask_token": MASK})
+    return tokenizer

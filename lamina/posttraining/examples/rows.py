@@ -1,0 +1,115 @@
+"""The rows of a file or a data set, each with its place, and what becomes of those that can't be used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lamina.core.values import home
+from lamina.data.sources import hub_datasets
+from lamina.data.sources.file_text import NotTextError, inner_suffix, open_text
+from lamina.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Fields = Mapping[str, Any]
+ALLOWED = "a .jsonl or .json file, also .gz, .xz or .zst, or hf:NAME[:CONFIG][@SPLIT]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usable(Generic[T]):
+    """The examples of a source.
+
+    Attributes:
+        items: in the order of the rows.
+        skipped: how many rows were left out.
+    """
+
+    items: list[T]
+    skipped: int
+
+
+def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) -> Usable[T]:
+    """What ``use`` makes of each row of a source.
+
+    Args:
+        name: of the setting, for the messages.
+        source: a file, or hf:NAME.
+        use: raises ValueError with the reason why a row can't be used.
+        skip_bad: whether to leave such rows out and count them.
+
+    Raises:
+        UserError: with the line's number, for a row that is not JSON or can't be used; for a source that can't be read
+            or has no usable row.
+    """
+    items: list[T] = []
+    skipped = 0
+    noun = "row" if hub_datasets.is_hub(source) else "line"
+    for number, row in _rows(name, source):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            items.append(use(row))
+        except UserError:
+            raise
+        except ValueError as error:
+            if not skip_bad:
+                where = f"{name}: {source!r}, {noun} {number}"
+                raise UserError(f"{where}: {error} (--skip-bad leaves such {noun}s out)") from None
+            skipped += 1
+    if skipped:
+        logger.warning("%s: %s: %d of %d rows left out", name, source, skipped, skipped + len(items))
+    if not items:
+        raise UserError(f"{name}: {source!r} has no usable row")
+    return Usable(items=items, skipped=skipped)
+
+
+def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
+    """The rows with their numbers from 1; a ValueError in place of one that is no JSON object."""
+    if hub_datasets.is_hub(source):
+        try:
+            data = hub_datasets.load(hub_datasets.parse(source))
+        except UserError as error:
+            raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
+        yield from enumerate((dict(row) for row in data.dataset), start=1)
+        return
+    path = home(name, source)
+    if not path.is_file():
+        raise UserError(f"{name}: {source!r}: no such file (allowed: {ALLOWED})")
+    if (suffix := inner_suffix(path)) not in (".jsonl", ".ndjson", ".json"):
+        raise UserError(f"{name}: {source!r} ends in {suffix or 'nothing'} (allowed: {ALLOWED})")
+    try:
+        yield from (_array(name, path) if suffix == ".json" else _lines(path))
+    except NotTextError as error:
+        raise UserError(f"{name}: {source!r} {error}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, _object(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield number, ValueError(f"not JSON ({error})")
+
+
+def _array(name: str, path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
+    with open_text(path) as file:
+        try:
+            rows = json.load(file)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{name}: {str(path)!r}: not JSON ({error})") from None
+    if not isinstance(rows, list):
+        raise UserError(f"{name}: {str(path)!r} holds no list of rows (allowed: {ALLOWED})")
+    yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
+
+
+def _object(row: object) -> Fields | ValueError:
+    return row if isinstance(row, dict) else ValueError("not a JSON object")

@@ -1,0 +1,131 @@
+"""A job after pretraining, from its settings to its folder: the same for all of them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import transformers
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs import digests
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import Job as Opened
+from lamina.jobs.job import open_job
+from lamina.jobs.model_folder import MODEL
+from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.status import ENDED, Status
+from lamina.posttraining.identity import TuningIdentity
+from lamina.posttraining.run import Job, TuningRun
+from lamina.posttraining.settings import TuningSettings, with_preset
+from lamina.posttraining.stage import Stage
+from lamina.posttraining.starting import find_start, merged, require_libraries
+from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
+from lamina.training.checkpointing.saved_model import save_model
+from lamina.training.execution.devices import device_of
+from lamina.training.execution.processes import Processes, join, reported_once
+from lamina.training.execution.recorded import recorded
+from lamina.training.pretrain import GRACE_SECONDS
+
+S = TypeVar("S", bound=TuningSettings)
+POLICY = ResumePolicy(
+    what="run",
+    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step")),
+    decided=frozenset(("precision", "steps")),
+)
+
+
+def tune(stage: Stage[S], settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+    """Run a job after pretraining and write its folder; returns its result.json.
+
+    ``settings`` are the user's, by name. A run that diverges or is interrupted ends with that status, not with an
+    exception. With ``resume``, a folder with a finished run is left unchanged; otherwise the run resumes from its
+    newest whole checkpoint. Several processes (torchrun) all call this with the same settings.
+
+    Raises:
+        UserError: for invalid settings, data or a model that can't be read, a tokenizer that does not fit, an output
+            folder in use, data or a model that have changed since the run to resume began.
+        OSError: the disk is full.
+    """
+    opened = reported_once(lambda: _open(stage, settings, resume=resume, overwrite=overwrite))
+    with join(opened.settings.device, opened.settings.parallel) as processes:
+        if processes.parallel != "ddp":
+            raise UserError("fsdp: accelerate's configuration asks for it (allowed here: ddp)")
+        earlier = processes.by_first(lambda: result_to_keep(opened.folder) if opened.resumes else None)
+        if earlier is not None and earlier["status"] in ENDED:
+            return earlier
+        transformers.utils.logging.disable_progress_bar()
+        job = processes.first_per_host(lambda: _ready(stage, opened.settings))
+        with ExitStack() as held:
+            resumes = processes.by_first(lambda: _claim(held, opened, job))
+            seconds = float((earlier or {}).get("seconds") or 0.0)
+            return recorded(
+                lambda: _run(job, processes, resume=resumes, bar=bar and processes.first),
+                opened.folder,
+                processes,
+                seconds,
+            )
+
+
+def _open(stage: Stage[S], settings: Json, *, resume: Resume, overwrite: bool) -> Opened[S]:
+    require_libraries(str(stage.kind))
+    return open_job(
+        stage.kind,
+        stage.settings,
+        with_preset(dict(settings)),
+        resume=resume,
+        overwrite=overwrite,
+        policy=POLICY,
+        stored=lambda folder: stored_settings(folder, POLICY.free, stage.settings),
+        wait=GRACE_SECONDS if resume else 0.0,
+    )
+
+
+def _ready(stage: Stage[S], settings: S) -> Job:
+    """Read everything that the job needs, before its folder is touched."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    settings.require("from_model", "data")
+    start = find_start(settings)
+    examples = stage.examples(settings, start)
+    precision = settings.precision
+    if precision == "auto":
+        precision = "bf16" if device_of(settings.device) == "cuda" else "fp32"
+    complete = replace(settings, steps=examples.steps(settings), precision=precision, sequence_length=start.longest)
+    model = start.fingerprint + stage.others(complete, start)
+    identity = TuningIdentity(complete, examples.fingerprint, model)
+    return Job(stage=stage, settings=complete, start=start, examples=examples, identity=identity)
+
+
+def _claim(held: ExitStack, opened: Opened[S], job: Job) -> bool:
+    """Claim the folder and write what the run computes; returns whether it resumes."""
+    if opened.resumes:
+        job.identity.refuse_changes(opened.folder)
+    held.enter_context(opened)
+    digests.remove(opened.folder / "result.json")
+    opened.write_yaml("config.yaml", job.settings.to_dict())
+    opened.write_json("plan.json", job.start.plan.to_dict())
+    job.identity.write(opened.folder)
+    return opened.resumes
+
+
+def _run(job: Job, processes: Processes, *, resume: bool, bar: bool) -> Json:
+    settings, folder = job.settings, Path(str(job.settings.output))
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    run = TuningRun(job, processes, resume=resume, bar=bar)
+    status, reason = run.train()
+    result = run.outcome(status, reason)
+    if status == Status.FINISHED:
+        result |= job.stage.finish(run.setup, run.trainer)
+        result |= run.best.restore()
+        adapter = folder / "adapter" if processes.first else None
+        save_model(merged(run.model, run.tuner, adapter), job.start.tokenizer, folder / MODEL, processes)
+        processes.by_first(run.best.forget)
+    return cast("Json", result)

@@ -1,0 +1,120 @@
+"""The rewards of answers: a reward model's score, or a function of the user's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from lamina.core.python_files import guarded, run_file
+from lamina.data.encoding import Encoder
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError, one_line
+from lamina.jobs.digests import refuse_damaged
+from lamina.jobs.manifest import MANIFEST, sha256
+from lamina.jobs.model_folder import model_folder
+from lamina.posttraining.settings import RlhfSettings
+from lamina.posttraining.stage import Row
+from lamina.posttraining.starting import Start
+
+Score = Callable[[Sequence[Row], Sequence[Sequence[int]], Sequence[str]], list[float]]
+"""Rewards of answers: takes the prompts' rows (prompt, prompt_ids, row), the answers' token ids and their texts."""
+BATCH = 32
+
+
+def check_rewards(settings: RlhfSettings, start: Start) -> str:
+    """A hash of the reward model or function. Raises UserError if there is none, or its vocabulary is another."""
+    if settings.reward_function is not None:
+        path, _ = _parts(settings.reward_function)
+        return sha256(path)
+    if settings.reward_model is None:
+        raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
+    folder = model_folder(settings.reward_model)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"reward_model: {settings.reward_model!r} holds no saved model (config.json is missing)")
+    refuse_damaged(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not any("SequenceClassification" in name for name in config.get("architectures") or ()):
+        raise UserError(
+            f"reward_model: {settings.reward_model!r} gives no score (allowed: a folder as lamina reward leaves it)"
+        )
+    theirs, ours = (Encoder(t) for t in (load_tokenizer(str(folder)), start.tokenizer))
+    if theirs.content_hash() != ours.content_hash():
+        raise UserError(
+            f"reward_model: {settings.reward_model!r} has another vocabulary than the model {start.path!r} (allowed: "
+            "a reward model that was trained from it or has its tokenizer)"
+        )
+    listed = folder / MANIFEST
+    return sha256(listed if listed.is_file() else folder / "config.json")
+
+
+def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:
+    """The rewards of the settings' reward model, on this device, or function."""
+    if settings.reward_function is not None:
+        return _of_function(settings.reward_function)
+    folder = model_folder(str(settings.reward_model))
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    if model.config.num_labels != 1:
+        raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
+    return _of_model(model.to(device).eval().requires_grad_(False))
+
+
+def _of_model(model: PreTrainedModel) -> Score:
+    @torch.no_grad()
+    def score(rows: Sequence[Row], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        scores: list[float] = []
+        whole = [[*row["prompt_ids"], *answer] for row, answer in zip(rows, answers, strict=True)]
+        for first in range(0, len(whole), BATCH):
+            ids, mask = padded(whole[first : first + BATCH], 0, model.device)
+            scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].float().tolist()
+        return scores
+
+    return score
+
+
+def _of_function(named: str) -> Score:
+    path, name = _parts(named)
+    function = getattr(run_file("reward_function", path), name, None)
+    if not callable(function):
+        raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
+
+    def score(rows: Sequence[Row], answers: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        rewards = []
+        with guarded(f"reward_function {named!r}"):
+            for row, text in zip(rows, texts, strict=True):
+                rewards.append(function(row["prompt"], text, json.loads(row["row"])))
+        for reward in rewards:
+            if isinstance(reward, bool | int | float) and math.isfinite(reward):
+                continue
+            raise UserError(f"reward_function: {named!r} returned {one_line(repr(reward))} (allowed: a finite number)")
+        return [float(reward) for reward in rewards]
+
+    return score
+
+
+def _parts(named: str) -> tuple[Path, str]:
+    file, _, name = named.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise UserError(f"reward_function: {named!r} (allowed: FILE.py:NAME)")
+    if not path.is_file():
+        raise UserError(f"reward_function: {file!r}: no such file")
+    return path, name
+
+
+def padded(
+    sequences: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and their mask, [sequences, tokens], padded on the right, or on the left."""
+    longest = max(map(len, sequences))
+    rows, masks = [], []
+    for ids in sequences:
+        blank, ones = [0] * (longest - len(ids)), [1] * len(ids)
+        padding = [pad] * len(blank)
+        rows.append([*padding, *ids] if left else [*ids, *padding])
+        masks.append([*blank, *ones] if left else [*ones, *blank])
+    return torch.tensor(rows, device=device), torch.tensor(masks, device=device)

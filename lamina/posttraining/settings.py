@@ -1,0 +1,224 @@
+"""The settings of the jobs after pretraining."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lamina.core.json_types import Json
+from lamina.core.values import comma_separated, place
+from lamina.errors import UserError, unknown
+from lamina.jobs.setting_groups import OutputSettings, SeedSettings, ThreadSettings
+from lamina.jobs.settings import Settings, above, at_least, between, changed, not_below, setting
+from lamina.posttraining.presets import PRESETS
+from lamina.training.setting_groups import (
+    GuardSettings,
+    LearningRateSettings,
+    OptimizerSettings,
+    RecordSettings,
+    ScheduleSettings,
+    SpeedSettings,
+    TrainerSettings,
+)
+from lamina.training.settings import ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
+
+BestBy = Literal["last", "loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings):
+    """The examples, and how they become text."""
+
+    data: str | None = setting(
+        None, "the examples: a .jsonl or .json file (also .gz/.xz/.zst), or hf:NAME[:CONFIG][@SPLIT]", place
+    )
+    eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", place)
+    eval_fraction: float = setting(
+        0.05, "share of the data that is held out, without eval_data", between(0.0, 0.5, open_low=True)
+    )
+    eval_examples: int = setting(256, "held-out examples per evaluation (0 for all)", at_least(0))
+    template: str = setting(
+        "auto",
+        "how turns become text: auto (the tokenizer's chat template; for instruction rows without one, alpaca), none, "
+        "tokenizer, alpaca, human, chat, or a Jinja file",
+        place,
+    )
+    sequence_length: int | None = setting(
+        None, "longest example in tokens (default: the model's maximum); what is longer is cut off", at_least(4)
+    )
+    skip_bad: bool = setting(False, "leave out rows that can't be used, and count them, rather than stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(Settings):
+    """LoRA, in place of training all weights."""
+
+    lora_rank: int = setting(0, "train LoRA matrices of this rank, not all weights (0: all weights)", at_least(0))
+    lora_alpha: float | None = setting(None, "LoRA's scale times the rank (default: twice the rank)", above(0.0))
+    lora_dropout: float = setting(0.0, "dropout on LoRA's input", between(0.0, 1.0, open_high=True))
+    lora_targets: str = setting(
+        "all-linear", "which linear layers get LoRA: all-linear, or comma-separated names such as q_proj,v_proj",
+        comma_separated,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningSettings(
+    SourceSettings,
+    DataSettings,
+    ScheduleSettings,
+    LearningRateSettings,
+    OptimizerSettings,
+    LoraSettings,
+    RecordSettings,
+    GuardSettings,
+    SpeedSettings,
+    ThreadSettings,
+    TrainerSettings,
+    SeedSettings,
+    ParallelSettings,
+    PauseSettings,
+    OutputSettings,
+):
+    """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs``; ``resolved`` replaces it."""
+
+    without: ClassVar[frozenset[str]] = frozenset(
+        ("eval_blocks", "eval_corpus", "probe_every", "monitor_blocks", "stuck_margin", "compile", "parallel")
+    )
+    order: ClassVar[tuple[str, ...]] = ("from_model", "data")
+
+    from_model: str | None = changed(
+        None,
+        help="the model to start from: a run's folder, a Lamina checkpoint, or a transformers one that lamina convert "
+        "supports",
+    )
+    steps: int = changed(0, help="optimizer steps (0: as many as the epochs take)", check=at_least(0))
+    epochs: float = setting(1.0, "passes over the examples, unless steps are given", above(0.0))
+    batch_size: int = changed(8, help="examples per micro-batch, over all processes")
+    warmup: float = changed(0.03)
+    weight_decay: float = changed(0.0)
+    beta2: float = changed(0.999)
+    min_learning_rate: float = changed(0.0)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = changed(
+        "auto", help="auto (bf16 on a GPU, else fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
+    )
+    seed: int = changed(0, help="seed of the order of the examples and of everything else that is random")
+
+    def check(self) -> None:
+        """Check the schedule once the number of steps is known. Raises UserError that names the field."""
+        if self.steps:
+            super().check()
+        if self.lora_rank == 0:
+            for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+                if (value := getattr(self, name)) != self.default(name):
+                    raise UserError(f"{name}: {value!r} has no effect without LoRA (allowed: with --lora-rank)")
+
+    def as_run(self) -> PretrainSettings:
+        """The settings that any training run has, for what is shared with pretraining."""
+        shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "from_model"}
+        shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
+        return PretrainSettings.from_dict(shared)
+
+    def require(self, *names: str) -> None:
+        """Raise UserError for the first of these settings that has no value."""
+        for name in names:
+            if getattr(self, name) is None:
+                flag = "from" if name == "from_model" else name.replace("_", "-")
+                raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSettings(TuningSettings):
+    """One fine-tuning run."""
+
+    command_name = "sft"
+
+    preset: str | None = setting(None, f"a published recipe's settings, which your own override: {', '.join(PRESETS)}")
+    epochs: float = changed(3.0)
+    learning_rate: float = changed(2e-5)
+    loss_on: Literal["answer", "all"] = setting("answer", "the tokens that are trained on: answer, or all")
+    packing: bool = setting(
+        False, "fill each sequence with several examples, which don't attend to one another; sequence_length long"
+    )
+    best_by: BestBy = setting(
+        "last", "the model to keep: last, or the one with the lowest held-out loss of all evaluations"
+    )
+    output: str = changed("runs/sft")
+
+
+def with_preset(given: Json) -> Json:
+    """The user's settings over those of the preset that they name. Raises UserError for an unknown preset."""
+    name = given.get("preset")
+    if name is None:
+        return given
+    if name not in PRESETS:
+        raise unknown("preset", str(name), PRESETS)
+    return {**PRESETS[str(name)].settings, **given}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings(TuningSettings):
+    """One reward model."""
+
+    command_name = "reward"
+
+    learning_rate: float = changed(2e-5)
+    output: str = changed("runs/reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoSettings(TuningSettings):
+    """One run of direct preference optimization."""
+
+    command_name = "dpo"
+
+    learning_rate: float = changed(1e-6)
+    beta: float = setting(0.1, "how closely the policy is held to the model that it starts from", above(0.0))
+    output: str = changed("runs/dpo")
+
+
+Algorithm = Literal["remax", "rloo", "grpo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlhfSettings(TuningSettings):
+    """One policy."""
+
+    command_name = "rlhf"
+
+    data: str | None = changed(
+        None, help="the prompts: a .jsonl or .json file (also .gz/.xz/.zst), or hf:NAME[:CONFIG][@SPLIT]"
+    )
+    reward_model: str | None = setting(None, "the folder of a reward model, as lamina reward leaves it", place)
+    reward_function: str | None = setting(
+        None,
+        "FILE.py:NAME, a function reward(prompt, answer, row) that returns a number, in place of a reward model; the "
+        "file runs as code",
+        place,
+    )
+    algorithm: Algorithm = setting("remax", "remax, rloo or grpo")
+    kl_per: Literal["step", "sequence"] = setting(
+        "step", "with remax, what the KL penalty is charged to: each step (Adam-mini), or the sequence (TRL)"
+    )
+    beta: float = setting(0.1, "the factor on the KL to the model that it starts from", not_below(0.0))
+    reward_clip: float = setting(5.0, "rewards are clipped to this magnitude (0 for no clipping)", not_below(0.0))
+    num_generations: int = setting(
+        2, "answers per prompt: sampled ones; with remax, always one sampled and one greedy", at_least(2)
+    )
+    max_answer: int = setting(128, "longest answer in tokens", at_least(1))
+    temperature: float = setting(1.0, "of the sampled answers", above(0.0))
+    learning_rate: float = changed(2e-7)
+    batch_size: int = changed(8, help="prompts per micro-batch, over all processes")
+    output: str = changed("runs/rlhf")
+
+    def check(self) -> None:
+        """Raise UserError for settings that do not go together."""
+        super().check()
+        if self.reward_model is not None and self.reward_function is not None:
+            raise UserError(f"reward_function: {self.reward_function!r}, and a reward_model (allowed: one of them)")
+        if self.algorithm == "remax" and self.num_generations != 2:
+            raise UserError(
+                f"num_generations: {self.num_generations} (allowed with remax: 2, one sampled answer and one greedy)"
+            )
+        if self.algorithm != "remax" and self.kl_per != self.default("kl_per"):
+            raise UserError(f"kl_per: {self.kl_per!r} has no effect here (allowed: with --algorithm remax)")

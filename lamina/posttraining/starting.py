@@ -1,0 +1,151 @@
+"""The model that a job after pretraining starts from, and its tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError
+from lamina.jobs.digests import refuse_damaged
+from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.model_folder import model_folder
+from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
+from lamina.placements import Plan
+from lamina.posttraining.settings import TuningSettings
+from lamina.training import source
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a job starts from.
+
+    Attributes:
+        path: as the user gave it.
+        tokenizer: the model's, with an end-of-text and a padding token.
+        plan: where the norms sit.
+        positions: the longest sequence that the model takes.
+        longest: the longest that the job uses.
+    """
+
+    path: str
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan
+    positions: int
+    longest: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the model's files (of its manifest, if it has one)."""
+        folder = model_folder(self.path)
+        digest = hashlib.sha256(str(self.path).encode() if not folder.is_dir() else b"")
+        names = [MANIFEST] if (folder / MANIFEST).is_file() else ["config.json", "model.safetensors.index.json"]
+        for path in (folder / name for name in names):
+            digest.update(path.read_bytes() if path.is_file() else b"")
+        return digest.hexdigest()
+
+    def policy(self) -> LaminaForCausalLM:
+        """The model in float32, to be trained."""
+        model = cast("LaminaForCausalLM", source.load(self.path, source.config_of(self.path), "causal_lm"))
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        model.generation_config.pad_token_id = self.tokenizer.pad_token_id
+        model.generation_config.eos_token_id = self.tokenizer.eos_token_id
+        return model
+
+    def scorer(self) -> LaminaForSequenceClassification:
+        """The model with a score at the last token in place of its readout; the score's weights are drawn anew."""
+        policy = self.policy()
+        config = copy.deepcopy(policy.config)
+        config.num_labels = 1
+        config.pad_token_id = self.tokenizer.pad_token_id
+        with torch.device("meta"):
+            model = LaminaForSequenceClassification(config)
+        model.model = policy.model
+        std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
+        model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+        torch.nn.init.normal_(model.score.weight, std=std)
+        return model.train()
+
+
+def find_start(settings: TuningSettings) -> Start:
+    """Look at the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
+    settings.require("from_model")
+    path = str(settings.from_model)
+    source.refuse_as_output(str(settings.output), path)
+    folder = model_folder(path)
+    if folder.is_dir():
+        refuse_damaged(folder)
+    try:
+        config = source.config_of(path)
+        tokenizer = load_tokenizer(str(folder) if folder.is_dir() else path)
+        source.check_vocabulary(config, len(tokenizer), path)
+    except UserError as error:
+        raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
+    positions = int(config.max_position_embeddings)
+    longest = settings.sequence_length or positions
+    if longest > positions:
+        raise UserError(f"sequence_length: {longest} is more than the model's {positions} (allowed: at most that)")
+    plan = source.stored_plan(path)
+    return Start(path=path, tokenizer=tokenizer, plan=plan, positions=positions, longest=longest)
+
+
+def require_libraries(job: str) -> None:
+    """Raise UserError that says what to install, where TRL or peft is missing."""
+    for library in ("trl", "peft", "datasets"):
+        if importlib.util.find_spec(library) is None:
+            raise UserError(f"{job}: needs {library} (to install it: pip install 'lamina[posttrain]')")
+
+
+def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | None:
+    """Put LoRA matrices beside a model's linear layers, which are frozen then; None where none is asked for.
+
+    A reward model's score stays trainable. Raises UserError for layers that the model does not have.
+    """
+    if settings.lora_rank == 0:
+        return None
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    named = settings.lora_targets
+    config = LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha or 2.0 * settings.lora_rank,  # pyright: ignore[reportArgumentType]
+        lora_dropout=settings.lora_dropout,
+        target_modules=named if named == "all-linear" else [name.strip() for name in named.split(",")],
+        exclude_modules=["lm_head", "score"],
+    )
+    config.base_model_name_or_path = str(settings.from_model)
+    try:
+        tuner = LoraModel(model, config, "default")
+    except ValueError as error:
+        linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        names = ", ".join(sorted(linear - {"lm_head", "score"}))
+        raise UserError(f"lora_targets: {named!r} ({error}) (allowed: all-linear, or of {names})") from None
+    if isinstance(model, LaminaForSequenceClassification):
+        model.score.requires_grad_(True)
+    return tuner
+
+
+def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None = None) -> PreTrainedModel:
+    """A model whose LoRA matrices are added to its weights; ``adapter``: where they are kept as peft reads them."""
+    if tuner is None:
+        return model
+    if adapter is not None:
+        from safetensors.torch import save_file
+
+        adapter.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name}
+        named = {f"base_model.model.{name.replace('.default.', '.')}": value for name, value in tensors.items()}
+        save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, adapter / "adapter_model.safetensors")
+        tuner.peft_config["default"].save_pretrained(str(adapter))
+    return tuner.merge_and_unload()

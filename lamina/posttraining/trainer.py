@@ -1,0 +1,95 @@
+"""What every trainer after pretraining adds to TRL's: checkpoints, order, guard, layer monitor, and no telemetry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from lamina.core.json_types import Json
+from lamina.training.checkpointing.stateful import RunState, Stateful
+from lamina.training.execution.processes import Processes
+from lamina.training.monitoring.gradient_norms import LayerGradNorms
+from lamina.training.monitoring.guard import DivergenceGuard
+from lamina.training.monitoring.series import StepSeries
+from lamina.training.optimization.order import TrainOrder
+from lamina.training.trainers.checkpointed import CheckpointedTrainer
+from lamina.training.trainers.ordered import OrderedTrainer
+
+_Trainer = Trainer if TYPE_CHECKING else object
+Passed: TypeAlias = Any
+"""An argument that goes to TRL's trainer, or comes from it, unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run gives its trainer beside TRL's own arguments.
+
+    Attributes:
+        processes: this process and the run's others.
+        guard: checks losses and gradients.
+        order: which examples each step trains on.
+        schedule: the share of the peak learning rate by steps done; None for the arguments' own.
+        states: further objects in a checkpoint's run state.
+    """
+
+    processes: Processes
+    guard: DivergenceGuard
+    order: TrainOrder
+    schedule: Callable[[int], float] | None
+    states: Sequence[Stateful]
+
+
+class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer):
+    """A mixin for TRL's trainers; ``parts`` is its own argument."""
+
+    _metrics: dict[str, dict[str, list[float]]]
+    _total_train_tokens: int = 0
+
+    def __init__(self, *args: Passed, parts: Parts, **kwargs: Passed):
+        self.processes, self.guard, self.order = parts.processes, parts.guard, parts.order
+        self.schedule = parts.schedule
+        self.states = parts.states
+        self.series = StepSeries(self.processes)
+        self.layer_rows, self.gradient_norms = [], None
+        super().__init__(*args, **kwargs)
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: TRL would report the model type and the machine of every run."""
+
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
+        """Write no card into a checkpoint."""
+
+    def training_step(self, *args: Passed, **kwargs: Passed) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        assert self.series is not None
+        self.series.add_loss(loss)
+        if loss.device.type == "cpu" and not math.isfinite(value := self.processes.mean(float(loss))):
+            self.guard.see_loss(self.state.global_step + 1, value)
+        return loss
+
+    def state_dict(self) -> Json:
+        """The same as for pretraining, and what TRL has measured since the last record."""
+        counts = {"train_tokens": self.tokens_seen, "measured": dict(self._metrics["train"])}
+        return {**super().state_dict(), **counts}
+
+    def load_state_dict(self, state: RunState) -> None:
+        super().load_state_dict(state)
+        self._total_train_tokens = int(state.get("train_tokens", 0))
+        for name, values in state.get("measured", {}).items():
+            self._metrics["train"][name] = list(values)
+
+    @property
+    def tokens_seen(self) -> int:
+        """The tokens trained on so far, over all processes."""
+        return int(self._total_train_tokens)
+
+    def bare_model(self) -> PreTrainedModel:
+        """The model without the wrappers of accelerate and DDP; LoRA's matrices stand in its own layers."""
+        assert isinstance(self.model, nn.Module)
+        return self.accelerator.unwrap_model(self.model)

@@ -1,0 +1,113 @@
+"""The card of a trained model, README.md beside its weights: what it is, what it learned from, how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+from transformers import PreTrainedModel
+
+from lamina.jobs.columns import RESULT_COLUMNS
+from lamina.jobs.environment import environment
+from lamina.modeling.modeling_lamina import HEADS
+from lamina.placements import Plan
+from lamina.placements.diagram import svg, text
+from lamina.placements.diagram.labels import title_of
+from lamina.placements.resolution import find
+
+CARD, DIAGRAM = "README.md", "placement.svg"
+_PIPELINES = {
+    "causal_lm": "text-generation",
+    "masked_lm": "fill-mask",
+    "image_classification": "image-classification",
+    "sequence_classification": "text-classification",
+}
+_RESULTS = ("status", "steps", "tokens", "parameters", "eval_loss", "eval_corpus_loss", "perplexity", "bits_per_byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a model's card says.
+
+    Attributes:
+        head: the name of the model's head in ``HEADS``.
+        data: name and value of each fact about the data, in their order.
+        result: of the run, as result.json holds it.
+        command: the command line that trains the model again.
+        base_model: the model that the training began with, if any.
+    """
+
+    head: str
+    data: Mapping[str, object]
+    result: Mapping[str, object]
+    command: str
+    base_model: str | None = None
+
+    def write(self, model: PreTrainedModel, folder: Path) -> None:
+        """Write the card and the placement's diagram into a model's folder."""
+        plan = Plan.from_dict(model.config.plan)
+        (folder / DIAGRAM).write_text(svg(plan), encoding="utf-8")
+        (folder / CARD).write_text(self.text(model, plan), encoding="utf-8")
+
+    def text(self, model: PreTrainedModel, plan: Plan) -> str:
+        """The card as Markdown, with the fields in front that the hub reads."""
+        backbone = model.config.get_text_config()
+        fields = ModelCardData(
+            library_name="transformers",
+            pipeline_tag=_PIPELINES[self.head],
+            tags=["lamina", plan.placement or "custom", backbone.model_type],
+            base_model=self.base_model,
+        ).to_yaml()
+        auto, size = HEADS[self.head].auto_class, sum(weight.numel() for weight in model.parameters())
+        sizes = f"{plan.num_layers} blocks, width {backbone.hidden_size}, {size:,} parameters"
+        lines = [
+            *("---", fields, "---", ""),
+            f"# {title_of(plan)} on {backbone.model_type}",
+            *("", f"A model with the norm placement {_code(plan.placement)}: {sizes}. Trained with Lamina."),
+            *("", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", text(plan), "```"),
+            *_source(plan),
+            *("", "## Data", "", *_table("data", "", self.data)),
+            *("", "## Results", "", *_table("measure", "value", self._results())),
+            *("", "## Use", "", "```python", "import lamina  # or trust_remote_code=True below"),
+            *(f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")', "```"),
+            *("", "## Training", "", "```bash", self.command, "```", ""),
+            "Versions: " + ", ".join(f"{name} {version}" for name, version in _versions().items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _results(self) -> dict[str, object]:
+        """The run's measures in print, by their titles; those that it does not have are left out."""
+        shown: dict[str, object] = {}
+        for column in RESULT_COLUMNS:
+            value = self.result.get(column.name)
+            if value is None or value != value or column.name not in (*_RESULTS, *_SCORES):
+                continue
+            shown[column.title] = f"{value:{column.format}}" if column.format else value
+        return shown
+
+
+_SCORES = tuple(column.name for column in RESULT_COLUMNS if "accuracy" in column.name)
+
+
+def _source(plan: Plan) -> list[str]:
+    try:
+        source = find(plan.placement).source
+    except ValueError:  # one's own placement, from a file
+        return []
+    return ["", f"Source: {source}"]
+
+
+def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
+    cells = [f"| {key} | {_code(content)} |" for key, content in rows.items()]
+    return [f"| {name} | {value} |", "| --- | --- |", *cells]
+
+
+def _code(value: object) -> str:
+    """A value as it is written, whatever characters it has."""
+    return "`" + " ".join(str(value).replace("`", "'").replace("|", "\\|").split()) + "`"
+
+
+def _versions() -> dict[str, str]:
+    return {name: str(version) for name, version in environment(0)["versions"].items() if version}

@@ -1,0 +1,149 @@
+"""The objective of a run: what the model is trained to predict, and everything that follows from it."""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from lamina.core.registry import Registry
+from lamina.data.blocks import Splits, Stats
+from lamina.errors import UserError
+from lamina.modeling.modeling_lamina import adapter_of
+
+if TYPE_CHECKING:
+    from transformers.image_processing_utils import BaseImageProcessor
+
+    from lamina.training.settings import PretrainSettings
+
+Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor"
+"""What turns raw data into a model's input: it is saved beside the model."""
+Collate: TypeAlias = Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
+"""Joins items to a batch."""
+
+
+class Objective(ABC):
+    """What a model is trained to predict. An objective is found by its head: a backbone says which heads it takes.
+
+    Attributes:
+        head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
+        own: the settings that only some objectives use, this one among them.
+        without: the settings of all other objectives that it does not use.
+    """
+
+    head: ClassVar[str]
+    own: ClassVar[frozenset[str]] = frozenset()
+    without: ClassVar[frozenset[str]] = frozenset()
+
+    def check(self, settings: PretrainSettings) -> None:
+        """Raise UserError for a setting that has no effect with this objective, or whose value does not fit it."""
+        for name in sorted((all_own() - self.own) | self.without):
+            if getattr(settings, name) != settings.default(name):
+                users = [other.head for other in objectives() if other.uses(name)]
+                raise UserError(
+                    f"{name}: {getattr(settings, name)!r} has no effect on the objective {self.head!r} (allowed: with "
+                    f"{', '.join(users)})"
+                )
+
+    def uses(self, name: str) -> bool:
+        """Whether a setting has an effect."""
+        return name in self.own or (name not in all_own() and name not in self.without)
+
+    def refuse_for(self, command: str, head: str, backbone: str) -> None:
+        """Raise UserError if a command that measures models with another head is asked for this one."""
+        if self.head != head:
+            raise UserError(
+                f"backbone: {backbone!r} is trained on {self.head}, and lamina {command} measures {head} alone "
+                "(allowed: such a backbone)"
+            )
+
+    @abstractmethod
+    def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
+        """Give a backbone's configuration room for the items of these settings. Raises UserError."""
+
+    @abstractmethod
+    def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
+        """The number of tokens of one item, as the stream has them."""
+
+    @abstractmethod
+    def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
+        """The data and what processes it; ``bar``: show progress. Raises UserError."""
+
+    @abstractmethod
+    def complete(
+        self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
+    ) -> PreTrainedConfig:
+        """A copy of a backbone's configuration with what the data decides: a vocabulary, or classes.
+
+        ``from_model``: the checkpoint that the run continues, whose sizes stay. Raises UserError if they do not fit.
+        """
+
+    def collate(self, settings: PretrainSettings, splits: Splits) -> Collate | None:
+        """How the items of a training step become a batch; None for transformers' default."""
+        return None
+
+    def collate_eval(self) -> Collate | None:
+        """How held-out items become a batch; None for transformers' default."""
+        return None
+
+    @abstractmethod
+    def derived(self, loss: float, stats: Stats) -> dict[str, float]:
+        """The numbers that follow from an eval loss alone, by the columns' names."""
+
+    @abstractmethod
+    def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
+        """What a reader of the model's card should know of the data."""
+
+    def scores(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Further measures of each held-out item, [batch] each, by the columns' names; empty: the loss is all."""
+        return {}
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there are ``scores``."""
+        return type(self).scores is not Objective.scores
+
+
+_registry: Registry[Objective] = Registry(
+    "objective",
+    modules=lambda: (f"{__package__}.{module.name}" for module in pkgutil.iter_modules([str(Path(__file__).parent)])),
+)
+
+
+def objective(cls: type[Objective]) -> type[Objective]:
+    """Register an objective by its head. A decorator."""
+    _registry.add(cls.head, cls())
+    return cls
+
+
+def objectives() -> list[Objective]:
+    """All objectives."""
+    return [_registry.get(name) for name in _registry.names()]
+
+
+def all_own() -> frozenset[str]:
+    """The settings that belong to single objectives."""
+    return frozenset().union(*(each.own for each in objectives()))
+
+
+def objective_of(config: PreTrainedConfig, requested: str = "auto", backbone: str | None = None) -> Objective:
+    """The objective for a backbone: the requested one, or for "auto" the first that its heads allow.
+
+    ``backbone``: its name, for the message. Raises UserError for an objective that does not fit it.
+    """
+    fitting = [head for head in adapter_of(config).heads if head in _registry.names()]
+    name = backbone or config.model_type
+    if not fitting:
+        raise UserError(f"backbone: {name!r} has no head that can be pretrained (allowed: see `lamina backbones`)")
+    if requested == "auto":
+        return _registry.get(fitting[0])
+    if requested not in fitting:
+        raise UserError(
+            f"objective: {requested!r} does not fit the backbone {name!r} (allowed: auto, {', '.join(fitting)})"
+        )
+    return _registry.get(requested)

@@ -1,0 +1,101 @@
+"""What the objectives of text have in common: blocks of tokens and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from lamina.core.json_types import Json
+from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
+from lamina.data.blocks import BlockStats, Splits, Stats
+from lamina.errors import UserError
+from lamina.modeling.backbones import PRESETS, resolve_backbone
+from lamina.training import source
+from lamina.training.objectives.objective import Objective, Processor
+
+if TYPE_CHECKING:
+    from lamina.training.settings import PretrainSettings
+
+
+class TextObjective(Objective):
+    """An objective whose items are blocks of tokens."""
+
+    def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:
+        # A preset gets the run's positions; a folder keeps its own, since its windows and RoPE depend on them.
+        if settings.backbone in PRESETS or settings.sequence_length > config.max_position_embeddings:
+            config.max_position_embeddings = settings.sequence_length
+
+    def item_tokens(self, config: PreTrainedConfig, settings: PretrainSettings) -> int:
+        return settings.sequence_length
+
+    def read(self, settings: PretrainSettings, config: PreTrainedConfig, *, bar: bool) -> tuple[Splits, Processor]:
+        return read_text(settings, bar)
+
+    def complete(
+        self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
+    ) -> PreTrainedConfig:
+        tokenizer = cast(PreTrainedTokenizerBase, processor)
+        config = with_vocabulary(config, len(tokenizer), from_model)
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        return config
+
+    def facts(self, settings: PretrainSettings, stats: Stats) -> dict[str, object]:
+        assert isinstance(stats, BlockStats)
+        return {
+            "corpus": settings.corpus,
+            "tokenizer": f"{settings.tokenizer}, {stats.vocab_size:,} tokens",
+            "tokens to train on": f"{stats.train_tokens:,}",
+            "tokens held out": f"{stats.eval_tokens:,}",
+            "unigram entropy": f"{stats.unigram_entropy:.3f} nats per token",
+            "fingerprint": stats.fingerprint,
+        }
+
+
+def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
+    """A copy of a configuration with this vocabulary size; a run with ``from_model`` keeps the checkpoint's.
+
+    Raises UserError for more tokens than the checkpoint ``from_model`` has.
+    """
+    if from_model is None:
+        return resolve_backbone(config, vocab_size=vocab_size)
+    source.check_vocabulary(config, vocab_size, from_model)
+    return resolve_backbone(config)
+
+
+def read_text(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
+    """The blocks of a run's corpus, and of its second one, and their tokenizer; ``bar``: show progress."""
+    blocks, tokenizer = _read_corpus(settings, bar)
+    if settings.eval_corpus is None:
+        return blocks, tokenizer
+    with about_eval_corpus():
+        field = settings.text_field
+        second = whole_blocks(settings.eval_corpus, tokenizer, settings.sequence_length, text_field=field, progress=bar)
+    return replace(blocks, second=second), tokenizer
+
+
+def _read_corpus(settings: PretrainSettings, bar: bool) -> tuple[Blocks, PreTrainedTokenizerBase]:
+    read: Json = {
+        "corpus": settings.corpus,
+        "tokenizer_spec": settings.tokenizer,
+        "sequence_length": settings.sequence_length,
+        "eval_fraction": settings.eval_fraction,
+        "text_field": settings.text_field,
+    }
+    if settings.streaming:
+        return stream_blocks(
+            **read, eval_blocks=settings.eval_blocks, buffer=settings.shuffle_buffer, seed=settings.seed
+        )
+    return prepare_blocks(**read, progress=bar)
+
+
+@contextmanager
+def about_eval_corpus() -> Iterator[None]:
+    """What is wrong with the corpus read here is said of the setting ``eval_corpus``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"eval_corpus: {str(error).removeprefix('corpus: ')}") from None

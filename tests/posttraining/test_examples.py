@@ -1,0 +1,172 @@
+"""Rows of every format become the tokens and labels that TRL itself would make of them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+
+from lamina.data.tokenizers import load_tokenizer
+from lamina.errors import UserError
+from lamina.posttraining.examples import rows
+from lamina.posttraining.examples.encoding import IGNORED, Encoder
+from lamina.posttraining.examples.formats import Completion, Dialogue, example_of, preference_of, question_of
+from lamina.posttraining.examples.templates import TEMPLATES, render
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hällo?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye!"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("bytes")
+
+
+def encoder(tokenizer, template=None, **options):
+    return Encoder(tokenizer=tokenizer, template=template, longest=options.pop("longest", 512), **options)
+
+
+def trl_labels(tokenizer, row, template=None, assistant_only=False):
+    """What SFTTrainer prepares from a row."""
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(
+        output_dir="none", max_length=None, assistant_only_loss=assistant_only, use_cpu=True, bf16=False
+    )
+    tokenizer.chat_template = template
+    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=template, completion_only_loss=True)
+    data = SFTTrainer._prepare_dataset(trainer, Dataset.from_list([row]), tokenizer, arguments, False, None, "train")
+    return data[0]["input_ids"], data[0]["labels"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "Sum of 1 and 2 is", "completion": " 3"}, {"prompt": "ä", "completion": "ö"}]
+)
+def test_a_prompt_with_its_completion_is_encoded_as_trl_does(tokenizer, row):
+    ours = encoder(tokenizer).example(example_of(row))
+    assert (ours.input_ids, ours.labels) == trl_labels(tokenizer, row)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_conversation_is_encoded_as_trl_does(tokenizer, name):
+    """TRL finds an answer by the template's own generation marks; here they are put around the assistant's texts."""
+    template = TEMPLATES[name]
+    row = {"prompt": TURNS[:2], "completion": [TURNS[2]]}
+    ours = encoder(tokenizer, template).example(example_of(row))
+    assert (ours.input_ids, ours.labels) == trl_labels(tokenizer, row, template)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_answer_of_a_conversation_is_a_label_with_its_end(tokenizer, name):
+    tokens = encoder(tokenizer, TEMPLATES[name]).example(Dialogue(messages=TURNS))
+    learned = tokenizer.decode([label for label in tokens.labels if label != IGNORED])
+    end = tokenizer.eos_token
+    assert [part.strip() for part in learned.split(end)] == ["Yes.", "Bye!", ""]
+
+
+def test_alpacas_template_is_the_published_one(tokenizer):
+    """As in LLM-Adapters' generate_prompt, written out."""
+    row = {"instruction": "Sort.", "input": "b a", "output": "a b"}
+    text = render(tokenizer, TEMPLATES["alpaca"], example_of(row).messages, answers=False)
+    assert text == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nSort.\n\n### Input:\nb a\n\n"
+        "### Response:\na b<|endoftext|>"
+    )
+
+
+def test_adam_minis_template_is_its_own(tokenizer):
+    text = render(tokenizer, TEMPLATES["human"], [{"role": "user", "content": "Hi"}], answers=True)
+    assert text == " Human: Hi Assistant:"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"conversations": ["q", "a"]},
+        {"instruction": "q", "output": "a"},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+    ],
+)
+def test_formats_of_the_same_conversation_are_the_same(row):
+    expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert [dict(turn) for turn in example_of(row).messages] == expected
+    assert [dict(turn) for turn in question_of(row).prompt] == expected[:1]
+
+
+def test_texts_stay_as_they_are():
+    assert example_of({"prompt": "q", "completion": "a"}) == Completion(prompt="q", completion="a")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "x"}, "no known fields"),
+        ({"instruction": "q"}, "no field 'output'"),
+        ({"instruction": "q", "output": " "}, "'output' is empty"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant's"),
+        ({"messages": [{"role": "robot", "content": "q"}]}, "turn 1 of 'messages' has no role"),
+        ({"messages": "q"}, "must be a list of turns"),
+    ],
+)
+def test_a_row_that_is_no_example_says_why(row, message):
+    with pytest.raises(ValueError, match=message):
+        example_of(row)
+
+
+def test_preferences_of_whole_conversations_share_their_beginning():
+    question = {"role": "user", "content": "q"}
+    answers = [{"role": "assistant", "content": text} for text in ("good", "bad")]
+    preference = preference_of({"chosen": [question, answers[0]], "rejected": [question, answers[1]]})
+    assert (preference.chosen, preference.rejected) == ("good", "bad")
+    assert [dict(turn) for turn in preference.prompt] == [question]
+    other = [{"role": "user", "content": "other"}, answers[1]]
+    with pytest.raises(ValueError, match="differ before their last turn"):
+        preference_of({"chosen": [question, answers[0]], "rejected": other})
+
+
+def test_what_is_too_long_is_cut_and_counted(tokenizer):
+    tokens = encoder(tokenizer, longest=6).example(Completion(prompt="abc", completion="defgh"))
+    assert tokens.truncated
+    assert tokens.labels == [IGNORED] * 3 + [ord(c) for c in "def"]
+    with pytest.raises(ValueError, match="the prompt has 3 tokens, which leaves none of 3"):
+        encoder(tokenizer, longest=3).example(Completion(prompt="abc", completion="d"))
+
+
+def test_the_loss_on_all_has_every_token(tokenizer):
+    tokens = encoder(tokenizer, loss_on_all=True).example(Completion(prompt="a", completion="b"))
+    assert tokens.labels == tokens.input_ids
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
+def test_files_of_each_kind_are_read(tmp_path, suffix):
+    import gzip
+
+    written = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    text = json.dumps(written) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in written)
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
+    assert rows.read("data", str(path), example_of, skip_bad=False).items == [example_of(row) for row in written]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"x", r"ends in .txt \(allowed: a .jsonl or .json file"),
+        ("a.json", b"{}", "holds no list of rows"),
+        ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
+        ("a.jsonl", b"\n\n", "has no usable row"),
+        ("a.jsonl", b"\xff\xfe\x00", "is binary or not UTF-8"),
+    ],
+)
+def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        rows.read("data", str(tmp_path / name), example_of, skip_bad=False)

@@ -1,0 +1,209 @@
+"""`lamina reward`, `lamina dpo` and `lamina rlhf` on a tiny model."""
+
+import json
+
+import pytest
+import torch
+from posttraining.tiny import preferences, write_model, write_rows
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lamina.errors import UserError
+from lamina.posttraining.dpo import dpo
+from lamina.posttraining.policy import remax_class
+from lamina.posttraining.reward import reward
+from lamina.posttraining.rlhf import rlhf
+from lamina.reports import report
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", preferences(24))
+
+
+@pytest.fixture(scope="module")
+def judge(base, pairs, tmp_path_factory):
+    """A reward model's folder and result."""
+    folder = tmp_path_factory.mktemp("judge") / "run"
+    given = common(base, pairs, folder)
+    return folder, reward({**given, "steps": 20, "learning_rate": 1e-2}, bar=False)
+
+
+def common(base, data, folder):
+    return {
+        "from_model": str(base),
+        "data": str(data),
+        "output": str(folder),
+        "batch_size": 4,
+        "eval_fraction": 0.25,
+        "learning_rate": 1e-3,
+        "steps": 4,
+        "logging_steps": 1,
+    }
+
+
+@pytest.fixture
+def policy(base, pairs, judge, tmp_path):
+    """Train a policy in ``tmp_path / name``; gives the folder and the result."""
+
+    def run(name="run", resume=False, **changed):
+        given = common(base, pairs, tmp_path / name)
+        given |= {"reward_model": str(judge[0]), "max_answer": 6, "eval_steps": 2}
+        given = {"output": given["output"]} if resume else given
+        given = {key: value for key, value in {**given, **changed}.items() if value is not ...}
+        return tmp_path / name, rlhf(given, resume=resume, bar=False)
+
+    return run
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_weights(one, other):
+    first, second = (AutoModelForCausalLM.from_pretrained(f / "model").state_dict() for f in (one, other))
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_reward_model_orders_held_out_pairs(judge):
+    folder, result = judge
+    assert result["status"] == "finished"
+    assert result["eval_accuracy"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.config.num_labels == 1
+    texts = [f"mno?{answer}mno{tokenizer.eos_token}" for answer in (" a", " z")]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    better, worse = model(**inputs).logits[:, 0].tolist()
+    assert better > worse
+    assert "of the pairs ordered right" in report(folder).read_text()
+
+
+def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
+    """Byte tokenizers pad with the token that ends a text."""
+    model = AutoModelForSequenceClassification.from_pretrained(judge[0] / "model").eval()
+    ids = torch.tensor([[5, 6, 7, 256, 256, 256], [5, 6, 7, 8, 9, 256]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    states = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    expected = torch.stack([model.score(states[0, 3]), model.score(states[1, 5])])
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, expected)
+
+
+def test_dpo_prefers_the_better_answers_and_resumes(base, pairs, tmp_path):
+    given = {**common(base, pairs, tmp_path / "whole"), "learning_rate": 1e-2, "steps": 6}
+    result = dpo(given, bar=False)
+    assert result["status"] == "finished"
+    assert result["eval_rewards_accuracies"] > 0.9
+    part = {**given, "output": str(tmp_path / "part")}
+    assert dpo({**part, "pause_step": 3}, bar=False)["status"] == "interrupted"
+    dpo({"output": part["output"], "pause_step": None}, resume=True, bar=False)
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+
+
+@pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
+def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
+    whole, result = policy("whole", algorithm=algorithm)
+    assert result["status"] == "finished"
+    assert {"reward_gain", "reward_gain_low", "reward_gain_high", "eval_reward", "eval_kl", "eval_length"} <= set(
+        result
+    )
+    trained = [r for r in records(whole) if "loss" in r]
+    assert any(r["grad_norm"] > 0 for r in trained)
+    evaluated = [r for r in records(whole) if "eval_reward" in r]
+    assert [r["step"] for r in evaluated] == [0, 2, 4]
+    assert evaluated[0]["eval_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert evaluated[-1]["eval_kl"] != evaluated[0]["eval_kl"]
+    policy("part", algorithm=algorithm, pause_step=2)
+    _, resumed = policy("part", resume=True, pause_step=None)
+    assert same_weights(whole, whole.parent / "part")
+    assert resumed["eval_reward"] == result["eval_reward"]
+    assert (whole / "held_out.jsonl").read_text() == (whole.parent / "part" / "held_out.jsonl").read_text()
+    page = report(whole).read_text()
+    assert "Reward against KL" in page
+    assert "Length of the answers" in page
+
+
+def test_remax_compares_a_sampled_with_a_greedy_answer(policy, monkeypatch):
+    """Recorded from a run: the advantages are r(sampled) - r(greedy), and only the sampled answers are trained on."""
+    kind, seen, trained = remax_class(), [], []
+    generate, loss = kind._generate_single_turn, kind._compute_loss
+
+    def generated(self, prompts, *others):
+        answers = generate(self, prompts, *others)
+        if self.model.training:
+            seen.append((self, list(prompts), answers))
+        return answers
+
+    def computed(self, model, inputs):
+        trained.append(inputs)
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(kind, "_generate_single_turn", generated)
+    monkeypatch.setattr(kind, "_compute_loss", computed)
+    policy(steps=1, learning_rate=1e-9, reward_clip=0.01)
+    trainer, prompts, answers = seen[0]
+    assert prompts[0::2] == prompts[1::2]
+    greedy = []
+    for prompt in prompts[1::2]:
+        ids = torch.tensor([prompt])
+        whole = (
+            trainer.bare_model()
+            .eval()
+            .generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, pad_token_id=256
+            )
+        )
+        greedy.append(whole[0, len(prompt) :].tolist())
+    assert answers[1::2] == greedy
+    rows = [{"prompt_ids": prompt} for prompt in prompts]
+    clipped = [max(-0.01, min(0.01, r)) for r in trainer.rewards(rows, answers, [""] * len(rows))]
+    expected = sorted(s - g for s, g in zip(clipped[0::2], clipped[1::2], strict=True))
+    assert sorted(trained[0]["advantages"].tolist()) == pytest.approx(expected, abs=1e-6)
+    kept = sorted(ids[: int(m.sum())].tolist() for ids, m in
+                  zip(trained[0]["completion_ids"], trained[0]["completion_mask"], strict=True))  # fmt: skip
+    assert kept == sorted(answers[0::2])
+
+
+def test_a_verifiable_reward_is_learned(policy, tmp_path):
+    """Answers are rewarded for bytes below "@", a quarter of what the model says at first; no reward model judges."""
+    file = tmp_path / "low.py"
+    file.write_text("def low(prompt, answer, row):\n    return sum(c < '@' for c in answer) + 0 * len(row['chosen'])\n")
+    changes = {"reward_model": ..., "reward_function": f"{file}:low", "learning_rate": 3e-2, "beta": 0.0}
+    _, result = policy(steps=12, batch_size=8, **changes)
+    assert result["reward_gain"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"reward_model": ...}, "reward_model: none given"),
+        ({"reward_model": "no-such"}, "reward_model: 'no-such' holds no saved model"),
+        ({"reward_function": "f.py:f"}, "reward_function: 'f.py:f', and a reward_model"),
+        ({"reward_model": ..., "reward_function": "f.py:f"}, "reward_function: 'f.py': no such file"),
+        ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
+        ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
+        ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
+        ({"max_answer": 126}, "line 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
+    ],
+)
+def test_bad_settings_are_one_line(policy, changed, message):
+    with pytest.raises(UserError) as error:
+        policy(**changed)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_policy_is_no_reward_model(policy, base):
+    with pytest.raises(UserError, match="gives no score"):
+        policy(reward_model=str(base))
+
+
+def test_a_reward_model_with_another_vocabulary_is_refused(policy, judge, tmp_path):
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(judge[0] / "model", other, ignore=shutil.ignore_patterns("manifest.json"))
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / "odd"))
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(UserError, match="has another vocabulary than the model"):
+        policy(reward_model=str(other))

@@ -1,0 +1,90 @@
+"""ReMax's advantages and losses equal the formula, and verl's function, on recorded rollouts."""
+
+import pytest
+import torch
+
+from lamina.posttraining import remax
+
+
+# verl's function of this name in verl/trainer/ppo/core_algos.py (Apache-2.0, Copyright 2024 Bytedance Ltd. and/or its
+# affiliates), without its types and docstring.
+def compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask, config=None, **kwargs):
+    with torch.no_grad():
+        returns = (token_level_rewards * response_mask).flip(dims=[-1]).cumsum(dim=-1).flip(dims=[-1])
+        advantages = returns - reward_baselines.unsqueeze(-1) * response_mask
+
+    return advantages, returns
+
+
+@pytest.fixture
+def rollouts():
+    """Rewards of three sampled and three greedy answers of 4, 2 and 5 tokens, and their log-probabilities."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [4, 2, 5]
+    mask = torch.tensor([[1.0] * n + [0.0] * (5 - n) for n in lengths])
+    logps = (-2.0 * torch.rand(3, 5, generator=generator) * mask).requires_grad_()
+    reference = -2.0 * torch.rand(3, 5, generator=generator) * mask
+    return {
+        "sampled": torch.tensor([1.5, -0.25, 5.0]),
+        "greedy": torch.tensor([0.5, 1.0, -5.0]),
+        "mask": mask,
+        "logps": logps,
+        "reference": reference,
+    }
+
+
+def weights_of(rollouts, beta, kl_per="step"):
+    advantage = remax.advantages(rollouts["sampled"], rollouts["greedy"])
+    parts = (rollouts["logps"], rollouts["reference"], rollouts["mask"])
+    return remax.weights(advantage, *parts, beta=beta, kl_per=kl_per)
+
+
+def test_without_a_kl_the_weights_are_verls_advantages(rollouts):
+    """verl takes a reward per token; an answer's reward stands at its last one."""
+    mask = rollouts["mask"]
+    rewards = torch.zeros_like(mask)
+    rewards[torch.arange(3), mask.sum(1).long() - 1] = rollouts["sampled"]
+    theirs, _ = compute_remax_outcome_advantage(rewards, rollouts["greedy"], mask)
+    torch.testing.assert_close(weights_of(rollouts, beta=0.0), theirs * mask, rtol=0, atol=1e-6)
+
+
+def test_the_kl_of_a_sequence_is_verls_return_of_its_first_token(rollouts):
+    """With each token's KL as a reward, verl's return at the first token is the reward less the whole answer's KL."""
+    mask, beta = rollouts["mask"], 0.1
+    rewards = -beta * (rollouts["logps"].detach() - rollouts["reference"]) * mask
+    rewards[torch.arange(3), mask.sum(1).long() - 1] += rollouts["sampled"]
+    theirs, _ = compute_remax_outcome_advantage(rewards, rollouts["greedy"], mask)
+    ours = weights_of(rollouts, beta=beta, kl_per="sequence")
+    torch.testing.assert_close(ours[:, 0], theirs[:, 0])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_loss_and_gradient_equal_the_formula_written_naively(rollouts, beta):
+    """Adam-mini's: return_t = A + kl_ctl * -(logp - logp_ref)_t; loss = - sum(return_t logp_t mask) / sum(mask)."""
+    logps = rollouts["logps"]
+    ours = remax.loss(weights_of(rollouts, beta), logps, rollouts["mask"])
+    (gradient,) = torch.autograd.grad(ours, logps, retain_graph=True)
+    total, count, expected = 0.0, 0, torch.zeros_like(logps)
+    tokens = int(rollouts["mask"].sum())
+    for answer in range(3):
+        advantage = float(rollouts["sampled"][answer] - rollouts["greedy"][answer])
+        for t in range(5):
+            if rollouts["mask"][answer, t]:
+                logp = float(logps[answer, t])
+                charged = advantage + beta * -(logp - float(rollouts["reference"][answer, t]))
+                total, count = total + charged * logp, count + 1
+                expected[answer, t] = -charged / tokens
+    assert count == tokens
+    assert float(ours) == pytest.approx(-total / count, rel=1e-5)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_step_is_charged_its_own_kl_only(rollouts):
+    beta = 0.1
+    difference = weights_of(rollouts, beta) - weights_of(rollouts, 0.0)
+    own = -beta * (rollouts["logps"] - rollouts["reference"]) * rollouts["mask"]
+    torch.testing.assert_close(difference, own.detach())
+
+
+def test_a_missing_reward_moves_nothing():
+    assert remax.advantages(torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, float("nan")])).tolist() == [0.0, 0.0]

@@ -1,0 +1,186 @@
+"""`lamina sft` on a tiny model: it learns, resumes, keeps the best, trains LoRA, packs, and refuses bad input."""
+
+import json
+
+import pytest
+import torch
+from posttraining.tiny import sorting, write_model, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.jobs.kinds import Kind, kind_of
+from lamina.posttraining.sft import sft
+from lamina.reports import report
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("data") / "sorting.jsonl", sorting(24))
+
+
+@pytest.fixture
+def tuned(base, data, tmp_path):
+    """Fine-tune the tiny model in ``tmp_path / name``; gives the folder and the result."""
+
+    def run(name="run", resume=False, **changed):
+        given = {
+            "from_model": str(base),
+            "data": str(data),
+            "output": str(tmp_path / name),
+            "template": "plain",
+            "steps": 6,
+            "batch_size": 4,
+            "learning_rate": 1e-2,
+            "eval_fraction": 0.25,
+            "logging_steps": 1,
+        }
+        given = {"output": given["output"]} if resume else given
+        return tmp_path / name, sft({**given, **changed}, resume=resume, bar=False)
+
+    return run
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_held_out_loss_falls_and_the_model_answers_in_its_template(tuned):
+    folder, result = tuned(steps=20)
+    evaluated = [record["eval_loss"] for record in records(folder) if "eval_loss" in record]
+    assert result["status"] == "finished"
+    assert evaluated[-1] < evaluated[0] - 0.5
+    assert result["eval_loss"] == evaluated[-1]
+    assert (result["examples"], result["held_out"]) == (18, 6)
+    assert kind_of(folder) is Kind.SFT
+    assert "Sort abc\n" in AutoTokenizer.from_pretrained(folder / "model").apply_chat_template(
+        [{"role": "user", "content": "Sort abc"}], tokenize=False, add_generation_prompt=True
+    )
+    page = report(folder).read_text()
+    assert "held-out loss" in page
+    assert "Gradient norm by layer" in page
+
+
+def test_a_tuned_model_chats(tuned, capsys, monkeypatch, base):
+    folder, _ = tuned(steps=1)
+    chat = ["generate", str(folder), "--chat", "--max-new-tokens", "4", "--temperature", "0"]
+    assert main([*chat, "--prompt", "Sort abc"]) == 0
+    alone = capsys.readouterr().out
+    said = iter(["Sort abc", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert main(chat) == 0
+    assert capsys.readouterr().out == alone
+    assert main(["generate", str(base), "--chat", "--prompt", "Sort abc"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_resumes_as_if_nothing_had_happened(tuned):
+    whole, result = tuned("whole")
+    part, first = tuned("part", pause_step=3)
+    assert first["status"] == "interrupted"
+    part, resumed = tuned("part", resume=True, pause_step=None)
+    assert resumed["status"] == "finished"
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(part)[name]), name
+    assert resumed["eval_loss"] == result["eval_loss"]
+    kept = ("step", "tokens", "loss", "grad_norm", "learning_rate")
+    losses = [[{k: r.get(k) for k in kept} for r in records(f) if "loss" in r] for f in (whole, part)]
+    assert losses[0] == losses[1]
+    assert tuned("part", resume=True)[1] == resumed
+
+
+def test_lora_trains_few_weights_and_leaves_an_adapter_that_peft_reads(tuned, base):
+    from peft import PeftModel
+
+    folder, result = tuned(lora_rank=2)
+    assert result["trained_parameters"] < result["parameters"] / 3
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model")
+    original = AutoModelForCausalLM.from_pretrained(base)
+    assert set(merged.state_dict()) == set(original.state_dict())
+    wrapped = PeftModel.from_pretrained(original, folder / "adapter")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(merged(ids).logits, AutoModelForCausalLM.from_pretrained(base)(ids).logits)
+
+
+def test_a_lora_run_resumes_too(tuned):
+    whole, _ = tuned("whole", lora_rank=2)
+    part, _ = tuned("part", lora_rank=2, pause_step=3)
+    tuned("part", resume=True, pause_step=None)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(part)[name]), name
+
+
+def test_packed_examples_do_not_see_one_another(tuned):
+    """One packed sequence of all examples has the loss of the same examples apart."""
+    apart, _ = tuned("apart", steps=1, batch_size=18)
+    _, result = tuned("packed", steps=1, batch_size=1, packing=True, sequence_length=128, gradient_accumulation=4)
+    assert result["sequences"] < 18
+    tuned("one", steps=1, batch_size=int(result["sequences"]), packing=True, sequence_length=128)
+    first = [next(r["loss"] for r in records(f) if "loss" in r) for f in (apart, apart.parent / "one")]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_the_best_evaluation_is_kept(tuned):
+    folder, result = tuned(best_by="loss", learning_rate=0.3, steps=8, eval_steps=1)
+    losses = {r["step"]: r["eval_loss"] for r in records(folder) if "eval_loss" in r}
+    best = min(losses, key=losses.get)
+    assert (result["best_step"], result["eval_loss"]) == (best, losses[best])
+    assert not list(folder.glob("best*"))
+
+
+def test_a_malformed_line_is_named_or_skipped_and_counted(tuned, tmp_path):
+    rows = [*sorting(6), '{"instruction": "cut off\n', {"instruction": "no answer"}, {"other": 1}]
+    bad = write_rows(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(UserError, match=r"data: '.*bad.jsonl', line 7: not JSON .*--skip-bad"):
+        tuned(data=str(bad))
+    _, result = tuned(data=str(bad), skip_bad=True, steps=1)
+    assert result["skipped"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"from_model": None}, "from: none given"),
+        ({"data": None}, "data: none given"),
+        ({"data": "no-such.jsonl"}, "data: 'no-such.jsonl': no such file"),
+        ({"template": "alpacka"}, "template 'alpacka'; did you mean 'alpaca'"),
+        ({"sequence_length": 500}, "sequence_length: 500 is more than the model's 128"),
+        ({"lora_alpha": 3.0}, "lora_alpha: 3.0 has no effect without LoRA"),
+        ({"lora_rank": 2, "lora_targets": "no_proj"}, "lora_targets: 'no_proj'"),
+        ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
+    ],
+)
+def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        tuned(**changed)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_longer_than_the_context_is_named(tuned, tmp_path):
+    long = write_rows(tmp_path / "long.jsonl", [*sorting(3), {"instruction": "x" * 300, "output": "y"}])
+    with pytest.raises(UserError, match=r"line 4: the prompt has 301 tokens, which leaves none of 128"):
+        tuned(data=str(long))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tuned, tmp_path):
+    folder = write_model(tmp_path / "odd")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"tokenizer: it has 258 tokens, the checkpoint .* has 257"):
+        tuned(from_model=str(folder))
+
+
+def test_changed_data_is_not_resumed(tuned, tmp_path):
+    mine = write_rows(tmp_path / "mine.jsonl", sorting(12))
+    tuned("changed", data=str(mine), pause_step=2)
+    write_rows(mine, sorting(12, seed=1))
+    with pytest.raises(UserError, match=r"data: .* is not what it was"):
+        tuned("changed", resume=True)

@@ -1,0 +1,37 @@
+"""examples/after_pretraining.py runs through, and resumes what was stopped."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "after_pretraining.py"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("after_pretraining", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_example_takes_two_placements_through_four_stages(tmp_path, monkeypatch, capsys):
+    example = script()
+    arguments = ["after_pretraining.py", "--folder", str(tmp_path), "--rows", "64", "--scale", "0.01"]
+    monkeypatch.setattr("sys.argv", arguments)
+    example.main()
+    assert capsys.readouterr().out.count("finished, held-out reward") == 2
+    for placement in example.PLACEMENTS:
+        for stage in ("pretrain", "sft", "reward", "rlhf"):
+            folder = tmp_path / placement / stage
+            assert (folder / "report.html").is_file()
+            assert json.loads((folder / "result.json").read_text())["status"] in ("finished", "short", "stuck")
+    example.main()  # what has ended is left as it is
+
+
+def test_preferences_never_pair_an_answer_with_itself():
+    example = script()
+    rows = list(example.sorting(50))
+    assert all(row["chosen"] != row["rejected"] for row in example.preferences(rows))

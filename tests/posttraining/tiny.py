@@ -1,0 +1,52 @@
+"""Tiny models and examples for the jobs after pretraining."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+import lamina
+from lamina.data.tokenizers import load_tokenizer
+
+POSITIONS = 128
+
+
+def write_model(folder: Path, placement: str = "keel", seed: int = 0, template: str | None = None) -> Path:
+    """A model of two layers over bytes, with its tokenizer, as a run leaves it."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.chat_template = template
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
+    torch.manual_seed(seed)
+    lamina.build(config, placement).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sorting(count: int, seed: int = 0) -> list[dict]:
+    """Instructions to sort letters."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choice("abcd") for _ in range(3)) for _ in range(count)]
+    return [{"instruction": f"Sort {word}", "input": "", "output": "".join(sorted(word))} for word in words]
+
+
+def preferences(count: int, seed: int = 0) -> list[dict]:
+    """Prompts whose better answer has an a, and whose worse one a z."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choice("mnop") for _ in range(3)) for _ in range(count)]
+    return [{"prompt": f"{word}?", "chosen": f" a{word}", "rejected": f" z{word}"} for word in words]

@@ -1,0 +1,306 @@
+"""What a model is trained to predict: the backbone decides, and every mechanism of a run works on it."""
+
+import json
+from typing import get_args
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.tiny_runs import SMALL, layers, records, result
+from transformers import AutoImageProcessor, AutoModelForImageClassification, AutoModelForMaskedLM, ModernBertConfig
+
+import lamina
+import lamina.api
+from lamina.errors import UserError
+from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
+from lamina.studies.trials import identity
+from lamina.training.objective_settings import (
+    ImageSettings,
+    ObjectiveName,
+    ObjectiveSettings,
+    RegularizationSettings,
+)
+from lamina.training.objectives.objective import objective_of, objectives
+from lamina.training.pretrain import pretrain
+from lamina.training.resolve import resolve_run
+from lamina.training.settings import PretrainSettings
+
+pytest.importorskip("PIL")
+TEXT = ("sequence_length",)
+FAST = {"precision": "fp32", "compile": "off", "logging_steps": 2, "eval_steps": 4, "save_steps": 2}
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory):
+    """Gray images of 8 x 8 in 2 classes: bright above, or below."""
+    draw = np.random.default_rng(0)
+    rows = draw.integers(0, 100, (80, 65))
+    rows[:, -1] = np.arange(80) % 2
+    for row in rows:
+        half = row[:32] if row[-1] else row[32:64]
+        half += 150
+    path = tmp_path_factory.mktemp("images") / "squares.csv"
+    path.write_text("\n".join(",".join(map(str, row)) for row in rows) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A folder with a small ModernBERT's configuration."""
+    folder = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ModernBertConfig(**sizes, vocab_size=300, pad_token_id=0, max_position_embeddings=64).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def of_images(squares, tmp_path):
+    """Settings of a tiny run on images."""
+    own = {name: value for name, value in SMALL.items() if name not in TEXT}
+    sizes = {**own, **FAST, "backbone": "vit-tiny", "image_size": 8, "patch_size": 4, "batch_size": 4, "steps": 8}
+    return lambda name="run", **changed: PretrainSettings(
+        **{**sizes, "corpus": str(squares), "output": str(tmp_path / name), "learning_rate": 0.01, **changed}
+    )
+
+
+@pytest.fixture
+def masked(bert, tiny):
+    """Settings of a tiny run of a masked language model."""
+    return lambda name="run", **changed: tiny(
+        name, **{**FAST, "backbone": str(bert), "num_layers": None, "hidden_size": None, "num_heads": None, **changed}
+    )
+
+
+@pytest.mark.parametrize("model_type", ADAPTERS)
+def test_the_backbone_decides_what_is_predicted(model_type):
+    class Config:
+        pass
+
+    config = Config()
+    config.model_type = model_type
+    assert objective_of(config).head == ADAPTERS[model_type].heads[0]
+
+
+def test_every_objective_has_a_head_and_every_own_setting_a_user():
+    assert {each.head for each in objectives()} <= set(HEADS)
+    own = frozenset().union(*(each.own for each in objectives()))
+    assert own == {"mask_ratio", *ImageSettings.names()}
+
+
+def test_the_setting_allows_what_is_registered():
+    assert set(get_args(ObjectiveName)) == {"auto", *(each.head for each in objectives())}
+
+
+def test_settings_that_are_younger_than_trials_leave_their_keys():
+    base = PretrainSettings(num_layers=4)
+    names = {*ObjectiveSettings.names(), *ImageSettings.names(), *RegularizationSettings.names()}
+    known = identity.identity("pretrain", base)
+    assert not names & set(known["settings"])
+    for name, value in (("mixup", 0.8), ("ema_decay", 0.9), ("mask_ratio", 0.15)):
+        other = PretrainSettings(num_layers=4, **{name: value})
+        assert identity.identity("pretrain", other)["settings"][name] == value
+
+
+def test_an_image_run_leaves_a_whole_folder(of_images, tmp_path):
+    settings = of_images(probe_every=8)
+    outcome = pretrain(settings, bar=False)
+    assert outcome["perplexity"] is None
+    assert outcome["tokens"] == 8 * 4 * 5  # steps, images, and 4 patches with the class token
+    assert {"accuracy", "top5_accuracy"} <= set(outcome)
+    last = [record for record in records(tmp_path / "run") if "eval_loss" in record][-1]
+    assert last["accuracy"] == outcome["accuracy"]
+    table = layers(tmp_path / "run")
+    assert {"gradient_norm", "hidden_variance", "gain_mean"} <= set(table["metric"])
+    assert (tmp_path / "run" / "probes" / "hidden_states").is_dir()
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.id2label == {0: "0", 1: "1"}
+    assert model.config.get_text_config().num_channels == 1
+    AutoImageProcessor.from_pretrained(tmp_path / "run" / "model")
+
+
+def test_accuracy_and_loss_are_those_of_the_saved_model(of_images, tmp_path):
+    from lamina.training.pretrain import read_data
+
+    settings = of_images(eval_blocks=0, eval_fraction=0.3)
+    outcome = pretrain(settings, bar=False)
+    held_out = read_data(resolve_run(settings), bar=False)[0].eval
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model").eval()
+    pixels, labels = (torch.stack([item[name] for item in held_out]) for name in ("pixel_values", "labels"))
+    with torch.no_grad():
+        logits = model(pixel_values=pixels).logits
+    assert outcome["accuracy"] == pytest.approx(float((logits.argmax(-1) == labels).float().mean()))
+    assert outcome["top5_accuracy"] == 1.0  # of two classes
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    assert outcome["eval_loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_image_run_learns(of_images):
+    outcome = pretrain(of_images(steps=60, eval_steps=60, save_steps=0, batch_size=16), bar=False)
+    assert outcome["status"] == "finished"
+    assert outcome["accuracy"] >= 0.75  # chance is 0.5
+
+
+EVERYTHING = {
+    "crop_scale": 0.5,
+    "flip": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "label_smoothing": 0.1,
+    "drop_path": 0.3,
+    "ema_decay": 0.9,
+    "gradient_accumulation": 2,
+}
+
+
+def test_a_resumed_image_run_is_the_run_that_was_not_interrupted(of_images, tmp_path):
+    pretrain(of_images("whole", **EVERYTHING), bar=False)
+    pretrain(of_images("stopped", **EVERYTHING, pause_step=4), bar=False)
+    assert result(tmp_path / "stopped")["status"] == "interrupted"
+    pretrain({"output": str(tmp_path / "stopped"), "pause_step": None}, resume=True, bar=False)
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for name in ("eval_loss", "accuracy"):
+        assert result(tmp_path / "whole")[name] == result(tmp_path / "stopped")[name]
+    last = [[r for r in records(tmp_path / name) if r["step"] == 8] for name in ("whole", "stopped")]
+    assert last[0] == last[1]
+
+
+def test_the_saved_weights_are_the_average(of_images, tmp_path, before_step):
+    seen = []
+    before_step(1, lambda trainer, model: seen.append(trainer))
+    pretrain(of_images(ema_decay=0.5, steps=3, save_steps=1, keep=3), bar=False)
+    weights = [
+        load_file(tmp_path / "run" / "checkpoints" / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2, 3)
+    ]
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    for name, tensor in saved.items():
+        expected = 0.25 * weights[0][name] + 0.25 * weights[1][name] + 0.5 * weights[2][name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_micro_batches_give_the_loss_of_the_whole_step(of_images, tmp_path):
+    pretrain(of_images("one", label_smoothing=0.1, steps=2, batch_size=8, logging_steps=1), bar=False)
+    halves = {"batch_size": 4, "gradient_accumulation": 2}
+    pretrain(of_images("two", label_smoothing=0.1, steps=2, logging_steps=1, **halves), bar=False)
+    first, second = ([r["grad_norm"] for r in records(tmp_path / n) if "grad_norm" in r] for n in ("one", "two"))
+    assert first == pytest.approx(second, rel=1e-4)
+
+
+def test_dropped_branches_leave_the_skip_and_keep_the_mean():
+    from lamina.modeling.drop_path import drop_branches
+
+    model = lamina.build(resolve_backbone("vit-tiny", num_layers=3, hidden_size=16, num_heads=2), "pre_ln")
+    drop_branches(model, 0.5)
+    blocks = model.model.layers
+    assert blocks[0].attention.dropout is None
+    assert [float(blocks[i].feed_forward.dropout.drop_prob) for i in (1, 2)] == [0.25, 0.5]
+    x = torch.randn(400, 5, 16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        dropped = blocks[2].train().attention(x) - x
+        whole = blocks[2].eval().attention(x) - x
+    gone = dropped.flatten(1).abs().amax(1) == 0
+    assert 0.4 < float(gone.float().mean()) < 0.6
+    torch.testing.assert_close(dropped[~gone], 2.0 * whole[~gone], rtol=1e-4, atol=1e-5)
+
+
+def test_a_masked_language_model_is_trained_as_it_says(masked, tmp_path):
+    outcome = pretrain(masked(steps=8, probe_every=8), bar=False)
+    assert outcome["bits_per_byte"] is None
+    assert outcome["perplexity"] == pytest.approx(np.exp(outcome["eval_loss"]))
+    assert 0.0 <= outcome["accuracy"] <= 1.0
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.get_text_config().vocab_size == 258
+    assert lamina.data.load_tokenizer(str(tmp_path / "run" / "model")).mask_token_id == 257
+
+
+def test_a_resumed_masked_run_is_the_run_that_was_not_interrupted(masked, tmp_path):
+    pretrain(masked("whole", steps=6), bar=False)
+    pretrain(masked("stopped", steps=6, pause_step=2), bar=False)
+    pretrain({"output": str(tmp_path / "stopped"), "pause_step": None}, resume=True, bar=False)
+    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_classifier_is_trained_on_from_its_checkpoint(of_images, tmp_path, squares):
+    pretrain(of_images(save_steps=0), bar=False)
+    given = {"from_model": str(tmp_path / "run"), "corpus": str(squares), **FAST, "steps": 2, "batch_size": 4}
+    outcome = pretrain({**given, "threads": 1, "output": str(tmp_path / "more")}, bar=False)
+    assert outcome["init"] == "checkpoint"
+    assert "accuracy" in outcome
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(f"{','.join(['9'] * 64)},{number % 3}" for number in range(12)) + "\n")
+    with pytest.raises(UserError, match=r"its 3 classes of images .* are not those of the checkpoint"):
+        pretrain({**given, "corpus": str(other), "output": str(tmp_path / "no")}, bar=False)
+
+
+def test_probes_see_images_as_the_model_saw_them(of_images, tmp_path, squares):
+    from lamina.probes.engine.inputs import batches_of
+    from lamina.training.pretrain import read_data
+
+    settings = of_images(save_steps=0, steps=1)
+    pretrain(settings, bar=False)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
+    (batch,) = batches_of(None, model, None, corpus=str(squares), sequences=80, batch_size=80)
+    held_out = read_data(resolve_run(settings), bar=False)[0].eval
+    seen = batch["pixel_values"][held_out.numbers]
+    assert torch.equal(seen, torch.stack([item["pixel_values"] for item in held_out]))
+
+
+BAD = {
+    "an objective that does not fit": ({"objective": "causal_lm"}, "objective: 'causal_lm' does not fit .* 'vit-tiny'"),
+    "text for a classifier": ({"corpus": "embedded"}, "corpus: 'embedded' is text"),
+    "a tokenizer for images": ({"tokenizer": "bpe:300"}, "tokenizer: 'bpe:300' has no effect"),
+    "a mask for images": ({"mask_ratio": 0.2}, "mask_ratio: 0.2 has no effect .*masked_lm"),
+    "patches that do not fit": ({"patch_size": 3}, "patch_size: 3 does not divide image_size = 8 .*1, 2, 4, 8"),
+    "smoothing by the Trainer": ({"trainer": {"label_smoothing_factor": 0.1}}, "set by --label-smoothing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_one_line(of_images, name):
+    changed, words = BAD[name]
+    with pytest.raises(UserError, match=words) as error:
+        resolve_run(of_images(**changed))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changed", [{"mixup": 0.8}, {"image_size": 32}, {"mask_ratio": 0.2}])
+def test_settings_of_other_objectives_are_refused(tiny, changed):
+    with pytest.raises(UserError, match=f"{next(iter(changed))}: .* has no effect on the objective 'causal_lm'"):
+        resolve_run(tiny(**changed))
+
+
+def test_augmentation_without_its_library_says_what_to_install(of_images, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "kornia", None)
+    monkeypatch.setitem(sys.modules, "kornia.augmentation", None)
+    with pytest.raises(UserError, match=r"rand_augment: 0.9 needs the library kornia .*lamina\[vision\]"):
+        resolve_run(of_images(rand_augment=0.9))
+
+
+@pytest.mark.parametrize(("job", "call"), [("preflight", lamina.preflight), ("coord-check", lamina.api.coord_check)])
+def test_what_measures_language_models_alone_says_so(job, call, tmp_path):
+    words = f"'vit-tiny' is trained on image_classification, and lamina {job} measures causal_lm alone"
+    with pytest.raises(UserError, match=words):
+        call(backbone="vit-tiny", num_layers=2, output=str(tmp_path / "x"), bar=False)
+
+
+@pytest.mark.slow
+def test_placements_are_compared_on_images(squares, tmp_path):
+    given = {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "image_size": 8, "patch_size": 4, "steps": 4}
+    table = lamina.compare(
+        **given, backbone="vit-tiny", corpus=str(squares), batch_size=4, precision="fp32",
+        compile="off", placements="pre_ln,keel", workers=1, output=str(tmp_path / "compare"), bar=False,
+    )  # fmt: skip
+    assert set(table["placement"]) == {"pre_ln", "keel"}
+    assert table["accuracy"].notna().all()
+    page = (tmp_path / "compare" / "report.html").read_text(encoding="utf-8")
+    assert "top-5 accuracy" in page
+    assert "perplexity" not in pd.Series(page).str.extract(r"(<table.*?</table>)", expand=False)[0]
+    assert json.loads((tmp_path / "compare" / "trials").glob("*").__next__().joinpath("result.json").read_text())
