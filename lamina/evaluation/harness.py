@@ -189,16 +189,16 @@ class Runner:
             from lm_eval.models.huggingface import HFLM
 
             text = self.model.config.get_text_config()
-            made = HFLM(
-                pretrained=self.model,
-                backend="causal",  # for a model_type that it does not know, the harness would guess
-                tokenizer=self.tokenizer,
-                device=str(self.model.device),
-                dtype=self.model.dtype,
-                batch_size=self.batch_size,
-                max_length=getattr(text, "max_position_embeddings", None),
-            )
-            self._made.append(made)
+            arguments: Json = {  # HFLM's decorator hides its parameters from a type checker
+                "pretrained": self.model,
+                "backend": "causal",  # for a model_type that it does not know, the harness would guess
+                "tokenizer": self.tokenizer,
+                "device": str(self.model.device),
+                "dtype": self.model.dtype,
+                "batch_size": self.batch_size,
+                "max_length": getattr(text, "max_position_embeddings", None),
+            }
+            self._made.append(HFLM(**arguments))
         return self._made[0]
 
     def run(self, built: list[Task | Group], num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
@@ -207,7 +207,7 @@ class Runner:
         Raises:
             UserError: an answer is longer than the model's context, or the harness can't score the task.
         """
-        from lm_eval import evaluate
+        from lm_eval.evaluator import evaluate
 
         with quiet_harness(bar) as warnings, without_cache(self.model):
             try:

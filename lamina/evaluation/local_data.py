@@ -102,6 +102,7 @@ class DataFolder:
 
 def check_lines(file: Path) -> None:
     """Raise UserError, naming the line, if a line of a .jsonl file is no JSON object."""
+    number = 0
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):

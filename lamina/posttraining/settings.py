@@ -83,7 +83,10 @@ class TuningSettings(
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs``; ``resolved`` replaces it."""
 
     without: ClassVar[frozenset[str]] = frozenset(
-        ("eval_blocks", "eval_corpus", "probe_every", "monitor_blocks", "stuck_margin", "compile", "parallel")
+        (
+            *("eval_blocks", "eval_corpus", "eval_tasks", "eval_task_limit", "eval_data_dir", "probe_every"),
+            *("monitor_blocks", "stuck_margin", "compile", "parallel"),
+        )
     )
     order: ClassVar[tuple[str, ...]] = ("from_model", "data")
 

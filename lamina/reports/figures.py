@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from lamina.reports.charts import Line
 from lamina.reports.palette import colors
 from lamina.reports.ranking import by_rate
-from lamina.reports.records import Frame, rows_of
+from lamina.reports.records import Frame
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
@@ -113,14 +113,13 @@ def second_losses(items: Sequence[Shown]) -> go.Figure | None:
 def task_scores(items: Sequence[Shown]) -> go.Figure | None:
     """The scores on --eval-tasks against tokens, a line per task and trial; None where no run has any."""
     figure = go.Figure()
-    every = [row for item in items for trial in item.trials for row in rows_of(trial.metrics)]
-    tasks = dict.fromkeys(task for row in every if isinstance(row.get("tasks"), dict) for task in row["tasks"])
+    every = [scores for item in items for trial in item.trials for _, scores in trial.task_scores]
+    tasks = dict.fromkeys(task for scores in every for task in scores)
     shades = colors(list(tasks)) if len(items) == 1 else {}
     for item in items:
         for trial in item.trials:
-            scored = [row for row in rows_of(trial.metrics) if isinstance(row.get("tasks"), dict)]
             for task in tasks:
-                points = [(row["tokens"], row["tasks"][task]) for row in scored if task in row["tasks"]]
+                points = [(tokens, scores[task]) for tokens, scores in trial.task_scores if task in scores]
                 name = escape(task) if len(items) == 1 else f"{item.label}: {escape(task)}"
                 Line(
                     x=[tokens for tokens, _ in points],

@@ -41,9 +41,9 @@ class Trial:
     seed: float = float("nan")
 
     @cached_property
-    def metrics(self) -> Frame:
-        """The lines of metrics.jsonl; a line cut off by a kill is left out."""
-        lines = []
+    def lines(self) -> list[Json]:
+        """The lines of metrics.jsonl; one cut off by a kill is left out."""
+        lines: list[Json] = []
         for line in _text(self.folder / "metrics.jsonl").splitlines():
             try:
                 record = json.loads(line)  # accepts NaN and Infinity
@@ -51,13 +51,23 @@ class Trial:
                 continue
             if isinstance(record, dict):
                 lines.append(record)
-        frame: Frame = pd.DataFrame(lines).reindex(
+        return lines
+
+    @cached_property
+    def metrics(self) -> Frame:
+        """The numbers of ``lines``, a column each."""
+        frame: Frame = pd.DataFrame(self.lines).reindex(
             columns=[
                 *("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
                 *("eval_loss", "eval_corpus_loss"),
             ]
         )
         return frame.apply(pd.to_numeric, errors="coerce")
+
+    @cached_property
+    def task_scores(self) -> list[tuple[float, dict[str, float]]]:
+        """Tokens trained on and the scores by task, of each evaluation with --eval-tasks."""
+        return [(line["tokens"], line["tasks"]) for line in self.lines if isinstance(line.get("tasks"), dict)]
 
     @cached_property
     def plan(self) -> Plan | None:
