@@ -148,7 +148,7 @@ class RunRecorder(TrainerCallback):
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.last_eval, self.evaluated_step = loss, state.global_step
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
-        record = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
+        record: Json = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
         record |= self.evaluated(metrics or {}, loss)
         assert self.trainer is not None
         if self.trainer.eval_scores:
@@ -177,7 +177,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
-        self.second_loss, self.scores = self.metrics.second_loss, self.metrics.scores
+        self.second_loss, self.scores = self.metrics.second_loss, dict(self.metrics.scores)
         if "evaluations" not in state:
             return
         if self.second_loss is None:
