@@ -51,7 +51,7 @@ class LaminaConfig(PreTrainedConfig):
         self.tie_word_embeddings = backbone.tie_word_embeddings
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             kwargs.setdefault(name, getattr(backbone, name, None))
-        if self.id2label is None and "num_labels" not in kwargs and dict(backbone.id2label) != _TWO_LABELS:
+        if self.id2label is None and "num_labels" not in kwargs and (backbone.id2label or {}) != _TWO_LABELS:
             self.id2label, self.label2id = copy.copy(backbone.id2label), copy.copy(backbone.label2id)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
         if self.plan is not None and len(self.plan["layers"]) != backbone.num_hidden_layers:

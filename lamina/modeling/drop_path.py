@@ -20,5 +20,5 @@ def drop_branches(model: PreTrainedModel, rate: float) -> None:
     last = max(1, len(body.layers) - 1)
     for layer, _, residual in sublayers(body):
         if probability := rate * layer / last:
-            drop = ConvNextDropPath(probability)
+            drop: nn.Module = ConvNextDropPath(probability)
             residual.dropout = drop if residual.dropout is None else nn.Sequential(residual.dropout, drop)

@@ -377,7 +377,7 @@ class Residual(nn.Module):
         self.pre_norm = make_norm(sublayer["pre_norm"], hidden_size, style)
         self.out_norm = make_norm(sublayer["out_norm"], hidden_size, style)
         self.post_norm = make_norm(sublayer["post_norm"], hidden_size, style)
-        self.dropout = nn.Dropout(dropout) if dropout else None
+        self.dropout: nn.Module | None = nn.Dropout(dropout) if dropout else None
         self.skip: str = sublayer["skip"]
         self.skip_scale = self._scale("skip_scale", hidden_size)
         self.pre_scale = self._scale("pre_scale", hidden_size)
@@ -961,7 +961,7 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         **kwargs: object,
     ) -> ImageClassifierOutput:
-        items = kwargs.pop("num_items_in_batch", None)
+        items = cast("torch.Tensor | int | None", kwargs.pop("num_items_in_batch", None))
         outputs = self.model(
             pixel_values=pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,

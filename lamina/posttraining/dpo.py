@@ -12,7 +12,7 @@ from lamina.posttraining.preferences import read_preferences
 from lamina.posttraining.settings import DpoSettings
 from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, Passed, TunedTrainer
+from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 
 
 def dpo(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
@@ -30,9 +30,8 @@ class DirectPreferences(Stage[DpoSettings]):
         return read_preferences(settings, start, ("prompt_ids", "chosen_ids", "rejected_ids"))
 
     def trainer(self, setup: Setup[DpoSettings], parts: Parts) -> TunedTrainer:
-        from trl import DPOConfig
-
-        arguments = arguments_for(DPOConfig, setup, max_length=None, beta=setup.settings.beta, disable_dropout=False)
+        options = {"max_length": None, "beta": setup.settings.beta, "disable_dropout": False}
+        arguments = arguments_for(trl("DPOConfig"), setup, **options)
         return trainer_class()(
             model=setup.model,
             ref_model=setup.start.policy().eval().requires_grad_(False),
@@ -48,9 +47,8 @@ class DirectPreferences(Stage[DpoSettings]):
 @cache
 def trainer_class() -> type[TunedTrainer]:
     """TRL's DPOTrainer with Lamina's part."""
-    from trl import DPOTrainer
 
-    class LaminaDPOTrainer(TunedTrainer, DPOTrainer):
+    class LaminaDPOTrainer(TunedTrainer, trl("DPOTrainer")):
         def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
             return dataset  # it is encoded, which TRL does not look for here
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,12 +16,9 @@ from lamina.core.json_types import Json
 from lamina.posttraining import held_out, remax
 from lamina.posttraining.rewards import Score, padded
 from lamina.posttraining.stage import Row
-from lamina.posttraining.trainer import Parts, Passed, TunedTrainer
+from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 
-if TYPE_CHECKING:
-    from trl import RLOOTrainer as _Online
-else:
-    _Online = object
+_Online: Passed = object  # one of TRL's online trainers, in the classes below
 
 
 MEASURED = ("reward", "kl", "length", "ended")
@@ -102,7 +99,8 @@ class PolicyTrainer(TunedTrainer, _Online):
         policy's answers to those of the model that it started from. The random numbers are the same at each evaluation,
         and those of training are left as they were.
         """
-        rows, batch = list(self.eval_dataset), max(1, self.args.per_device_eval_batch_size)  # type: ignore[arg-type]
+        rows: list[Row] = list(cast(Iterable[Row], self.eval_dataset))
+        batch = max(1, self.args.per_device_eval_batch_size)
         mine = list(range(self.processes.rank, len(rows), self.processes.size))
         numbers: list[Json] = []
         model = self.bare_model()
@@ -163,9 +161,8 @@ class PolicyTrainer(TunedTrainer, _Online):
 @cache
 def rloo_class() -> type[PolicyTrainer]:
     """TRL's RLOOTrainer with Lamina's part."""
-    from trl import RLOOTrainer
 
-    class LaminaRLOOTrainer(PolicyTrainer, RLOOTrainer):
+    class LaminaRLOOTrainer(PolicyTrainer, trl("RLOOTrainer")):
         pass
 
     return LaminaRLOOTrainer
@@ -174,9 +171,8 @@ def rloo_class() -> type[PolicyTrainer]:
 @cache
 def grpo_class() -> type[PolicyTrainer]:
     """TRL's GRPOTrainer with Lamina's part."""
-    from trl import GRPOTrainer
 
-    class LaminaGRPOTrainer(PolicyTrainer, GRPOTrainer):
+    class LaminaGRPOTrainer(PolicyTrainer, trl("GRPOTrainer")):
         pass
 
     return LaminaGRPOTrainer
@@ -195,7 +191,7 @@ class ReMaxTrainer(PolicyTrainer):
         self.kl_per = kl_per
 
     def _generate_single_turn(self, prompt_ids: list, *others: Passed) -> list[list[int]]:
-        if not self.model.training:
+        if not self.bare_model().training:
             return super()._generate_single_turn(prompt_ids, *others)
         sampled = super()._generate_single_turn(prompt_ids[0::2], *others)
         stochastic = self.generation_config, self.generation_kwargs
@@ -246,9 +242,8 @@ class ReMaxTrainer(PolicyTrainer):
 @cache
 def remax_class() -> type[PolicyTrainer]:
     """ReMax on TRL's RLOOTrainer."""
-    from trl import RLOOTrainer
 
-    class LaminaReMaxTrainer(ReMaxTrainer, RLOOTrainer):
+    class LaminaReMaxTrainer(ReMaxTrainer, trl("RLOOTrainer")):
         pass
 
     return LaminaReMaxTrainer

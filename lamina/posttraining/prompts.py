@@ -40,8 +40,8 @@ def read_prompts(settings: RlhfSettings, start: Start) -> Examples:
     held_out = None if own is None else rows.read("eval_data", own, use, skip_bad=settings.skip_bad)
     train, chosen = split(found.items, settings, None if held_out is None else held_out.items)
     return Examples(
-        train=Dataset.from_list(train),
-        held_out=Dataset.from_list(chosen),
+        train=Dataset.from_list(list(map(dict, train))),
+        held_out=Dataset.from_list(list(map(dict, chosen))),
         monitored=monitored([row["prompt_ids"] for row in chosen]),
         fingerprint=fingerprint(train, chosen),
         notes={

@@ -14,7 +14,7 @@ from lamina.posttraining.preferences import read_preferences
 from lamina.posttraining.settings import RewardSettings
 from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, TunedTrainer
+from lamina.posttraining.trainer import Parts, TunedTrainer, trl
 
 
 def reward(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
@@ -35,11 +35,9 @@ class RewardModeling(Stage[RewardSettings]):
         return start.scorer()
 
     def trainer(self, setup: Setup[RewardSettings], parts: Parts) -> TunedTrainer:
-        from trl import RewardConfig
-
         return trainer_class()(
             model=setup.model,
-            args=arguments_for(RewardConfig, setup, max_length=None, disable_dropout=False),
+            args=arguments_for(trl("RewardConfig"), setup, max_length=None, disable_dropout=False),
             train_dataset=setup.examples.train,
             eval_dataset=setup.examples.held_out,
             processing_class=setup.start.tokenizer,
@@ -51,9 +49,8 @@ class RewardModeling(Stage[RewardSettings]):
 @cache
 def trainer_class() -> type[TunedTrainer]:
     """TRL's RewardTrainer with Lamina's part."""
-    from trl import RewardTrainer
 
-    class LaminaRewardTrainer(TunedTrainer, RewardTrainer):
+    class LaminaRewardTrainer(TunedTrainer, trl("RewardTrainer")):
         pass
 
     return LaminaRewardTrainer

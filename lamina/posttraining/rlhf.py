@@ -13,7 +13,7 @@ from lamina.posttraining.rewards import check_rewards, make_rewards
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, Passed, TunedTrainer
+from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 from lamina.training.optimization.order import TrainOrder
 
 
@@ -36,16 +36,14 @@ class PolicyOptimization(Stage[RlhfSettings]):
     def others(self, settings: RlhfSettings, start: Start) -> str:
         return check_rewards(settings, start)
 
-    def order(self, settings: RlhfSettings, prompts: int, **options: Passed) -> TrainOrder:
-        return PromptOrder(prompts, copies=settings.num_generations, **options)
+    def order(self, settings: RlhfSettings, examples: int, **options: Passed) -> TrainOrder:
+        return PromptOrder(examples, copies=settings.num_generations, **options)
 
     def trainer(self, setup: Setup[RlhfSettings], parts: Parts) -> TunedTrainer:
-        from trl import GRPOConfig, RLOOConfig
-
         settings = setup.settings
         grpo = settings.algorithm == "grpo"
         arguments = arguments_for(
-            GRPOConfig if grpo else RLOOConfig,
+            trl("GRPOConfig" if grpo else "RLOOConfig"),
             setup,
             per_device_train_batch_size=settings.batch_size * settings.num_generations // setup.processes.size,
             num_generations=settings.num_generations,

@@ -17,7 +17,7 @@ from lamina.posttraining.recorder import TuningRecorder
 from lamina.posttraining.settings import TuningSettings
 from lamina.posttraining.stage import Examples, Setup, Stage
 from lamina.posttraining.starting import Start, add_lora
-from lamina.posttraining.trainer import Parts
+from lamina.posttraining.trainer import Parts, Passed
 from lamina.training.checkpointing.resuming import checkpoint_to_resume
 from lamina.training.checkpointing.rollback import Rollbacks
 from lamina.training.checkpointing.stateful import RunState
@@ -43,7 +43,7 @@ class Job:
         identity: what a resumed run is compared with.
     """
 
-    stage: Stage[TuningSettings]
+    stage: Stage[Passed]
     settings: TuningSettings
     start: Start
     examples: Examples
@@ -153,7 +153,7 @@ class TuningRun:
         if recorder.interrupted and step < steps:
             return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
         measure = self.job.stage.measure
-        value = self.processes.by_first(lambda: recorder.last_measured.get(measure, math.nan))
+        value = self.processes.by_first(lambda: float(str(recorder.last_measured.get(measure, math.nan))))
         if not math.isfinite(value):
             return Status.DIVERGED, f"{measure} is not finite at step {step}"
         return Status.FINISHED, ""

@@ -20,7 +20,7 @@ from lamina.posttraining.job import tune
 from lamina.posttraining.settings import SftSettings
 from lamina.posttraining.stage import Examples, Row, Setup, Stage, arguments_for, fingerprint, monitored, split
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, Passed, TunedTrainer
+from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -63,11 +63,9 @@ class SupervisedFineTuning(Stage[SftSettings]):
         )
 
     def trainer(self, setup: Setup[SftSettings], parts: Parts) -> TunedTrainer:
-        from trl import SFTConfig
-
         settings = setup.settings
         arguments = arguments_for(
-            SFTConfig,
+            trl("SFTConfig"),
             setup,
             max_length=None,
             padding_free=settings.packing,
@@ -131,9 +129,8 @@ def _dataset(encoded: Sequence[Row], packed: int | None) -> Dataset:
     data = Dataset.from_dict(columns)
     if packed is None:
         return data
-    from trl import pack_dataset
 
-    return pack_dataset(data, packed, "bfd")
+    return trl("pack_dataset")(data, packed, "bfd")
 
 
 def _labels(encoded: Sequence[Row]) -> int:
@@ -143,9 +140,8 @@ def _labels(encoded: Sequence[Row]) -> int:
 @cache
 def trainer_class() -> type[TunedTrainer]:
     """TRL's SFTTrainer with Lamina's part; made when it is needed, since TRL is an extra."""
-    from trl import SFTTrainer
 
-    class LaminaSFTTrainer(TunedTrainer, SFTTrainer):
+    class LaminaSFTTrainer(TunedTrainer, trl("SFTTrainer")):
         """The held-out loss is the mean over all held-out tokens, whatever the batches."""
 
         def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
@@ -158,7 +154,7 @@ def trainer_class() -> type[TunedTrainer]:
 
 
 @torch.no_grad()
-def held_out_loss(trainer: TunedTrainer) -> dict[str, float]:
+def held_out_loss(trainer: Passed) -> dict[str, float]:
     """The mean loss in nats per token that counts, the share of them predicted right, over the held-out examples."""
     processes, data, batch = trainer.processes, trainer.eval_dataset, trainer.args.per_device_eval_batch_size
     model = trainer.bare_model()

@@ -17,6 +17,7 @@ from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.manifest import MANIFEST
 from lamina.jobs.model_folder import model_folder
+from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
 from lamina.placements import Plan
 from lamina.posttraining.settings import TuningSettings
@@ -69,7 +70,7 @@ class Start:
         config.num_labels = 1
         config.pad_token_id = self.tokenizer.pad_token_id
         with torch.device("meta"):
-            model = LaminaForSequenceClassification(config)
+            model = LaminaForSequenceClassification(cast(LaminaConfig, config))
         model.model = policy.model
         std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
         model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
@@ -148,4 +149,4 @@ def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None
         named = {f"base_model.model.{name.replace('.default.', '.')}": value for name, value in tensors.items()}
         save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, adapter / "adapter_model.safetensors")
         tuner.peft_config["default"].save_pretrained(str(adapter))
-    return tuner.merge_and_unload()
+    return cast(PreTrainedModel, tuner.merge_and_unload())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from lamina.core.json_types import Json
 from lamina.training.checkpointing.stateful import RunState, Stateful
@@ -24,6 +24,13 @@ from lamina.training.trainers.ordered import OrderedTrainer
 _Trainer = Trainer if TYPE_CHECKING else object
 Passed: TypeAlias = Any
 """An argument that goes to TRL's trainer, or comes from it, unchanged."""
+
+
+def trl(name: str) -> Passed:
+    """A class or function of TRL by its name. TRL is an extra, and its own overrides differ in their signatures."""
+    import trl as library
+
+    return getattr(library, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,7 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer
         """The tokens trained on so far, over all processes."""
         return int(self._total_train_tokens)
 
-    def bare_model(self) -> PreTrainedModel:
+    def bare_model(self) -> Passed:
         """The model without the wrappers of accelerate and DDP; LoRA's matrices stand in its own layers."""
         assert isinstance(self.model, nn.Module)
         return self.accelerator.unwrap_model(self.model)

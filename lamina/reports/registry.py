@@ -45,6 +45,6 @@ def report(folder: Path) -> Path:
     if kind is None or kind not in known:
         raise UserError(
             f"folder: {str(folder)!r} holds {'no job' if kind is None else f'a {kind}'}, so there is no page to write "
-            f"(allowed: the folder of a {', a '.join(known)})"
+            f"(allowed: a folder of: {', '.join(known)})"
         )
     return _pages[kind](folder)

@@ -178,7 +178,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
                 chunk = range(start, min(start + batch, len(held_out)))
                 mine = chunk[rank::size]
                 # a process without an item computes anyway: a sharded model needs every process
-                inputs = self._prepare_inputs(self.collate_eval([held_out[i] for i in mine or chunk[:1]]))
+                inputs = self._prepare_inputs(dict(self.collate_eval([held_out[i] for i in mine or chunk[:1]])))
                 with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
                     loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 totals["eval_loss"] += float(loss) * len(mine)

@@ -11,7 +11,8 @@ from lamina.reports import registry, report
 
 def test_the_kinds_with_a_page():
     assert registry.kinds() == [
-        *("coord-check", "dpo", "max-lr", "preflight", "probing", "reward", "rlhf", "run", "sft", "study", "transfer")
+        *("coord-check", "dpo", "evaluation", "max-lr", "preflight", "probing", "reward", "rlhf", "run", "sft"),
+        *("study", "transfer"),
     ]
 
 
@@ -26,9 +27,7 @@ def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
 def test_a_folder_that_no_job_wrote_is_refused(tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(
-        UserError, match=r"holds no job.*\(allowed: the folder of a coord-check, a dpo, a max-lr, a preflight"
-    ):
+    with pytest.raises(UserError, match=r"holds no job.*\(allowed: a folder of: coord-check, dpo, evaluation, "):
         report(tmp_path)
 
 

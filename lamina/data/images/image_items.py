@@ -93,7 +93,7 @@ class AugmentedImages(DrawnItems[ImageItem]):
 
 def pixels_of(picture: Image, processor: BaseImageProcessor) -> torch.Tensor:
     """The pixel values of an image [channels, height, width] as the processor makes them."""
-    side = processor.size.get("shortest_edge")
+    side = getattr(processor, "size", {}).get("shortest_edge")
     if (
         picture.size == (side, side) and getattr(processor, "crop_pct", None) == 1.0
     ):  # nothing to resize: the same at half the time

@@ -48,7 +48,8 @@ class Mixing:
         generator = np.random.default_rng((self.seed, int(items[0]["draw"])))
         cuts = bool(self.cutmix) and (not self.mixup or generator.random() < 0.5)
         if self.mixup or self.cutmix:
-            share = float(generator.beta(*(2 * [self.cutmix if cuts else self.mixup])))
+            alpha = self.cutmix if cuts else self.mixup
+            share = float(generator.beta(alpha, alpha))
             pixels, share = cut(pixels, share, generator) if cuts else (mix(pixels, share), share)
             targets = mix(targets, share)
         return {"pixel_values": pixels, "labels": targets}

@@ -73,8 +73,8 @@ def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseI
 
     RGB images are normalized by ImageNet's mean and standard deviation, gray ones to -1 to 1.
     """
-    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+    from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     mean, std = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if channels == 3 else ([0.5] * channels, [0.5] * channels)
     return ConvNextImageProcessorPil(

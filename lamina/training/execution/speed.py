@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -88,7 +88,7 @@ def choose(settings: RunSettings, make_model: Callable[[], PreTrainedModel], dev
     if settings.steps < SHORT_RUN:
         why = f"{settings.steps} steps are too few to try what is faster (--precision, --compile)"
         return Choice(*plain, why=why)
-    return _try(settings, make_model().to(device), plain, device)
+    return _try(settings, cast(PreTrainedModel, cast(nn.Module, make_model()).to(device)), plain, device)
 
 
 def decide(

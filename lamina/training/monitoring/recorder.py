@@ -149,8 +149,8 @@ class RunRecorder(TrainerCallback):
         loss = float((metrics or {}).get("eval_loss", math.nan))
         self.last_eval, self.evaluated_step = loss, state.global_step
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
-        record = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
-        record |= self.evaluated(metrics or {}, loss)
+        place = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
+        record: Json = {**place, **self.evaluated(metrics or {}, loss)}
         assert self.trainer is not None
         if self.trainer.eval_scores:
             self.scores = dict(self.trainer.eval_scores)
@@ -181,7 +181,7 @@ class RunRecorder(TrainerCallback):
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
         (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
-        self.second_loss, self.scores = self.metrics.second_loss, self.metrics.scores
+        self.second_loss, self.scores = self.metrics.second_loss, dict(self.metrics.scores)
         self.task_scores = self.metrics.task_scores
         if "evaluations" not in state:
             return

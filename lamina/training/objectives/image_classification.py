@@ -73,10 +73,11 @@ class ImageClassification(Objective):
         stats = cast(ImageSplits, splits).stats
         config = copy.deepcopy(config)
         if from_model is not None:
-            if (tuple(config.id2label.values()), config.num_channels) != (stats.classes, stats.channels):
+            labels = config.id2label or {}
+            if (tuple(labels.values()), config.num_channels) != (stats.classes, stats.channels):
                 raise UserError(
                     f"corpus: its {len(stats.classes)} classes of images with {stats.channels} channels are not those "
-                    f"of the checkpoint {from_model!r}, {len(config.id2label)} with {config.num_channels} (allowed: "
+                    f"of the checkpoint {from_model!r}, {len(labels)} with {config.num_channels} (allowed: "
                     "the same)"
                 )
             return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,7 @@ class WeightAverage(TrainerCallback):
     @property
     def model(self) -> PreTrainedModel:
         """The model with the averaged weights."""
-        return self.averaged.module
+        return cast(PreTrainedModel, self.averaged.module)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
