@@ -52,3 +52,11 @@ def test_tasks_change_a_trial_s_key_and_their_absence_does_not(tmp_path):
     assert "eval_task_limit" not in plain["settings"]
     other = identity.identity("pretrain", PretrainSettings(eval_tasks="quiz"))
     assert identity.key(plain) != identity.key(other)
+
+
+def test_an_objective_that_writes_no_text_has_no_tasks(tmp_path):
+    with pytest.raises(UserError, match=r"eval_tasks: 'quiz' has no effect on the objective 'image_classification'"):
+        pretrain(
+            settings(tmp_path, tmp_path / "run", backbone="vit-tiny", num_heads=None, eval_tasks="quiz"), bar=False
+        )
+    assert not (tmp_path / "run").exists()
