@@ -87,7 +87,8 @@ def test_the_backbone_decides_what_is_predicted(model_type):
 def test_every_objective_has_a_head_and_every_own_setting_a_user():
     assert {each.head for each in objectives()} <= set(HEADS)
     own = frozenset().union(*(each.own for each in objectives()))
-    assert own == {"mask_ratio", *ImageSettings.names()}
+    tasks = ("eval_tasks", "eval_task_limit", "eval_data_dir")
+    assert own == {"mask_ratio", *tasks, *ImageSettings.names()}
 
 
 def test_the_setting_allows_what_is_registered():
