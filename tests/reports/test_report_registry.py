@@ -26,9 +26,7 @@ def test_a_kind_is_looked_up_and_nothing_else(tmp_path, monkeypatch):
 def test_a_folder_that_no_job_wrote_is_refused(tmp_path, content):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(
-        UserError, match=r"holds no job.*\(allowed: the folder of a coord-check, a dpo, a max-lr"
-    ):
+    with pytest.raises(UserError, match=r"holds no job.*\(allowed: the folder of a coord-check, a dpo, a max-lr"):
         report(tmp_path)
 
 
