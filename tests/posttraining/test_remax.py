@@ -1,4 +1,4 @@
-"""ReMax's advantages and losses equal the formula, and verl's function, on recorded rollouts."""
+"""ReMax's advantages and losses equal the formula, and verl's estimator, on recorded rollouts."""
 
 import pytest
 import torch
@@ -6,14 +6,15 @@ import torch
 from lamina.posttraining import remax
 
 
-# verl's function of this name in verl/trainer/ppo/core_algos.py (Apache-2.0, Copyright 2024 Bytedance Ltd. and/or its
-# affiliates), without its types and docstring.
-def compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask, config=None, **kwargs):
-    with torch.no_grad():
-        returns = (token_level_rewards * response_mask).flip(dims=[-1]).cumsum(dim=-1).flip(dims=[-1])
-        advantages = returns - reward_baselines.unsqueeze(-1) * response_mask
-
-    return advantages, returns
+def remax_of_verl(rewards, baselines, mask):
+    """verl's estimator REMAX by its definition: each token's return is the sum of the rewards from it on, and its
+    advantage that return less the greedy answer's reward. Both [answers, tokens]."""
+    returns = torch.zeros_like(rewards)
+    for answer, token in torch.nonzero(torch.ones_like(mask)).tolist():
+        returns[answer, token] = sum(
+            rewards[answer, later] * mask[answer, later] for later in range(token, len(mask[0]))
+        )
+    return returns - baselines[:, None] * mask, returns
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_without_a_kl_the_weights_are_verls_advantages(rollouts):
     mask = rollouts["mask"]
     rewards = torch.zeros_like(mask)
     rewards[torch.arange(3), mask.sum(1).long() - 1] = rollouts["sampled"]
-    theirs, _ = compute_remax_outcome_advantage(rewards, rollouts["greedy"], mask)
+    theirs, _ = remax_of_verl(rewards, rollouts["greedy"], mask)
     torch.testing.assert_close(weights_of(rollouts, beta=0.0), theirs * mask, rtol=0, atol=1e-6)
 
 
@@ -53,7 +54,7 @@ def test_the_kl_of_a_sequence_is_verls_return_of_its_first_token(rollouts):
     mask, beta = rollouts["mask"], 0.1
     rewards = -beta * (rollouts["logps"].detach() - rollouts["reference"]) * mask
     rewards[torch.arange(3), mask.sum(1).long() - 1] += rollouts["sampled"]
-    theirs, _ = compute_remax_outcome_advantage(rewards, rollouts["greedy"], mask)
+    theirs, _ = remax_of_verl(rewards, rollouts["greedy"], mask)
     ours = weights_of(rollouts, beta=beta, kl_per="sequence")
     torch.testing.assert_close(ours[:, 0], theirs[:, 0])
 
