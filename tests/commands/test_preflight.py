@@ -158,7 +158,7 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
         ({"flops": -1.0}, "flops: -1.0"),
         ({"warmup": 5000}, "warmup"),
         ({"hidden_size": 17}, "hidden_size"),
-        ({"backbone": "vit-tiny"}, "no language model"),
+        ({"backbone": "vit-tiny"}, "lamina preflight measures causal_lm alone"),
         ({"corpus": "no/such.txt"}, "no/such.txt"),
         ({"burn_ins": 8}, "did you mean '--burn-in'?"),
     ],
