@@ -1,5 +1,6 @@
 """lm-evaluation-harness through its Python API: tasks built from the hub or a folder, a model scored on them."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib

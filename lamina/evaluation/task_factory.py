@@ -1,5 +1,6 @@
 """The harness's builder of tasks, reading their data from a folder. It needs lm-evaluation-harness to be imported."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from lm_eval.tasks._factory import TaskFactory

@@ -1,5 +1,6 @@
 """A task of lm-evaluation-harness as a model's score."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
@@ -16,8 +17,8 @@ class Task:
 
     def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
         try:
-            import lm_eval  # pyright: ignore[reportMissingImports]
-            from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+            import lm_eval
+            from lm_eval.tasks import TaskManager
         except ImportError:
             raise UserError(f"task: {name!r} needs lm-evaluation-harness (allowed: pip install lm-eval)") from None
         if include_path is not None and not Path(include_path).is_dir():
@@ -25,7 +26,7 @@ class Task:
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise UserError(f"limit: {limit!r} (allowed: a number of documents, 1 or more)")
         self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True
-        self._evaluate = lm_eval.simple_evaluate
+        self._evaluate: Any = lm_eval.simple_evaluate
         self._manager: Any = TaskManager(include_path=include_path)
         if name not in self._manager.all_tasks:
             hint = f" or in {include_path!r}" if include_path is not None else " (include_path: a folder of your own)"
@@ -33,12 +34,13 @@ class Task:
 
     def measure(self, context: Context) -> tuple[float, float]:
         """The metric's value and standard error (NaN if the task has none) for the model in its present state."""
-        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+        from lm_eval.models.huggingface import HFLM
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model that it did not load itself
         if context.tokenizer is None:
             raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
-        model = HFLM(
+        harness_model: Any = HFLM
+        model = harness_model(
             pretrained=context.model, tokenizer=context.tokenizer, batch_size=len(context.batches[0]["input_ids"])
         )
         output = self._evaluate(
