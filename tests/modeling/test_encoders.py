@@ -18,8 +18,6 @@ from lamina.errors import UserError
 from lamina.modeling import LaminaForImageClassification, LaminaForMaskedLM, LaminaForSequenceClassification
 from lamina.modeling.initialization import weights
 from lamina.placements import Layer, Norm, Plan, Sublayer, names, resolve
-from lamina.training.resolve import backbone_config
-from lamina.training.settings import PretrainSettings
 
 NUM_LAYERS = 4
 LABELS = 5
@@ -270,15 +268,6 @@ def test_a_decoder_takes_no_masked_head_and_unknown_heads_are_named():
         lamina.build("llama-nano", "pre_ln", num_layers=1, head="causal")
     with pytest.raises(UserError, match="num_labels"):
         lamina.build("llama-nano", "pre_ln", num_layers=1, num_labels=2)
-
-
-@pytest.mark.parametrize("backbone", ["vit-tiny", "modernbert"])
-def test_pretraining_refuses_what_is_no_causal_language_model(backbone, tmp_path):
-    if backbone == "modernbert":
-        configuration("modernbert").save_pretrained(tmp_path / "bert")
-        backbone = str(tmp_path / "bert")
-    with pytest.raises(UserError, match=r"backbone: .* is no language model"):
-        backbone_config(PretrainSettings(backbone=backbone))
 
 
 @over_both

@@ -48,13 +48,13 @@ def test_what_is_measured_is_the_model_at_that_step_on_the_monitors_blocks(
     def spy(self, state):
         original(self, state)
         with torch.no_grad():
-            states = self.trainer.model(input_ids=self.input_ids, output_hidden_states=True).hidden_states
+            states = self.trainer.model(input_ids=self.inputs, output_hidden_states=True).hidden_states
         naive[state.global_step] = [float(x.double().square().mean()) for x in states[:2]]
 
     monkeypatch.setattr(ScheduledProbes, "_probe", spy)
     trained(probe_every=2, probes=own, batch_size=8)
     assert (
-        len(next(c for c in trainers[0].callback_handler.callbacks if isinstance(c, ScheduledProbes)).input_ids) == 2
+        len(next(c for c in trainers[0].callback_handler.callbacks if isinstance(c, ScheduledProbes)).inputs) == 2
     )  # a quarter of the training batch
     for step, frame in parts(tmp_path / "run").items():
         assert frame["value"].tolist()[:2] == pytest.approx(naive[step], rel=1e-5)
