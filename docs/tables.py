@@ -175,8 +175,8 @@ def seeds_table() -> str:
     lines += [f"| {' | '.join(cells)} |" for _, cells in sorted(rows, key=lambda row: row[0])]
     one = claims["seeds-tuned"]
     where = (
-        "One initialization for all (`scaled`). The columns of rates are means over the first three seeds, on which the "
-        "rates were tuned; they turned out easier than the other five. `lamina study run "
+        "One initialization for all (`scaled`). The columns of rates are means over the first three seeds, on which "
+        "the rates were tuned; they turned out easier than the other five. `lamina study run "
         f"seeds-tuned`: {len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}."
     )
     return "\n".join([*lines, "", where])
