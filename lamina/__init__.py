@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from lamina.api import compare, evaluate, max_lr, preflight, pretrain, study
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
+    from lamina.training.watching.callback import LayerMonitor
+    from lamina.training.watching.loop import watch
 
 __version__ = "0.1.0"
 __all__ = [
+    "LayerMonitor",
     "__version__",
     "build",
     "compare",
@@ -28,6 +31,7 @@ __all__ = [
     "pretrain",
     "probe",
     "study",
+    "watch",
     "wire",
 ]
 
@@ -41,6 +45,8 @@ _LAZY = {
     "pretrain": "lamina.api",
     "study": "lamina.api",
     "probe": "lamina.probes.engine.measure",
+    "LayerMonitor": "lamina.training.watching.callback",
+    "watch": "lamina.training.watching.loop",
 }
 _PACKAGES = ("placements", "modeling", "data", "probes", "training", "evaluation", "preflights", "studies", "reports")
 

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     REWARD = "reward"
     RLHF = "rlhf"
     DPO = "dpo"
+    WATCHED = "watched"
 
 
 # For folders without a kind, checked in this order: a file that only this kind of job writes.

@@ -74,6 +74,40 @@ METRICS = {
             ),
         ),
         Metric(
+            name="update_norm",
+            title="Update norms",
+            quantity="|update|",
+            caption=(
+                "Norm of what the optimizer's step changed in each sub-layer's weights, from the first record (light) "
+                "to the last (dark). It follows the learning rate."
+            ),
+        ),
+        Metric(
+            name="weight_norm",
+            title="Weight norms",
+            quantity="|weights|",
+            caption="Norm of each sub-layer's weights, from the first record (light) to the last (dark).",
+        ),
+        Metric(
+            name="first_moment",
+            title="First moments",
+            quantity="|m|",
+            caption=(
+                "Norm of Adam's first moment, the running mean of the gradient. Where it rises and the second moment "
+                "does not, gradients of successive steps point the same way: in a 32B run it rose before its loss "
+                "spiked."
+            ),
+        ),
+        Metric(
+            name="second_moment",
+            title="Second moments",
+            quantity="|sqrt(v)|",
+            caption=(
+                "Norm of the root of Adam's second moment, the usual size of a gradient. It forgets slowly: after a "
+                "calm time, a burst of gradients makes large updates."
+            ),
+        ),
+        Metric(
             name="hidden_abs_max",
             title="Largest |x| by layer",
             quantity="largest |x|",
@@ -112,6 +146,21 @@ METRICS = {
                 "largest, the band reaches down to the 100th. Measured in float32, so that a value above the dashed "
                 "line is seen; in FP16 it would be infinite, in BF16 it still has a number."
             ),
+        ),
+        Metric(
+            name="attention_logit",
+            title="Largest attention logit",
+            quantity="largest logit",
+            caption=(
+                "Largest value that goes into attention's softmax, by layer, over the keys that a query may see. Above "
+                "about 50 attention looks at single tokens and its gradient vanishes (Dehghani et al. 2023)."
+            ),
+        ),
+        Metric(
+            name="learning_rate",
+            title="Learning rate",
+            quantity="learning rate",
+            caption="Learning rate at each record, the largest of the optimizer's groups.",
         ),
         Metric(
             name="gain_mean",

@@ -45,7 +45,8 @@ class Monitored:
 
 def sections(items: Sequence[Shown]) -> list[Section]:
     """The sections for which these trials have records."""
-    all_sections = [_magnitudes(items), _parts(items), _gains(items), _experts(items), _every_step(items)]
+    parts = (_magnitudes, _parts, _logits, _gains, _experts, _every_step)
+    all_sections = [part(items) for part in parts]
     return [section for section in all_sections if section.html]
 
 
@@ -129,6 +130,12 @@ def _parts(items: Sequence[Shown]) -> Section:
     return Section(name="Sub-layers", title="Gradients and variances by sub-layer", html=html)
 
 
+def _logits(items: Sequence[Shown]) -> Section:
+    metric = METRICS["attention_logit"]
+    html = by_steps([Monitored(label=metric.quantity, metric=metric.name)], items, metric.caption)
+    return Section(name="Attention", title=metric.title, html=html)
+
+
 def _gains(items: Sequence[Shown]) -> Section:
     rows = _all_rows(items, "gain_mean")
     inside = rows[rows["layer"].ge(0)]
@@ -146,7 +153,7 @@ def _gains(items: Sequence[Shown]) -> Section:
             for role, sub in places
         ]
         if metric.name == "gain_mean":
-            html += _by_steps(drawn, items, metric.caption)
+            html += by_steps(drawn, items, metric.caption)
         else:
             html += _folded(metric.title, drawn, items, metric.caption)
     ends = _outside(items, "gain_mean", ("embedding_norm", "final_norm"), "mean gain", log=False)
@@ -173,7 +180,7 @@ def _experts(items: Sequence[Shown]) -> Section:
 
 def _every_step(items: Sequence[Shown]) -> Section:
     html = ""
-    for metric in (METRICS["step_loss"], METRICS["step_gradient_norm"]):
+    for metric in (METRICS["step_loss"], METRICS["step_gradient_norm"], METRICS["learning_rate"]):
         picture = go.Figure()
         for item in items:
             rows = item.trials[0].layers
@@ -274,7 +281,7 @@ def _all_rows(items: Sequence[Shown], metric: str) -> Frame:
     return pd.concat(tables) if tables else pd.DataFrame(columns=["layer", "role", "sublayer"])
 
 
-def _by_steps(quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
+def by_steps(quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
     """One figure per quantity that any trial recorded; the caption stands below the last."""
     drawn = [(q, picture) for q in quantities if (picture := evolution.by_steps(items, q)) is not None]
     return "".join(
@@ -284,7 +291,7 @@ def _by_steps(quantities: Iterable[Monitored], items: Sequence[Shown], caption: 
 
 
 def _folded(summary: str, quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
-    html = _by_steps(quantities, items, caption)
+    html = by_steps(quantities, items, caption)
     return details(summary, html) if html else ""
 
 

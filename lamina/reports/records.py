@@ -133,7 +133,7 @@ class Trial:
     def streams(self, metric: str) -> Frame:
         """A metric of each block's output: one row per block (from 1; 0 is the embedding), one column per step."""
         rows = self.layers[self.layers["metric"] == metric]
-        outputs = rows["sublayer"].eq("feed_forward") & rows["layer"].ge(0)
+        outputs = rows["sublayer"].isin(["feed_forward", "block"]) & rows["layer"].ge(0)
         embedding = rows["sublayer"].eq("block") & rows["layer"].eq(-1)
         return by_depth(rows[outputs | embedding])
 

@@ -118,6 +118,8 @@ EXPORTED = {
     "pretrain",
     "probe",
     "study",
+    "LayerMonitor",
+    "watch",
     "wire",
 }
 

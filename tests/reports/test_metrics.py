@@ -39,17 +39,18 @@ class Trial:
 def recorded() -> pd.DataFrame:
     model, ids = moe(), torch.randint(0, 61, (2, 8))
     rows, ratios = [], UpdateRatios(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in (1, 2):
         model(input_ids=ids, labels=ids).loss.backward()
         norms = GradientNorms(model)
         ratios.before_step()
         optimizer.step()
-        ratios.after_step()
+        ratios.after_step([optimizer])
         rows += ratios.rows(step)
         rows += [*norms.rows(step, norms.squares()), *hidden_state_rows(model, ids, step), *gain_rows(model, step)]
         rows += [(step, 1, "feed_forward", "expert", expert, "expert_load", 0.1 + expert) for expert in range(8)]
-        rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM)]
+        rows += [(step, -1, "model", "all", 0, name, 3.0 - step) for name in (LOSS, NORM, "learning_rate")]
+        rows += [(step, layer, "attention", "all", 0, "attention_logit", 1.0 + step) for layer in range(2)]
     return pd.DataFrame(rows, columns=list(LAYER_COLUMNS))
 
 

@@ -88,7 +88,8 @@ def test_measuring_leaves_no_trace_in_training(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(UpdateRatios, "on_pre_optimizer_step", lambda self, *args, **kwargs: None)
     pretraining.pretrain(tiny("without"), bar=False)
     both = [layers(tmp_path / name) for name in ("with", "without")]
-    kept = [rows[rows["metric"] != "update_ratio"].reset_index(drop=True) for rows in both]
+    measured = ["update_ratio", "update_norm", "weight_norm", "first_moment", "second_moment"]
+    kept = [rows[~rows["metric"].isin(measured)].reset_index(drop=True) for rows in both]
     pd.testing.assert_frame_equal(*kept)
     assert len(both[0]) > len(both[1])
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("with", "without")]

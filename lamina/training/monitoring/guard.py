@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -44,6 +44,7 @@ class DivergenceGuard:
     above_since: int | None = None
     recent: dict[Key, deque[float]] = field(default_factory=dict)
     departed: dict[Key, tuple[int, float]] = field(default_factory=dict)
+    paths: Mapping[int, str] = field(default_factory=dict)  # of the layers of a model that isn't Lamina's
 
     def see_layers(self, rows: Iterable[Row]) -> None:
         """Read the monitor's rows of one step and note the layers that left at it, or came back."""
@@ -123,7 +124,8 @@ class DivergenceGuard:
         layer, sublayer, metric = key
         ratio = broken[key][1]
         excess = f"{ratio:.0f} times its recent median" if math.isfinite(ratio) else "not finite"
-        where = f"model.model.layers[{layer}], block {layer + 1} ({sublayer})"
+        name = self.paths.get(layer, f"model.model.layers[{layer}]")
+        where = f"{name}, block {layer + 1} ({sublayer})"
         return f"{where}, left first: its {metric} was {excess} at step {first}"
 
 

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from lamina.modeling.initialization import weights
 from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.training.execution.compiling import uncompiled
+from lamina.training.monitoring.places import Place, Placed, own_part, places_of, share
 
 Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 
 
+def row_name(row: Row) -> str:
+    """The name of a row's series in a tracker: layers/METRIC/LAYER.SUBLAYER.ROLE."""
+    _, layer, sublayer, role, index, metric, _ = row
+    return f"layers/{metric}/{layer:04d}.{sublayer}.{role}" + (f"{index:03d}" if role == "expert" or index else "")
+
+
 class GradientNorms:
     """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
 
-    Under FSDP2, each parameter's squared local part is summed over the mesh, so the norms are those of one process.
+    Sharded parameters' (FSDP2) squared local parts are summed over the processes, so the norms are those of one.
+
+    Args:
+        model: a Lamina model, or any other with the ``placed`` parameters.
+        placed: each parameter with its place, as ``followed_places`` finds them.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        body_of(model, "layer monitor")
-        keys: dict[tuple[int, str, str], int] = {}
+    def __init__(self, model: nn.Module, placed: Placed | None = None):
+        keys: dict[Place, int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
-        for weight in weights(model):
-            key = (weight.layer, weight.sublayer, "all") if weight.layer >= 0 else (-1, "block", weight.sublayer)
-            self.parameters.append(weight.parameter)
+        for key, parameter in places_of(model) if placed is None else placed:
+            self.parameters.append(parameter)
             self.groups.append(keys.setdefault(key, len(keys)))
         self.keys = list(keys)
-        self._sent: tuple[list[int], torch.Tensor] | None = None
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        self._shares = [share(parameter) if self.sharded else 1.0 for parameter in self.parameters]
+        self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def squares(self) -> torch.Tensor:
         """The squared norm of each group in float64, without waiting for the device; call before clipping."""
@@ -44,28 +53,36 @@ class GradientNorms:
 
     def sums(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The squared norm of each group, for one tensor like each parameter; None counts as zeros."""
-        parts, groups, mesh = [], [], None
-        for tensor, group in zip(tensors, self.groups, strict=True):
-            if tensor is None:
-                continue
-            if isinstance(tensor, DTensor):
-                mesh, tensor = tensor.device_mesh, tensor.to_local()
-            parts.append(tensor)
-            groups.append(group)
+        return self.over_processes(self.local_sums(tensors))
+
+    def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
+        """This process' share of ``sums``, or of the sums of |x| with ``power`` 1."""
+        parts, present = [], []
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                parts.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                present.append(index)
         if not parts:
-            return torch.zeros(len(self.keys), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(parts)).double()  # pyright: ignore[reportPrivateImportUsage]
+            device = own_part(self.parameters[0]).device if self.parameters else None
+            return torch.zeros(len(self.keys), dtype=torch.float64, device=device)
+        norms = torch.stack(torch._foreach_norm(parts, power)).double()  # pyright: ignore[reportPrivateImportUsage]
         sums = torch.zeros(len(self.keys), dtype=torch.float64, device=norms.device)
-        sums.index_add_(0, self._index(groups, norms.device), norms * norms)
-        if mesh is not None:
-            torch.distributed.all_reduce(sums, group=mesh.get_group())
+        groups, shares = self._index(present, norms.device)
+        return sums.index_add_(0, groups, norms.pow(power) * shares)
+
+    def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
+        """The processes' shares added up, in place; of parameters that are not sharded, every process has the whole."""
+        if self.sharded:
+            torch.distributed.all_reduce(sums)
         return sums
 
-    def _index(self, groups: list[int], device: torch.device) -> torch.Tensor:
-        """``groups`` on the device; cached, since sending them waits for the device."""
-        if self._sent is None or self._sent[0] != groups:
-            self._sent = (groups, torch.tensor(groups, device=device))
-        return self._sent[1]
+    def _index(self, present: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups and shares of the parameters ``present``, on the device; cached: sending them waits for the device."""
+        if (key := tuple(present)) not in self._sent:
+            groups = torch.tensor([self.groups[index] for index in present], device=device)
+            shares = torch.tensor([self._shares[index] for index in present], dtype=torch.float64, device=device)
+            self._sent[key] = (groups, shares)
+        return self._sent[key]
 
     def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
         """The tidy rows of one step's ``squares()``."""
@@ -80,7 +97,9 @@ class GradientNorms:
 
 def state_statistics(x: torch.Tensor) -> torch.Tensor:
     """Variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
-    return _statistics(x)[0]
+    x = x.detach().float()
+    magnitude = x.abs()
+    return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
 
 
 def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
@@ -160,13 +179,18 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass alone leaves the root's parameters gathered
+    return rows_of_gains(_gains(body_of(model, "layer monitor")), step)
+
+
+def rows_of_gains(gains: Iterable[tuple[int, str, str, int, float, torch.Tensor]], step: int) -> list[Row]:
+    """The rows of norms' gains: layer, sub-layer, role, index, what the norm adds to the stored values, parameter."""
     keys, sums, magnitudes, mesh = [], [], [], None
-    for layer, sublayer, role, parameter in _gains(body_of(model, "layer monitor")):
-        keys.append((layer, sublayer, role))
+    for *key, offset, parameter in gains:
+        keys.append(key)
         value, whole = parameter.detach(), parameter.numel()
         if isinstance(value, DTensor):
             mesh, value = value.device_mesh, value.to_local()
-        value = value.float()
+        value = value.float() + offset if offset else value.float()
         sums.append(value.sum() / whole)
         magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
     if not keys:
@@ -176,23 +200,23 @@ def gain_rows(model: nn.Module, step: int) -> list[Row]:
         torch.distributed.all_reduce(means, group=mesh.get_group())
         torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
     rows: list[Row] = []
-    for (layer, sublayer, role), mean, largest in zip(keys, means.tolist(), largests.tolist(), strict=True):
+    for (layer, sublayer, role, index), mean, largest in zip(keys, means.tolist(), largests.tolist(), strict=True):
         rows += [
-            (step, layer, sublayer, role, 0, "gain_mean", mean),
-            (step, layer, sublayer, role, 0, "gain_abs_max", largest),
+            (step, layer, sublayer, role, index, "gain_mean", mean),
+            (step, layer, sublayer, role, index, "gain_abs_max", largest),
         ]
     return rows
 
 
-def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+def _gains(base: LaminaModel) -> Iterator[tuple[int, str, str, int, float, torch.Tensor]]:
     for index, name, residual in sublayers(base):
         for role in ("pre_norm", "out_norm", "post_norm"):
             norm = getattr(residual, role)
             if isinstance(norm, LaminaNorm) and norm.weight is not None:
-                yield index, name, role, norm.weight
+                yield index, name, role, 0, 0.0, norm.weight
         for role in ("skip_scale", "pre_scale"):
             if isinstance(scale := getattr(residual, role), nn.Parameter):
-                yield index, name, role, scale
+                yield index, name, role, 0, 0.0, scale
     for role, norm in (("embedding_norm", base.embedding_norm), ("final_norm", base.norm)):
         if isinstance(norm, LaminaNorm) and norm.weight is not None:
-            yield -1, "block", role, norm.weight
+            yield -1, "block", role, 0, 0.0, norm.weight

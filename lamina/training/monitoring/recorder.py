@@ -21,7 +21,7 @@ from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows
+from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows, row_name
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 
@@ -239,10 +239,7 @@ class RunRecorder(TrainerCallback):
             self._flushed = time.monotonic()
         if self.track_layers:
             rows = [row for row in rows if row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1)]  # its band's edges
-            logs = {
-                f"layers/{metric}/{layer:04d}.{sub}.{role}" + (f"{index:03d}" if role == "expert" or index else ""): v
-                for _, layer, sub, role, index, metric, v in rows
-            }
+            logs = {row_name(row): row[6] for row in rows}
             handler, trainer = self.trainer.callback_handler, self.trainer
             handler.on_log(trainer.args, trainer.state, trainer.control, logs)
 

@@ -1,0 +1,153 @@
+"""Early alarms: a layer's gradient, update, moment or stream leaves its usual range before the loss does.
+
+The same rules read a run while it trains and its records afterwards. Each rule names one sub-layer and one step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TypeAlias
+
+from lamina.core.json_types import Json
+from lamina.training.monitoring.layers import Row
+
+Series: TypeAlias = tuple[int, str, str, str]
+"""layer, sub-layer, role, metric"""
+
+# By metric: how many times its recent median a value must be. Healthy training changes each of them too, so the factor
+# stands beside a robust deviation, and both must be exceeded.
+FACTORS: Mapping[str, float] = {
+    "gradient_norm": 6.0,
+    "update_norm": 3.0,
+    "first_moment": 4.0,
+    "hidden_abs_max": 3.0,
+    "hidden_variance": 6.0,
+    "attention_logit": 3.0,
+    "step_gradient_norm": 6.0,
+}
+DEVIATIONS = 8.0
+WINDOW, FEWEST = 32, 8
+LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
+FP16_MAX = 65504.0
+PEERS = 30.0  # times the median of the same sub-layers of other layers
+RATIO = 0.3  # of an update to its weights: a third of a layer is rewritten in one step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """One series that left its range.
+
+    Attributes:
+        step: of the value.
+        rule: not_finite | rise | logit | fp16 | dead | apart | rewritten.
+        layer, sublayer, role, metric: the series.
+        value, usual: the value, and what it is compared with.
+    """
+
+    step: int
+    rule: str
+    layer: int
+    sublayer: str
+    role: str
+    metric: str
+    value: float
+    usual: float
+
+    def to_dict(self) -> Json:
+        """As a line of alarms.jsonl."""
+        return asdict(self)
+
+    @property
+    def excess(self) -> float:
+        """How many times the usual value; infinite where one of them is not a positive number."""
+        return self.value / self.usual if self.usual > 0 and math.isfinite(self.value) else math.inf
+
+
+@dataclass(kw_only=True)
+class Alarms:
+    """Reads the rows of one step after the other and returns what leaves; each series alarms once until it is back.
+
+    Args:
+        half: whether the model computes in float16, whose largest number is 65504.
+    """
+
+    half: bool = False
+    window: int = WINDOW
+    _recent: dict[Series, deque[float]] = field(default_factory=dict)
+    _out: set[tuple[str, Series]] = field(default_factory=set)
+
+    def see(self, rows: Sequence[Row], rate: float | None = None) -> list[Alarm]:
+        """The alarms of one step's rows; ``rate``: its learning rate, by which updates are divided."""
+        found = [alarm for row in rows if row[5] in _JUDGED for alarm in self._judge(row, rate)]
+        return found + self._compare(rows)
+
+    def _judge(self, row: Row, rate: float | None) -> Iterable[Alarm]:
+        _, layer, sublayer, role, _, metric, value = row
+        series = (layer, sublayer, role, metric)
+        if not math.isfinite(value):
+            yield from self._once("not_finite", row, 0.0, left=True)
+            return
+        if metric == "attention_logit":
+            yield from self._once("logit", row, LOGIT, left=value > LOGIT)
+        if metric == "hidden_abs_max" and self.half:
+            yield from self._once("fp16", row, FP16_MAX, left=value > FP16_MAX / 4)
+        if metric == "update_ratio":
+            yield from self._once("rewritten", row, RATIO, left=value > RATIO)
+        if metric in FACTORS:
+            scaled = value / rate if metric == "update_norm" and rate else value
+            recent = self._recent.setdefault(series, deque(maxlen=self.window))
+            usual, left = _leaves(scaled, recent, FACTORS[metric])
+            yield from self._once("rise", row, usual * (value / scaled if scaled else 1.0), left=left)
+            recent.append(scaled)
+
+    def _compare(self, rows: Sequence[Row]) -> list[Alarm]:
+        """Sub-layers whose gradient is zero, or far above that of the same sub-layers of the other layers."""
+        found: list[Alarm] = []
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if row[5] == "gradient_norm" and row[1] >= 0 and row[2] != "block" and row[3] == "all":
+                groups.setdefault((row[2], row[3]), []).append(row)
+        for members in groups.values():
+            usual = statistics.median(row[6] for row in members)
+            for row in members:
+                others = [other[6] for other in members if other is not row]
+                found += self._once("dead", row, usual, left=row[6] == 0.0 and max(others, default=1.0) > 0.0)
+                if len(members) >= 3 and usual > 0:
+                    found += self._once(
+                        "apart", row, usual, left=row[6] > PEERS * max(statistics.median(others), usual)
+                    )
+        return found
+
+    def _once(self, rule: str, row: Row, usual: float, *, left: bool) -> list[Alarm]:
+        step, layer, sublayer, role, _, metric, value = row
+        key = (rule, (layer, sublayer, role, metric))
+        if not left:
+            self._out.discard(key)
+            return []
+        if key in self._out:
+            return []
+        self._out.add(key)
+        alarm = Alarm(
+            step=step, rule=rule, layer=layer, sublayer=sublayer, role=role, metric=metric, value=value, usual=usual
+        )
+        return [alarm]
+
+
+_JUDGED = {*FACTORS, "update_ratio"}
+
+
+def _leaves(value: float, recent: Sequence[float], factor: float) -> tuple[float, bool]:
+    """The median of the recent values, and whether ``value`` lies above both limits."""
+    if len(recent) < FEWEST:
+        return math.nan, False
+    usual = statistics.median(recent)
+    if not (usual > 0 and value > factor * usual):
+        return usual, False
+    logs = [math.log(max(x, 1e-30)) for x in recent]
+    middle = statistics.median(logs)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in logs)
+    return usual, math.log(value) - middle > DEVIATIONS * spread

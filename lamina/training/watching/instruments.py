@@ -1,0 +1,266 @@
+"""What the monitor attaches to a model and its optimizers, and what it reads off them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.modeling.hooks import temporary_hooks
+from lamina.probes.structure.norms import effective_gain
+from lamina.probes.structure.outputs import Kwargs, Output
+from lamina.training.monitoring.layers import GradientNorms, Row, rows_of_gains
+from lamina.training.monitoring.places import followed_places, own_part
+from lamina.training.monitoring.updates import UpdateRatios
+from lamina.training.watching.clipping import before_clipping
+from lamina.training.watching.following import Followed, bare, called, follow, is_compiled
+from lamina.training.watching.settings import WatchSettings
+from lamina.training.watching.stream import ForwardMeter
+
+Judge = Callable[[torch.Tensor], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """How a step went: its gradient norm before clipping, and whether an optimizer took it."""
+
+    norm: torch.Tensor | None
+    stepped: bool
+
+
+class Instruments:
+    """Hooks on the model's forward pass, on gradient clipping and on the optimizers' steps.
+
+    A step's squared gradient norms by sub-layer stay on the device until ``gradient_rows``, the other measurements of
+    a step that is ``due`` until ``rows``. Nothing waits for the device before.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: WatchSettings):
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+        self.model, self.compiled = bare(model)
+        self.optimizers = [stepping(optimizer) for optimizer in optimizers]
+        self.settings = settings
+        self.due = False
+        self.tokens = 0
+        self.last_norm: float | None = None
+        self.followed: Followed | None = None
+        parameters = list(self.model.parameters())
+        self.on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        self.parameters = sum(parameter.numel() for parameter in parameters)
+        self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
+        self.saw_loss = False
+        self.scales_losses = False  # by a GradScaler, which handles infinite gradients itself
+        self._norms: GradientNorms | None = None
+        self._updates: UpdateRatios | None = None
+        self._meter: ForwardMeter | None = None
+        self._gains: list[tuple[int, str, str, int, float, torch.Tensor]] = []
+        self._squares: list[tuple[int, torch.Tensor]] = []
+        self._current: torch.Tensor | None = None
+        self._inside: nn.Module | None = None
+        self._measuring = ExitStack()
+        self._looking = self._measured = self._stepped = False
+        self._losses: list[torch.Tensor] = []
+        self.summed = False
+
+    @contextmanager
+    def attached(self, judge: Judge | None, found: Callable[[], None]) -> Iterator[None]:
+        """Attach for the time of the context.
+
+        Args:
+            judge: tells from the gradient norm whether the step is skipped; None: none is.
+            found: called once, when the layers have been looked for.
+        """
+        self._judge, self._found = judge, found
+        base = getattr(self.model, "base_model", None)
+        roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
+        with temporary_hooks() as hooks, before_clipping(self._measure_gradients), self._measuring:
+            for root in roots:
+                hooks.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+                hooks.append(root.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+            for number, optimizer in enumerate(self.optimizers):
+                hooks.append(optimizer.register_step_pre_hook(self._before_step))
+                if number == len(self.optimizers) - 1:
+                    hooks.append(optimizer.register_step_post_hook(self._after_step))
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
+        if torch.compiler.is_compiling() or self._inside is not None or self._looking:
+            return
+        if not (self.model.training and torch.is_grad_enabled()):
+            return  # an evaluation, or a policy that generates
+        inner, inputs = called(module, args, kwargs)
+        if self.followed is None:
+            self._follow(inner, inputs)
+        self._inside = module
+        self.tokens += _count(inputs)
+        self.summed = kwargs.get("num_items_in_batch") is not None
+        if self.due and not self._measured and self._meter is not None:
+            self._measuring.enter_context(self._meter.measuring(module))
+            self._measured = True
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: Kwargs, output: Output) -> None:
+        if self._inside is not module:
+            return
+        self._inside = None
+        self._measuring.close()
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.saw_loss = True
+            self._losses.append(loss.detach())
+
+    def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Look for the layers, once; in any case the totals are recorded from now on."""
+        self._looking = True
+        self.followed = followed = follow(module, dict(inputs), layers=self.settings.layers)
+        self._looking = False
+        structure = followed.structure
+        self._norms = GradientNorms(self.model, followed_places(self.model, structure))
+        self._updates = UpdateRatios(self.model, self._norms)
+        if self.compiled or is_compiled(self.model):
+            followed.notes.append("the stream is not recorded: hooks inside a compiled model are not called")
+        elif structure is not None:
+            self._meter = ForwardMeter(structure, stream=followed.whole, attention=self.settings.attention)
+        if structure is not None:
+            for index, (layer, sublayer, norm) in enumerate(structure.norms()):
+                if isinstance(weight := getattr(norm.module, "weight", None), torch.Tensor) and weight.ndim == 1:
+                    place = (layer, "block" if layer < 0 else sublayer, norm.role)
+                    count = sum(known[:3] == place for known in self._gains[:index])
+                    self._gains.append((*place, count, _offset(norm.module), weight))
+        self._found()
+
+    def _without_forward(self) -> None:
+        """Look for the layers with made-up tokens: no forward pass of the model itself was seen (a compiled one)."""
+        device = own_part(next(self.model.parameters())).device
+        tokens = {"input_ids": torch.arange(1, 9, device=device)[None]}
+        self._follow(self.model, tokens)
+
+    @torch.no_grad()
+    def _measure_gradients(self) -> None:
+        """Once a step, at the first sign that the gradients are complete: clipping, or the optimizer's step."""
+        if self._current is not None or not self._complete():
+            return
+        if self.followed is None:
+            self._without_forward()
+        assert self._norms is not None
+        self._current = self._norms.squares()
+
+    def _complete(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.model.parameters())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
+        first = not self._stepped
+        self._stepped = True
+        self._measure_gradients()
+        if first and self._judge is not None and self._current is not None and self._judge(self._current.sum().sqrt()):
+            for parameter in self.model.parameters():
+                parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
+            return
+        if first and self.due and self._updates is not None:
+            self._updates.before_step()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
+        if self._updates is not None:
+            self._updates.after_step(self.optimizers)
+
+    def step_loss(self) -> torch.Tensor | None:
+        """The loss of the step so far, as the model returned it: the mean over its micro-batches."""
+        if not self._losses:
+            return None
+        losses = torch.stack([loss.reshape(()).float() for loss in self._losses])
+        return losses.sum() if self.summed else losses.mean()
+
+    def take_loss(self) -> torch.Tensor | None:
+        """``step_loss``, and begin the next step's."""
+        loss, self._losses = self.step_loss(), []
+        return loss
+
+    def end_step(self, step: int) -> Taken:
+        """End a step."""
+        squares, self._current = self._current, None
+        taken = Taken(norm=None if squares is None else squares.sum().sqrt(), stepped=self._stepped)
+        self._measured = self._stepped = False
+        if squares is not None:
+            self._squares.append((step, squares))
+        return taken
+
+    def gradient_rows(self) -> dict[int, list[Row]]:
+        """The tidy rows of each step since the last call; one wait for the device."""
+        if not self._squares:
+            return {}
+        assert self._norms is not None
+        squares = torch.stack([squares for _, squares in self._squares]).cpu()
+        steps, self._squares = [step for step, _ in self._squares], []
+        self.last_norm = float(squares[-1].sum().sqrt())
+        return {step: self._norms.rows(step, row) for step, row in zip(steps, squares, strict=True)}
+
+    def rows(self, step: int) -> list[Row]:
+        """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""
+        rows = self._meter.rows(step) if self._meter is not None else []
+        rows += self._updates.rows(step) if self._updates is not None else []
+        with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
+            rows += rows_of_gains(self._gains, step)
+        return rows
+
+    def learning_rates(self) -> list[float]:
+        """The optimizers' learning rates now, by group."""
+        return [
+            float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups if "lr" in group
+        ]
+
+    def about(self) -> Json:
+        """What watched.json says of the model."""
+        followed = self.followed
+        assert followed is not None
+        structure = followed.structure
+        layers = [] if structure is None else structure.layers
+        return {
+            "model": type(self.model).__name__,
+            "parameters": self.parameters,
+            "num_layers": len(layers),
+            "hidden_size": None if structure is None else structure.hidden_size,
+            "layers": [
+                {"path": site.path, "sublayers": [sublayer.kind for sublayer in site.sublayers]} for site in layers
+            ],
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "half": self.half,
+            "notes": followed.notes,
+        }
+
+
+def stepping(optimizer: object) -> torch.optim.Optimizer:
+    """The torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for something else."""
+    inner: Output = optimizer
+    while not type(inner).__module__.startswith("torch.") and isinstance(
+        getattr(inner, "optimizer", None), torch.optim.Optimizer
+    ):
+        inner = inner.optimizer
+    if not hasattr(inner, "register_step_pre_hook"):
+        raise UserError(
+            f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
+        )
+    return inner
+
+
+def _offset(norm: nn.Module) -> float:
+    """What a norm adds to its stored gain: 1 for Gemma's, 0 for others."""
+    weight = norm.weight.detach()  # type: ignore[union-attr]
+    try:
+        effective = effective_gain(norm)
+    except RuntimeError:  # a sharded weight
+        return 0.0
+    return 0.0 if effective is None else float(round(float((effective - weight.float()).mean())))
+
+
+def _count(inputs: Mapping[str, torch.Tensor]) -> int:
+    """The tokens of a batch, or its items if it has none."""
+    for value in inputs.values():
+        if value.ndim == 2 and not value.is_floating_point():
+            return value.numel()
+    return len(next(iter(inputs.values()))) if inputs and next(iter(inputs.values())).ndim else 0

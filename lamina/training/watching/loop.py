@@ -1,0 +1,152 @@
+"""`lamina.watch`: the layer monitor in a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import distributed, nn
+
+from lamina.core.json_types import Json
+from lamina.errors import one_line
+from lamina.jobs.folder import Resume
+from lamina.jobs.status import Status
+from lamina.training.execution.processes import Processes
+from lamina.training.monitoring.guard import Diverged
+from lamina.training.watching.monitor import Monitor
+from lamina.training.watching.records import Records
+from lamina.training.watching.settings import WatchSettings
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class Watch:
+    """The context of ``lamina.watch``.
+
+    Attributes:
+        monitor: while the context is open.
+        diverged: the guard's verdict, once it has one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        settings: WatchSettings,
+        *,
+        resume: Resume = False,
+        overwrite: bool = False,
+        step: int = 0,
+    ):
+        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self.model, self.settings, self._first_step = model, settings, step
+        self._modes: Json = {"resume": resume, "overwrite": overwrite}
+        self.monitor: Monitor | None = None
+
+    def __enter__(self) -> Self:
+        self.monitor = open_monitor(self.model, self.optimizers, self.settings, step=self._first_step, **self._modes)
+        return self
+
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
+        """End a step: call it once after each ``optimizer.step()``, with the step's loss.
+
+        Does not wait for the device but where a record is due (every ``every``-th step). With
+        ``on_divergence="stop"``, a divergence ends the ``with`` block here.
+        """
+        assert self.monitor is not None, "monitor.step() belongs into the with block of lamina.watch"
+        self.monitor.end_step(loss)
+
+    @property
+    def diverged(self) -> Diverged | None:
+        """Why and where the run diverged; None if it did not."""
+        return None if self.monitor is None else self.monitor.diverged
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        assert self.monitor is not None
+        if isinstance(error, Diverged) and error is self.monitor.diverged:
+            self.monitor.close(Status.DIVERGED, error.reason)
+            return True
+        if isinstance(error, KeyboardInterrupt):
+            self.monitor.close(Status.INTERRUPTED, f"stopped at step {self.monitor.step}")
+        elif error is not None:
+            self.monitor.close(Status.FAILED, one_line(error))
+        else:
+            self.monitor.close(Status.FINISHED)
+        return False
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    output: str,
+    resume: Resume = False,
+    overwrite: bool = False,
+    step: int = 0,
+    **settings: object,
+) -> Watch:
+    """Watch a training loop layer by layer.
+
+    >>> with lamina.watch(model, optimizer, output="runs/mine") as monitor:
+    ...     for batch in batches:
+    ...         loss = model(**batch).loss
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...         monitor.step(loss)
+
+    Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP2 (call
+    it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose
+    OUTPUT` reads them. The training itself computes the same bits as without it, unless ``skip_outliers`` or
+    ``on_divergence="roll_back"`` change it.
+
+    Args:
+        model: the model that is trained.
+        optimizer: its optimizer, or a list of several that step together.
+        output: the folder of the records.
+        resume: continue the records of ``output`` after ``step``; "auto": if there are any.
+        overwrite: replace them.
+        step: the steps that were done before.
+        settings: see ``WatchSettings``: every, layers, attention, on_divergence, divergence_margin,
+            divergence_patience, skip_outliers, report_to.
+
+    Raises:
+        UserError: for invalid settings, a model or an optimizer that is not torch's, an output folder in use.
+    """
+    record = WatchSettings.from_dict({"output": output, **settings})
+    return Watch(model, optimizer, record, resume=resume, overwrite=overwrite, step=step)
+
+
+def open_monitor(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: WatchSettings,
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    step: int = 0,
+) -> Monitor:
+    """A monitor that has begun; all processes of a run call it. Raises UserError."""
+    processes = these_processes()
+
+    def claimed() -> Records:
+        return Records(settings, resume=resume, overwrite=overwrite, step=step)
+
+    records: list[Records] = []
+    processes.by_first(lambda: records.append(claimed()))
+    monitor = Monitor(model, optimizers, settings, records[0] if records else None, processes, step=step)
+    monitor.begin()
+    return monitor
+
+
+def these_processes() -> Processes:
+    """This process and the others of its process group."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return Processes()
+    backend = distributed.get_backend()
+    group = None if backend == "gloo" else distributed.new_group(backend="gloo")
+    return Processes(rank=distributed.get_rank(), size=distributed.get_world_size(), group=group)

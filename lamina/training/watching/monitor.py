@@ -1,0 +1,235 @@
+"""The monitor of any training: what is measured when, and what is done about it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from lamina.core.json_types import Json
+from lamina.jobs.status import Status
+from lamina.training.execution.processes import Processes
+from lamina.training.monitoring.alarms import Alarm, Alarms
+from lamina.training.monitoring.guard import Diverged, DivergenceGuard
+from lamina.training.monitoring.layers import Row
+from lamina.training.monitoring.series import LOSS, StepSeries
+from lamina.training.watching.instruments import Instruments
+from lamina.training.watching.outliers import GRADIENT, OutlierRule
+from lamina.training.watching.outliers import LOSS as LOSS_VALUE
+from lamina.training.watching.records import Records
+from lamina.training.watching.settings import WatchSettings
+from lamina.training.watching.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+MOST_ROLLBACKS = 3
+
+
+class Monitor:
+    """Measures a training run, step by step, and writes its records; made by ``lamina.watch`` or ``LayerMonitor``.
+
+    Args:
+        model: of any architecture, in the usual wrappers or without.
+        optimizers: those that step once per step.
+        settings: see ``WatchSettings``.
+        records: of the first process; None in the others.
+        processes: this process and the run's others.
+        step: the last step that was done before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        settings: WatchSettings,
+        records: Records | None,
+        processes: Processes,
+        *,
+        step: int = 0,
+    ):
+        self.settings, self.records, self.processes, self.step = settings, records, processes, step
+        self.instruments = Instruments(model, optimizers, settings)
+        self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
+        self.alarms = Alarms(half=self.instruments.half)
+        self.series = StepSeries(processes)
+        self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
+        self.diverged: Diverged | None = None
+        self.skipped, self.rolled_back = 0, 0
+        self._losses: list[float] = []
+        self._snapshots: list[Snapshot] = []
+        self._held = ExitStack()
+        self._begun = self._since = time.monotonic()
+        self._tokens_written = 0
+        self._open = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that comes next is recorded."""
+        return self.step == 0 or (self.step + 1) % self.settings.every == 0
+
+    def begin(self) -> None:
+        """Attach to model and optimizers."""
+        self._open = True
+        judge = None if self.outliers is None else self._is_outlier
+        self._held.enter_context(self.instruments.attached(judge, self._describe))
+        self.instruments.due = self.is_due
+
+    def _describe(self) -> None:
+        """Once the layers are found, or not: write what is watched, and tell the user what is not."""
+        followed = self.instruments.followed
+        assert followed is not None
+        structure = followed.structure
+        if structure is not None:
+            self.guard.paths = {site.index: site.path for site in structure.layers}
+        for note in followed.notes:
+            if self.processes.first:
+                logger.warning("lamina.watch: %s", note)
+        if self.records is not None:
+            self.records.describe(self.instruments.about())
+
+    def _is_outlier(self, norm: torch.Tensor) -> bool:
+        """Whether the step that is about to be taken is skipped: waits for the device."""
+        assert self.outliers is not None
+        found = self.outliers.see(GRADIENT, float(norm))
+        if (loss := self.instruments.step_loss()) is not None:
+            found |= self.outliers.see(LOSS_VALUE, self.processes.mean(float(loss)))
+        found = self.processes.anyone(found)
+        self.skipped += found
+        return found
+
+    def end_step(self, loss: torch.Tensor | float | None = None) -> None:
+        """End a step, after the optimizer's. Raises Diverged where the run should stop."""
+        self.step += 1
+        due, taken = self.instruments.due, self.instruments.end_step(self.step)
+        seen = self.instruments.take_loss() if loss is None else torch.as_tensor(loss).detach()
+        if seen is not None:
+            self.series.add_loss(seen)
+        self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
+        self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
+        try:
+            if due or (self.processes.size == 1 and self.instruments.on_cpu):
+                self._look(due)
+        except Diverged as diverged:
+            self._act(diverged)
+        finally:
+            self.instruments.due = self.is_due
+
+    def _look(self, due: bool) -> None:
+        """Read what the steps since the last time have shown; record, if it is due. Raises Diverged."""
+        rows, gradients = self.series.rows(), self.instruments.gradient_rows()
+        self._add(rows)
+        rates = self.instruments.learning_rates()
+        rate = max(rates, default=None)
+        alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
+        new = self.instruments.rows(self.step) if due else []
+        if due:
+            new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
+            alarms += self.alarms.see(new, rate)
+        kept = {self.step, *(alarm.step for alarm in alarms)} if due else {alarm.step for alarm in alarms}
+        for step, step_rows in gradients.items():
+            self.guard.see_layers(step_rows)
+            self._add(step_rows if step in kept else [])
+        self.guard.see_layers(new)
+        self._add(new)
+        self._tell(alarms)
+        losses = {row[0]: row[6] for row in rows if row[5] == LOSS}
+        if due:
+            self._write(losses, rate)
+        self._check(losses, rows)
+        if due and self.settings.on_divergence == "roll_back" and self.guard.above_since is None:
+            model, optimizers = self.instruments.model, self.instruments.optimizers
+            self._snapshots = [*self._snapshots[-1:], Snapshot(self.step, model, optimizers)]
+
+    def _check(self, losses: dict[int, float], rows: Sequence[Row]) -> None:
+        for step, _, _, _, _, metric, value in rows:
+            if metric == LOSS:
+                self.guard.see_loss(step, value)
+            elif not math.isfinite(value) and not self.instruments.scales_losses:
+                self.guard.see_gradient(step, value, [])
+
+    def _write(self, losses: dict[int, float], rate: float | None) -> None:
+        self._losses += [losses[step] for step in sorted(losses)]
+        now, tokens = time.monotonic(), self.instruments.tokens * self.processes.size
+        record: Json = {"step": self.step, "tokens": tokens}
+        if self._losses:
+            record["loss"] = math.fsum(self._losses) / len(self._losses)
+        self._losses = []
+        record |= {"learning_rate": rate, "grad_norm": self.instruments.last_norm}
+        seconds, new = max(now - self._since, 1e-9), tokens - self._tokens_written
+        self._since, self._tokens_written = now, tokens
+        if self.records is not None:
+            self.records.write({**record, "tokens_per_second": new / seconds})
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        if self.records is not None and rows:
+            self.records.add(self.step, rows)
+
+    def _tell(self, alarms: Sequence[Alarm]) -> None:
+        if self.records is None or not alarms:
+            return
+        self.records.alarm(alarms)
+        worst = max(alarms, key=lambda alarm: alarm.excess)
+        logger.warning("lamina.watch: %s%s", describe(worst), f" ({len(alarms)} alarms)" if len(alarms) > 1 else "")
+
+    def _act(self, diverged: Diverged) -> None:
+        """What the settings say about a divergence. Raises Diverged where the run should stop."""
+        if self.processes.first:
+            logger.warning("lamina.watch: diverged: %s", diverged)
+        if self.records is not None:
+            self.records.write({"step": diverged.step, "tokens": None, "loss": None, "diverged": diverged.reason})
+        action = self.settings.on_divergence
+        if action == "roll_back" and self._snapshots and self.rolled_back < MOST_ROLLBACKS:
+            snapshot = self._snapshots[0]
+            snapshot.restore(self.instruments.model, self.instruments.optimizers)
+            self.rolled_back += 1
+            self._snapshots = [snapshot]
+            self.guard.above_since, self.guard.departed = None, {}
+            if self.processes.first:
+                logger.warning("lamina.watch: weights and optimizer are back at step %d", snapshot.step)
+            if self.records is not None:
+                self.records.write({"step": self.step, "rollback": self.rolled_back, "to": snapshot.step})
+            return
+        self.diverged = diverged
+        if action == "note":
+            self.guard.above_since, self.guard.best = None, math.inf  # noted once; a new level may follow
+            return
+        raise diverged
+
+    def close(self, status: Status, reason: str = "") -> None:
+        """Detach, and write what was collected; may be called twice."""
+        if not self._open:
+            return
+        self._open = False
+        self._held.close()
+        if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
+            status, reason = Status.DIVERGED, self.diverged.reason
+        if self.processes.size == 1 or status is Status.FINISHED:  # the others may have left
+            self._add(self.series.rows())
+        if self.records is not None:
+            seconds = time.monotonic() - self._begun
+            tokens = self.instruments.tokens * self.processes.size
+            result: Json = {"status": str(status), "reason": reason, "steps": self.step, "tokens": tokens}
+            result |= {"seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
+            result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
+            self.records.close({**result, "rollbacks": self.rolled_back})
+
+
+def describe(alarm: Alarm) -> str:
+    """An alarm as a sentence without its end."""
+    where = "the model" if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
+    name = alarm.metric.replace("_", " ")
+    words = {
+        "not_finite": f"{name} is not finite",
+        "rise": f"{name} is {alarm.excess:.3g} times its recent median",
+        "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
+        "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
+        "dead": "its gradient is zero",
+        "apart": f"{name} is {alarm.excess:.3g} times the other layers' median",
+        "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
+    }
+    return f"step {alarm.step}, {where}: {words[alarm.rule]}"

@@ -1,0 +1,184 @@
+"""What one training step's forward pass shows by sub-layer: the stream, attention's logits, the experts' loads."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lamina.modeling.hooks import temporary_hooks
+from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.outputs import Args, Kwargs, Output
+from lamina.probes.structure.sites import Point, Structure
+from lamina.training.monitoring.layers import STATE_METRICS, Row, state_statistics
+
+Spot: TypeAlias = tuple[int, str, int]
+"""layer (-1: x^0), sub-layer ("block" for a whole layer), and which of the layer's sub-layers of this kind."""
+_SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
+_TOPK = {torch.topk, torch.Tensor.topk}
+_QUERIES = 512  # whose logits are held at a time
+
+
+class ForwardMeter:
+    """Measures one forward pass; what it keeps is a few numbers for each sub-layer, on the device, until ``rows``.
+
+    Args:
+        structure: of the model.
+        stream: whether the stream is what the structure's points show.
+        attention: whether to look at attention's logits and at the experts' choices.
+    """
+
+    def __init__(self, structure: Structure, *, stream: bool = True, attention: bool = True):
+        self.structure, self.attention = structure, attention
+        self.points = stream_points(structure) if stream else {}
+        self._states: dict[Spot, torch.Tensor] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+        self._loads: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def measuring(self, root: nn.Module) -> Iterator[None]:
+        """Measure the forward pass that runs in the context."""
+        self._states, self._logits, self._loads = {}, {}, {}
+        with ExitStack() as stack:
+            stack.enter_context(watch(self.points, self._see, root=root))
+            if self.attention:
+                stack.enter_context(_operations(self.structure, self._see_logits, self._see_choice))
+            yield
+
+    @torch.no_grad()
+    def _see(self, spot: Spot, tensor: torch.Tensor) -> None:
+        self._states[spot] = state_statistics(tensor if tensor.ndim > 1 else tensor[None])
+
+    @torch.no_grad()
+    def _see_logits(self, layer: int, largest: torch.Tensor) -> None:
+        known = self._logits.get(layer)
+        self._logits[layer] = largest if known is None else torch.maximum(known, largest)
+
+    @torch.no_grad()
+    def _see_choice(self, layer: int, chosen: torch.Tensor, experts: int) -> None:
+        flat = chosen.detach().flatten()
+        counts = torch.zeros(experts, device=flat.device).scatter_add_(
+            0, flat, torch.ones_like(flat, dtype=torch.float)
+        )
+        if layer not in self._loads or len(self._loads[layer]) <= experts:  # groups of experts are chosen before them
+            self._loads[layer] = counts / math.prod(chosen.shape[:-1])
+
+    def rows(self, step: int) -> list[Row]:
+        """The tidy rows of the pass, once; waits for the device."""
+        rows: list[Row] = []
+        if self._states:
+            values = torch.stack(list(self._states.values())).tolist()
+            for (layer, sublayer, index), statistics in zip(self._states, values, strict=True):
+                rows += [
+                    (step, layer, sublayer, "all", index, metric, value)
+                    for metric, value in zip(STATE_METRICS, statistics, strict=True)
+                ]
+        if self._logits:
+            largest = torch.stack(list(self._logits.values())).tolist()
+            named = zip(self._logits, largest, strict=True)
+            rows += [(step, layer, "attention", "all", 0, "attention_logit", value) for layer, value in named]
+        for layer, load in self._loads.items():
+            rows += [
+                (step, layer, "feed_forward", "expert", expert, "expert_load", value)
+                for expert, value in enumerate(load.tolist())
+            ]
+        self._states, self._logits, self._loads = {}, {}, {}
+        return rows
+
+
+def stream_points(structure: Structure) -> dict[Spot, Point]:
+    """x^0, the stream behind every sub-layer, and behind each layer that no feed-forward ends."""
+    points: dict[Spot, Point] = {(-1, "block", 0): structure.layers[0].input}
+    for site in structure.layers:
+        seen: Counter[str] = Counter()
+        for sublayer in site.sublayers:
+            if sublayer.after is not None:
+                points[site.index, sublayer.kind, seen[sublayer.kind]] = sublayer.after
+            seen[sublayer.kind] += 1
+        if not site.sublayers or site.sublayers[-1].kind != "feed_forward":
+            points[site.index, "block", 0] = site.output
+    return points
+
+
+@contextmanager
+def _operations(
+    structure: Structure,
+    see_logits: Callable[[int, torch.Tensor], None],
+    see_choice: Callable[[int, torch.Tensor, int], None],
+) -> Iterator[None]:
+    """Watch softmaxes over keys, fused attention and the choice of experts in each layer, as operations."""
+    inside: list[int] = []
+    calls: Counter[nn.Module] = Counter()
+    sites: dict[nn.Module, list[int]] = {}
+    for site in structure.layers:
+        sites.setdefault(site.module, []).append(site.index)
+
+    def enter(module: nn.Module, args: object) -> None:
+        inside.append(sites[module][calls[module] % len(sites[module])])
+        calls[module] += 1
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        if inside:
+            inside.pop()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Output], types: object, args: Args = (), kwargs: Kwargs | None = None
+        ) -> object:
+            given = dict(kwargs or {})
+            output = func(*args, **given)
+            if inside and func is functional.scaled_dot_product_attention:
+                see_logits(inside[-1], largest_logit(*args, **given))
+            elif inside and func in _SOFTMAX and args and args[0].ndim == 4:
+                see_logits(inside[-1], args[0].detach().amax().float())
+            elif inside and func in _TOPK and isinstance(output, tuple) and args[0].ndim > 1:
+                see_choice(inside[-1], output[1], args[0].shape[-1])
+            return output
+
+    with temporary_hooks() as hooks, Watch():
+        hooks += [module.register_forward_pre_hook(enter) for module in sites]
+        hooks += [module.register_forward_hook(leave) for module in sites]
+        yield
+
+
+@torch.no_grad()
+def largest_logit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The largest logit of a fused attention, after scale and bias, over the keys that a query may see.
+
+    Args as those of ``scaled_dot_product_attention``: query [batch, heads, queries, width]. In float32.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    groups = query.shape[-3] // key.shape[-3] if query.ndim >= 3 else 1
+    if groups > 1:
+        key = key.repeat_interleave(groups, dim=-3)
+    queries, keys = query.shape[-2], key.shape[-2]
+    largest = torch.full((), -math.inf, device=query.device)
+    for start in range(0, queries, _QUERIES):
+        part = slice(start, min(start + _QUERIES, queries))
+        visible = keys if not is_causal else min(part.stop, keys)
+        logits = (query[..., part, :] @ key[..., :visible, :].transpose(-2, -1)).float() * factor
+        if attn_mask is not None:
+            mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., part, :]
+            mask = mask[..., :visible]
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        if is_causal:
+            rows = torch.arange(part.start, part.stop, device=query.device)[:, None]
+            logits = logits.masked_fill(torch.arange(visible, device=query.device) > rows, -math.inf)
+        largest = torch.maximum(largest, logits.amax())
+    return largest

@@ -1,0 +1,149 @@
+"""Tiny models and loops, and what a naive computation says of them."""
+
+import math
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 61
+
+
+def llama(layers=2, **changed):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=layers, **{**sizes, **changed}))
+
+
+class Tokens(Dataset):
+    def __init__(self, items=24, length=12):
+        self.ids = torch.randint(0, VOCAB, (items, length), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Attention(nn.Module):
+    """nanoGPT's attention, with a softmax that is written out."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = (t.view(batch, tokens, self.heads, -1).transpose(1, 2) for t in self.c_attn(x).split(width, dim=2))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.shape[-1])
+        hidden = torch.ones(tokens, tokens).tril() == 0
+        y = functional.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v
+        return self.c_proj(y.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.ln_2, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGpt(nn.Module):
+    """A GPT in a few lines whose forward pass takes ``idx`` and ``targets``, as nanoGPT's does."""
+
+    def __init__(self, layers=2, width=16, heads=2, length=32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte, self.wpe = nn.Embedding(VOCAB, width), nn.Embedding(length, width)
+        self.h = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, idx, targets=None):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        for layer in self.h:
+            x = layer(x)
+        logits = self.lm_head(self.ln_f(x))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) if targets is not None else None
+        return logits, loss
+
+
+def rows_of(folder):
+    return pd.concat([pd.read_parquet(path) for path in sorted((folder / "layers").glob("part-*.parquet"))])
+
+
+def found(folder, metric, step):
+    """{(layer, sublayer, role): value} of one metric at one step."""
+    rows = rows_of(folder)
+    rows = rows[(rows["metric"] == metric) & (rows["step"] == step)]
+    return {(row.layer, row.sublayer, row.role): row.value for row in rows.itertuples()}
+
+
+def norm_of(tensors):
+    return math.sqrt(sum(float(tensor.double().pow(2).sum()) for tensor in tensors))
+
+
+class Naive:
+    """By hand, and by the parameters' names, what the monitor should find at each step of a training."""
+
+    def __init__(self, model, parts):
+        self.model, self.parts = model, parts  # {(layer, sublayer, role): names' beginnings}
+        self.names = {place: self._matching(starts) for place, starts in parts.items()}
+        self.before = {}
+
+    def _matching(self, starts):
+        return [name for name, _ in self.model.named_parameters() if name.startswith(starts)]
+
+    def keep(self):
+        parameters = dict(self.model.named_parameters())
+        self.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+        self.before = {n: p.detach().clone() for n, p in parameters.items()}
+
+    def norms(self, what):
+        return {place: norm_of([what[n] for n in names if n in what]) for place, names in self.names.items()}
+
+    def updates(self):
+        moved = {n: p.detach() - self.before[n] for n, p in self.model.named_parameters()}
+        return self.norms(moved)
+
+    def moments(self, optimizer, key):
+        states = {n: optimizer.state[p][key] for n, p in self.model.named_parameters() if p in optimizer.state}
+        states = {n: s.clamp(min=0).sqrt() for n, s in states.items()} if key == "exp_avg_sq" else states
+        return self.norms(states)
+
+
+def llama_parts(layers=2, prefix="model."):
+    parts = {(-1, "block", "embedding"): (f"{prefix}embed_tokens",), (-1, "block", "readout"): (f"{prefix}norm", "lm_")}
+    for layer in range(layers):
+        start = f"{prefix}layers.{layer}."
+        parts[layer, "attention", "all"] = (f"{start}self_attn", f"{start}input_layernorm")
+        parts[layer, "feed_forward", "all"] = (f"{start}mlp", f"{start}post_attention_layernorm")
+        parts[layer, "block", "all"] = (start,)
+    return parts
+
+
+def nano_parts(layers=2):
+    parts = {(-1, "block", "embedding"): ("wte", "wpe"), (-1, "block", "readout"): ("ln_f", "lm_head")}
+    for layer in range(layers):
+        start = f"h.{layer}."
+        parts[layer, "attention", "all"] = (f"{start}attn", f"{start}ln_1")
+        parts[layer, "feed_forward", "all"] = (f"{start}mlp", f"{start}ln_2")
+        parts[layer, "block", "all"] = (start,)
+    return parts

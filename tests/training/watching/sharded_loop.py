@@ -1,0 +1,78 @@
+"""Run by torchrun in two processes: a watched loop under DDP or FSDP2, and what one process computes by hand."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from training.watching.loops import Naive, Tokens, llama, llama_parts
+
+import lamina
+
+STEPS = 3
+
+
+def batch_of(step, rank, size):
+    each = 4 // size
+    return Tokens(items=4 * STEPS).ids[4 * step :][:4][rank * each : (rank + 1) * each]
+
+
+def by_hand():
+    """One process with the whole batch: gradients before clipping and updates of the last step."""
+    model = llama()
+    naive, optimizer = Naive(model, llama_parts()), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        ids = batch_of(step, 0, 1)
+        model(input_ids=ids, labels=ids).loss.backward()
+        naive.keep()
+        gradients = naive.norms(naive.gradients)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        updates = naive.updates()
+        optimizer.zero_grad()
+    return {"gradient_norm": gradients, "update_norm": updates, "first_moment": naive.moments(optimizer, "exp_avg")}
+
+
+def whole(parameter):
+    value = parameter.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def watched(kind, folder):
+    model = llama()
+    if kind == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    context = lamina.watch(wrapped, optimizer, output=str(folder), every=STEPS) if folder else torch.enable_grad()
+    with context as monitor:
+        for step in range(STEPS):
+            ids = batch_of(step, distributed.get_rank(), 2)
+            loss = wrapped(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if folder:
+                monitor.step(loss)
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+def main(kind, folder):
+    distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    same = [torch.equal(a, b) for a, b in zip(watched(kind, None), watched(kind, Path(folder) / "run"), strict=True)]
+    if distributed.get_rank() == 0:
+        hand = {metric: [[*place, value] for place, value in values.items()] for metric, values in by_hand().items()}
+        (Path(folder) / "by_hand.json").write_text(json.dumps({"same": same, "hand": hand}))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

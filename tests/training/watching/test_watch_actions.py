@@ -1,0 +1,243 @@
+"""Bad input is one line and training goes on; divergences, outliers, resumption and pages."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+from training.watching.loops import NanoGpt, Tokens, llama, rows_of
+
+import lamina
+from lamina.errors import UserError
+from lamina.reports import report
+
+
+def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, **options):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = Tokens(items=2 * steps).ids
+    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
+        for step in range(steps):
+            batch = ids[2 * step : 2 * step + 2]
+            loss = model(batch[:, :-1], batch[:, 1:])[1] if loss_of is None else loss_of(model, batch)
+            loss.backward()
+            if spoil:
+                spoil(step + 1, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    return monitor
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Flat(nn.Module):
+    """A model without a stream of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(61, 8), nn.Linear(8, 61)
+
+    def forward(self, idx, targets=None):
+        logits = self.out(self.embed(idx))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Wrapper(nn.Module):
+    """A wrapper that nobody knows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.anything = inner
+
+    def forward(self, *args):
+        return self.anything(*args)
+
+
+def test_layers_that_cannot_be_followed_are_one_line_and_totals_are_recorded(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        loop(Flat(), tmp_path / "run", every=2)
+    said = [r.message for r in caplog.records if "lamina.watch" in r.message]
+    assert len(said) == 1
+    assert "layers: none found in Flat" in said[0]
+    assert "layers=PATH" in said[0]
+    assert "\n" not in said[0]
+    rows = rows_of(tmp_path / "run")
+    assert {"gradient_norm", "update_norm", "step_loss"} <= set(rows["metric"])
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_layers_given_by_hand_and_a_wrong_path(tmp_path, caplog):
+    loop(NanoGpt(), tmp_path / "run", steps=2, layers="h")
+    assert json.loads((tmp_path / "run" / "watched.json").read_text())["num_layers"] == 2
+    with caplog.at_level(logging.WARNING):
+        loop(NanoGpt(), tmp_path / "wrong", steps=2, layers="blocks")
+    assert "no module 'blocks' in NanoGpt" in caplog.text
+
+
+def test_an_unknown_wrapper_is_looked_through(tmp_path):
+    loop(Wrapper(NanoGpt()), tmp_path / "run", steps=2)
+    about = json.loads((tmp_path / "run" / "watched.json").read_text())
+    assert [layer["path"] for layer in about["layers"]] == ["h.0", "h.1"]
+    assert about["layers"][0]["sublayers"] == ["attention", "feed_forward"]
+
+
+def test_an_optimizer_without_moments_has_updates_all_the_same(tmp_path):
+    model = NanoGpt()
+    loop(model, tmp_path / "run", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    metrics = set(rows_of(tmp_path / "run")["metric"])
+    assert "update_ratio" in metrics
+    assert not metrics & {"first_moment", "second_moment"}
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "options", "says"),
+    [
+        ("no model", None, {}, "model: a str"),
+        (None, "no optimizer", {}, "optimizer: a str"),
+        (None, None, {"evry": 3}, "evry"),
+        (None, None, {"every": 0}, "every: 0"),
+        (None, None, {"on_divergence": "explode"}, "on_divergence: 'explode'"),
+        (None, None, {"report_to": "tensorbord"}, "report_to: 'tensorbord'"),
+    ],
+)
+def test_what_is_no_model_no_optimizer_or_no_setting_is_refused(tmp_path, model, optimizer, options, says):
+    net = NanoGpt()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else [optimizer]
+    with pytest.raises(UserError, match=says), lamina.watch(model or net, optimizer, output=str(tmp_path), **options):
+        pass
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="output"):
+        loop(NanoGpt(), tmp_path / "mine")
+
+
+def test_a_record_of_another_version_is_refused_in_one_line(tmp_path):
+    loop(NanoGpt(), tmp_path / "run", steps=2)
+    record = json.loads((tmp_path / "run" / "watched.json").read_text())
+    (tmp_path / "run" / "watched.json").write_text(json.dumps({**record, "record": 99}))
+    with pytest.raises(UserError, match=r"record: .* holds records of version 99 \(allowed: 1"):
+        loop(NanoGpt(), tmp_path / "run", steps=2, resume=True)
+
+
+def poison(at):
+    def spoil(step, model):
+        if step == at:
+            model.h[1].mlp.c_fc.weight.grad.fill_(float("nan"))
+
+    return spoil
+
+
+def test_a_divergence_stops_the_block_and_names_step_and_layer(tmp_path, caplog):
+    monitor = loop(NanoGpt(), tmp_path / "run", spoil=poison(4), on_divergence="stop", every=2)
+    assert monitor.diverged is not None
+    assert monitor.diverged.step == 4
+    assert "h.1" in monitor.diverged.reason
+    assert result(tmp_path / "run")["status"] == "diverged"
+    assert result(tmp_path / "run")["steps"] == 4
+    alarms = [json.loads(line) for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
+    assert {"step": 4, "rule": "not_finite", "layer": 1, "sublayer": "feed_forward"}.items() <= alarms[0].items()
+
+
+def test_by_default_a_divergence_is_noted_and_training_goes_on(tmp_path):
+    monitor = loop(NanoGpt(), tmp_path / "run", spoil=poison(4), every=2)
+    assert monitor.diverged is not None
+    assert result(tmp_path / "run")["steps"] == 6
+
+
+def test_rolled_back_weights_are_those_of_a_good_record(tmp_path):
+    model, kept = NanoGpt(), {}
+
+    def spoil(step, model):
+        kept[step] = [p.detach().clone() for p in model.parameters()]  # before this step's update
+        poison(5)(step, model)
+
+    loop(model, tmp_path / "run", steps=5, spoil=spoil, on_divergence="roll_back", every=2)
+    back = next(line for line in lines(tmp_path / "run") if "rollback" in line)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), kept[back["to"] + 1], strict=True))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert result(tmp_path / "run")["rollbacks"] == 1
+
+
+def test_an_outliers_step_changes_neither_weights_nor_moments(tmp_path):
+    model, seen = NanoGpt(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+    def spoil(step, model):
+        if step == 71:
+            for parameter in model.parameters():
+                parameter.grad.mul_(100.0)
+        if step in (71, 72):
+            state = optimizer.state[model.lm_head.weight]
+            seen[step] = [p.detach().clone() for p in model.parameters()] + [state["exp_avg"].clone()]
+
+    loop(model, tmp_path / "run", steps=73, optimizer=optimizer, spoil=spoil, skip_outliers=6.0)
+    assert all(torch.equal(a, b) for a, b in zip(seen[71], seen[72], strict=True))
+    assert result(tmp_path / "run")["skipped"] == 1
+
+
+def test_records_are_continued_and_the_page_is_drawn(tmp_path):
+    loop(NanoGpt(), tmp_path / "run", steps=4, every=2)
+    with pytest.raises(UserError, match="in use"):
+        loop(NanoGpt(), tmp_path / "run")
+    loop(NanoGpt(), tmp_path / "run", steps=4, every=2, resume=True, step=4)
+    rows = rows_of(tmp_path / "run")
+    assert sorted(rows[rows["metric"] == "update_norm"]["step"].unique()) == [1, 2, 4, 6, 8]
+    page = report(tmp_path / "run").read_text(encoding="utf-8")
+    assert "NanoGpt" in page
+    for heading in ("Gradient norm by layer", "Update-to-weight ratio by layer", "Largest attention logit"):
+        assert heading in page
+    loop(NanoGpt(), tmp_path / "run", steps=2, overwrite=True)
+    assert result(tmp_path / "run")["steps"] == 2
+
+
+def test_an_error_in_the_loop_leaves_readable_records(tmp_path):
+    def spoil(step, model):
+        if step == 5:
+            raise RuntimeError("my own mistake")
+
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        loop(NanoGpt(), tmp_path / "run", spoil=spoil, every=2)
+    assert result(tmp_path / "run")["status"] == "failed"
+    assert rows_of(tmp_path / "run")["step"].max() == 4
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loop(NanoGpt(), tmp_path / "run", steps=2, every=2, report_to="tensorboard")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    (value,) = [e.value for e in events.Scalars("layers/update_norm/0001.attention.all") if e.step == 2]
+    rows = rows_of(tmp_path / "run").query("metric == 'update_norm' and step == 2 and layer == 1")
+    assert value == pytest.approx(rows[rows["sublayer"] == "attention"]["value"].item(), rel=1e-6)
+
+
+def test_experts_loads_add_up(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=61, num_hidden_layers=2, **sizes, **experts))
+    loop(model, tmp_path / "run", steps=2, loss_of=lambda m, ids: m(input_ids=ids, labels=ids).loss)
+    rows = rows_of(tmp_path / "run")
+    loads = rows[(rows["metric"] == "expert_load") & (rows["step"] == 1)]
+    assert loads.groupby("layer")["value"].sum().tolist() == pytest.approx([2.0, 2.0])
+    assert len(loads) == 8
+
+
+def test_a_compiled_model_has_gradients_and_updates(tmp_path):
+    model = llama()
+    compiled = torch.compile(model, backend="eager")
+    loop(compiled, tmp_path / "run", steps=2, loss_of=lambda m, ids: m(input_ids=ids, labels=ids).loss)
+    found = rows_of(tmp_path / "run")
+    assert set(found[found["metric"] == "update_norm"]["layer"]) == {-1, 0, 1}
+    notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
+    assert any("compiled" in note for note in notes)

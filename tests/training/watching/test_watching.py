@@ -1,0 +1,170 @@
+"""The monitor in other people's training: its numbers are those of a naive computation, and training's bits stay."""
+
+import json
+import math
+
+import pytest
+import torch
+from training.watching.loops import (
+    Naive,
+    NanoGpt,
+    Tokens,
+    found,
+    llama,
+    llama_parts,
+    nano_parts,
+    rows_of,
+)
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import lamina
+
+EXACT = {"rel": 1e-6, "abs": 1e-12}
+
+
+def arguments(folder, **changed):
+    given = {"max_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_grad_norm": 0.05}
+    given |= {"use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    return TrainingArguments(str(folder / "trainer"), **{**given, **changed})
+
+
+class Naively(TrainerCallback):
+    """Reads Trainer's own training, from the parameters alone."""
+
+    def __init__(self, step):
+        self.step, self.values = step, {}
+
+    def attach(self, model):
+        self.naive = Naive(model, llama_parts())
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.naive.keep()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        if state.global_step + 1 == self.step:
+            naive = self.naive
+            self.values = {"update_norm": naive.updates(), "weight_norm": naive.norms(naive.before)}
+            inner = optimizer.optimizer
+            self.values["first_moment"] = naive.moments(inner, "exp_avg")
+            self.values["second_moment"] = naive.moments(inner, "exp_avg_sq")
+            self.clipped = naive.norms(naive.gradients)
+
+
+def test_a_llama_under_trainer_is_measured_as_by_hand(tmp_path):
+    model, naive = llama(), Naively(step=4)
+    naive.attach(model)
+    streams = {}
+    for layer, block in enumerate(model.model.layers):
+        block.register_forward_hook(
+            lambda module, args, output, layer=layer: streams.setdefault(layer, []).append(output.detach().clone())
+        )
+    monitor = lamina.LayerMonitor(str(tmp_path / "run"), every=4)
+    args = arguments(tmp_path, gradient_accumulation_steps=2)
+    trainer = Trainer(model, args, train_dataset=Tokens(), callbacks=[monitor, naive])
+    before = []
+    inner = trainer._clip_grad_norm
+    trainer._clip_grad_norm = lambda m: (
+        naive.naive.keep(),
+        before.append(naive.naive.norms(naive.naive.gradients)),
+        inner(m),
+    )[2]
+    trainer.train()
+    for metric, expected in naive.values.items():
+        assert found(tmp_path / "run", metric, 4) == pytest.approx(expected, **EXACT), metric
+    ratios = {k: naive.values["update_norm"][k] / w for k, w in naive.values["weight_norm"].items()}
+    assert found(tmp_path / "run", "update_ratio", 4) == pytest.approx(ratios, **EXACT)
+    assert found(tmp_path / "run", "gradient_norm", 4) == pytest.approx(before[3], **EXACT)
+    assert before[3] != pytest.approx(naive.clipped, rel=0.1)  # clipping did something
+    shown = found(tmp_path / "run", "hidden_variance", 4)
+    whole = {layer: [x for x in xs if x.shape[:2] == (2, 12)] for layer, xs in streams.items()}
+    for layer in (0, 1):
+        stream = whole[layer][6].double()  # the first micro-batch of the fourth step
+        assert shown[layer, "feed_forward", "all"] == pytest.approx(float(stream.var(correction=0)), rel=1e-5)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    rows = rows_of(tmp_path / "run")
+    series = rows[rows["metric"] == "step_loss"].sort_values("step")["value"].tolist()
+    assert series == pytest.approx(losses, rel=1e-6)
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    recorded = rows[rows["metric"] == "step_gradient_norm"].sort_values("step")["value"].tolist()
+    assert recorded == pytest.approx(norms, rel=1e-6)
+
+
+def train_nano(model, steps=6, watched=None, clip=None, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = Tokens(items=2 * steps).ids
+    with lamina.watch(model, optimizer, output=str(watched), **options) if watched else torch.enable_grad() as monitor:
+        for step in range(steps):
+            _, loss = model(ids[2 * step : 2 * step + 2, :-1], ids[2 * step : 2 * step + 2, 1:])
+            loss.backward()
+            if clip:
+                clip(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if watched:
+                monitor.step(loss)
+    return monitor
+
+
+def test_a_loop_of_ones_own_is_measured_as_by_hand(tmp_path):
+    model = NanoGpt()
+    naive, before, logits = Naive(model, nano_parts()), {}, []
+    inner = model.h[1].attn.c_attn.forward
+
+    def see(x):
+        out = inner(x)
+        q, k, _ = (t.view(*x.shape[:2], 2, -1).transpose(1, 2).double() for t in out.split(16, dim=2))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(8)
+        logits.append(float(scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -math.inf).max()))
+        return out
+
+    model.h[1].attn.c_attn.forward = see
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ids = Tokens(items=8).ids
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=3) as monitor:
+        for step in range(3):
+            loss = model(ids[2 * step : 2 * step + 2, :-1], ids[2 * step : 2 * step + 2, 1:])[1]
+            loss.backward()
+            naive.keep()
+            before[step + 1] = naive.norms(naive.gradients)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            if step == 2:
+                updates = naive.updates()
+                first, second = (naive.moments(optimizer, key) for key in ("exp_avg", "exp_avg_sq"))
+            optimizer.zero_grad()
+            monitor.step(loss)
+    for step in (1, 3):
+        assert found(tmp_path / "run", "gradient_norm", step) == pytest.approx(before[step], **EXACT)
+    assert found(tmp_path / "run", "update_norm", 3) == pytest.approx(updates, **EXACT)
+    assert found(tmp_path / "run", "first_moment", 3) == pytest.approx(first, **EXACT)
+    assert found(tmp_path / "run", "second_moment", 3) == pytest.approx(second, **EXACT)
+    assert found(tmp_path / "run", "attention_logit", 3)[1, "attention", "all"] == pytest.approx(logits[-1], rel=1e-5)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["steps"], result["tokens"]) == ("finished", 3, 3 * 2 * 11)
+    gains = found(tmp_path / "run", "gain_mean", 3)
+    assert gains[0, "attention", "pre_norm"] == pytest.approx(float(model.h[0].ln_1.weight.mean()), rel=1e-6)
+    assert gains[-1, "block", "final_norm"] == pytest.approx(float(model.ln_f.weight.mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"every": 1, "on_divergence": "stop", "skip_outliers": 6.0}])
+def test_trainings_bits_are_the_same_with_and_without_it(tmp_path, options):
+    plain, watched = NanoGpt(), NanoGpt()
+    for model in (plain, watched):
+        model.h[0].mlp.add_module("drop", torch.nn.Dropout(0.1))  # no part of it draws a random number
+    torch.manual_seed(3)
+    train_nano(plain)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    train_nano(watched, watched=tmp_path / "run", **options)
+    assert torch.equal(drawn, torch.rand(1))
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_trainer_computes_the_same_bits_and_its_dropout_draws_the_same_numbers(tmp_path):
+    weights = []
+    for callbacks in ([], [lamina.LayerMonitor(str(tmp_path / "run"), every=1)]):
+        model = llama(attention_dropout=0.2)
+        Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=callbacks).train()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
