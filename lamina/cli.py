@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them",
     "placements": "list the placements, or show one: equation, diagram, options, source",
     "backbones": "list the backbones that a placement can be put on",
+    "diagnose": "say what left first in a run: which layer, at which step, how early, and what to change",
     "report": "write again the page of a folder: a run's, a study's, an evaluation's or a probed checkpoint's",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",

@@ -146,6 +146,7 @@ def test_the_command_line_has_these_commands():
         "eval",
         "placements",
         "backbones",
+        "diagnose",
         "report",
         "generate",
         "convert",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lamina.reports.page import PAGE, Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import to_html
-from lamina.training.watching.records import WATCHED, check_version, read_alarms
+from lamina.training.watching.records import check_version, read_about, read_alarms
 
 
 @report_of(Kind.WATCHED)
@@ -46,15 +45,6 @@ def watched_report(folder: Path) -> Path:
             sections.settings(study),
         ],
     )
-
-
-def read_about(folder: Path) -> Json:
-    """watched.json: what was watched; empty where it is missing or damaged."""
-    try:
-        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
 
 
 def _facts(study: Study, about: Json) -> list[str]:

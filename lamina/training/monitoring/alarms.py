@@ -30,11 +30,13 @@ FACTORS: Mapping[str, float] = {
     "step_gradient_norm": 6.0,
 }
 DEVIATIONS = 8.0
-WINDOW, FEWEST = 32, 8
+WINDOW = 32  # of a series' latest values
+FEWEST = {"gradient_norm": 8, "step_gradient_norm": 8}  # values that a series needs to be judged; of every step
+RECORDS = 4  # the same for what is measured only where a record is due
 LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
 FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
-RATIO = 0.3  # of an update to its weights: a third of a layer is rewritten in one step
+RATIO = 0.06  # of an update to its weights; around 0.001 is usual, and tiny models in warm-up reach 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +98,11 @@ class Alarms:
         if metric == "hidden_abs_max" and self.half:
             yield from self._once("fp16", row, FP16_MAX, left=value > FP16_MAX / 4)
         if metric == "update_ratio":
-            yield from self._once("rewritten", row, RATIO, left=value > RATIO)
+            yield from self._once("rewritten", row, RATIO, left=value > RATIO and layer >= 0 and sublayer != "block")
         if metric in FACTORS:
             scaled = value / rate if metric == "update_norm" and rate else value
             recent = self._recent.setdefault(series, deque(maxlen=self.window))
-            usual, left = _leaves(scaled, recent, FACTORS[metric])
+            usual, left = _leaves(scaled, recent, FACTORS[metric], FEWEST.get(metric, RECORDS))
             yield from self._once("rise", row, usual * (value / scaled if scaled else 1.0), left=left)
             recent.append(scaled)
 
@@ -140,9 +142,9 @@ class Alarms:
 _JUDGED = {*FACTORS, "update_ratio"}
 
 
-def _leaves(value: float, recent: Sequence[float], factor: float) -> tuple[float, bool]:
+def _leaves(value: float, recent: Sequence[float], factor: float, fewest: int) -> tuple[float, bool]:
     """The median of the recent values, and whether ``value`` lies above both limits."""
-    if len(recent) < FEWEST:
+    if len(recent) < fewest:
         return math.nan, False
     usual = statistics.median(recent)
     if not (usual > 0 and value > factor * usual):
@@ -151,3 +153,19 @@ def _leaves(value: float, recent: Sequence[float], factor: float) -> tuple[float
     middle = statistics.median(logs)
     spread = 1.4826 * statistics.median(abs(x - middle) for x in logs)
     return usual, math.log(value) - middle > DEVIATIONS * spread
+
+
+def describe(alarm: Alarm) -> str:
+    """An alarm as a sentence without its end."""
+    where = "the model" if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
+    name = alarm.metric.replace("_", " ")
+    words = {
+        "not_finite": f"{name} is not finite",
+        "rise": f"{name} is {alarm.excess:.3g} times its recent median",
+        "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
+        "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
+        "dead": "its gradient is zero",
+        "apart": f"{name} is {alarm.excess:.3g} times the other layers' median",
+        "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
+    }
+    return f"step {alarm.step}, {where}: {words[alarm.rule]}"

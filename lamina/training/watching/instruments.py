@@ -23,15 +23,17 @@ from lamina.training.watching.following import Followed, bare, called, follow, i
 from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.stream import ForwardMeter
 
+GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """How a step went: its gradient norm before clipping, and whether an optimizer took it."""
+    """How a step went: its gradient norm before clipping, whether an optimizer took it, and its update was measured."""
 
     norm: torch.Tensor | None
     stepped: bool
+    measured: bool
 
 
 class Instruments:
@@ -65,7 +67,8 @@ class Instruments:
         self._current: torch.Tensor | None = None
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
-        self._looking = self._measured = self._stepped = False
+        self._looking = self._measured = self._stepped = self._moved = False
+        self._rate = 0.0  # the learning rate of the last measured update
         self._losses: list[torch.Tensor] = []
         self.summed = False
 
@@ -162,8 +165,10 @@ class Instruments:
             for parameter in self.model.parameters():
                 parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
             return
-        if first and self.due and self._updates is not None:
+        rate = max(self.learning_rates(), default=0.0)
+        if first and self._updates is not None and (self.due or rate > GROWTH * self._rate):
             self._updates.before_step()
+            self._rate, self._moved = rate, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         if self._updates is not None:
@@ -184,7 +189,9 @@ class Instruments:
     def end_step(self, step: int) -> Taken:
         """End a step."""
         squares, self._current = self._current, None
-        taken = Taken(norm=None if squares is None else squares.sum().sqrt(), stepped=self._stepped)
+        norm = None if squares is None else squares.sum().sqrt()
+        taken = Taken(norm=norm, stepped=self._stepped, measured=self._moved)
+        self._moved = False
         self._measured = self._stepped = False
         if squares is not None:
             self._squares.append((step, squares))

@@ -14,7 +14,7 @@ from torch import nn
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.alarms import Alarm, Alarms
+from lamina.training.monitoring.alarms import Alarm, Alarms, describe
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import Row
 from lamina.training.monitoring.series import LOSS, StepSeries
@@ -105,7 +105,8 @@ class Monitor:
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step, after the optimizer's. Raises Diverged where the run should stop."""
         self.step += 1
-        due, taken = self.instruments.due, self.instruments.end_step(self.step)
+        taken = self.instruments.end_step(self.step)
+        due = self.instruments.due or taken.measured
         seen = self.instruments.take_loss() if loss is None else torch.as_tensor(loss).detach()
         if seen is not None:
             self.series.add_loss(seen)
@@ -217,19 +218,3 @@ class Monitor:
             result |= {"seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
             result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
             self.records.close({**result, "rollbacks": self.rolled_back})
-
-
-def describe(alarm: Alarm) -> str:
-    """An alarm as a sentence without its end."""
-    where = "the model" if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
-    name = alarm.metric.replace("_", " ")
-    words = {
-        "not_finite": f"{name} is not finite",
-        "rise": f"{name} is {alarm.excess:.3g} times its recent median",
-        "logit": f"the largest attention logit is {alarm.value:.3g} (above {alarm.usual:g}, attention saturates)",
-        "fp16": f"the largest |x| is {alarm.value:.3g}, and float16 ends at {alarm.usual:g}",
-        "dead": "its gradient is zero",
-        "apart": f"{name} is {alarm.excess:.3g} times the other layers' median",
-        "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
-    }
-    return f"step {alarm.step}, {where}: {words[alarm.rule]}"

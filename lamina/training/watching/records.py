@@ -109,6 +109,15 @@ def read_alarms(folder: Path) -> list[Json]:
         return []
 
 
+def read_about(folder: Path) -> Json:
+    """watched.json: what was watched; empty where it is missing or damaged."""
+    try:
+        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
 def check_version(folder: Path) -> None:
     """Raise UserError if a folder's records are of another version than this package writes."""
     try:

@@ -1,0 +1,35 @@
+"""`lamina diagnose RUN`: what left first in a run, and what to change."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from lamina.commands.arguments import make_parser
+from lamina.core.values import path
+
+EXAMPLES = """
+  lamina diagnose runs/mine
+  lamina diagnose runs/keel-64
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the sentences and write the page."""
+    parser = make_parser(
+        "diagnose",
+        "Say what left its usual range first in a run, in which layer and step, how early that could be seen, and what "
+        "papers and Lamina's studies say to change. For a run of Lamina's, of lamina.LayerMonitor or of lamina.watch.",
+        EXAMPLES,
+        "RUN ",
+    )
+    parser.add_argument("run", help="the run's folder")
+    options = parser.parse_args(argv)
+    path("run", options.run)
+    from lamina.reports.diagnosing.telling import diagnose
+
+    texts, page = diagnose(Path(options.run))
+    for text in texts:
+        print("\n".join(textwrap.wrap(text, 110, subsequent_indent="  ")))
+    print(f"\nthe page: {page}")
+    return 0

@@ -1,0 +1,143 @@
+"""From what left first to its likely cause, and to what papers and Lamina's own studies say to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamina.core.json_types import Json
+from lamina.reports.diagnosing.evidence import Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A kind of failure.
+
+    Attributes:
+        name: a few words.
+        meaning: what happens in it.
+        changes: what to change, most promising first, each with its source.
+        claims: studies of Lamina's own that tested one of these changes.
+    """
+
+    name: str
+    meaning: str
+    changes: tuple[str, ...]
+    claims: tuple[str, ...] = ()
+
+
+CAUSES = {
+    cause.name: cause
+    for cause in (
+        Cause(
+            name="number range",
+            meaning="Values left the range of the number format before the loss showed it.",
+            changes=(
+                "train in bfloat16 (--precision bf16): it has float32's range",
+                "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay inside "
+                "float16 where Pre-LN's leave it)",
+                "lower the learning rate: largest magnitudes grow with it",
+            ),
+            claims=("peri-fp16", "peri-growth"),
+        ),
+        Cause(
+            name="learning rate too high",
+            meaning="The optimizer moves the weights of a layer much further than before, and the stream follows.",
+            changes=(
+                "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
+                "lengthen the warm-up (Peri-LN, App G.1)",
+                "beta2 of 0.95 instead of 0.999: the second moment then forgets a calm time sooner, and a burst of "
+                "gradients makes smaller updates",
+                "a placement that bears higher rates (Peri-LN, Keel): lamina compare on your text",
+            ),
+            claims=("peri-lr", "keel-maxlr", "peri-budget"),
+        ),
+        Cause(
+            name="attention logits",
+            meaning="Attention looks at single tokens: its softmax saturates and its gradient vanishes.",
+            changes=(
+                "norms on queries and keys (Dehghani et al. 2023, arXiv 2302.05442; QK-norm)",
+                "lower the learning rate, or raise weight decay on the query and key projections",
+            ),
+            claims=("peri-qk",),
+        ),
+        Cause(
+            name="bad batch",
+            meaning="One step's gradient stood out while the layers' states and updates were as usual before it.",
+            changes=(
+                "look at that step's batch: repeated text, wrong labels, another language or format",
+                "skip outliers: lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
+                "clip the gradient's norm (max_grad_norm=1.0)",
+                "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1); "
+                "--rollback does in lamina pretrain",
+            ),
+            claims=("peri-instability",),
+        ),
+        Cause(
+            name="dead layer",
+            meaning="A sub-layer receives no gradient: it is cut off, frozen, or all its units are off.",
+            changes=(
+                "see whether its parameters require gradients and are in the optimizer",
+                "see whether its output reaches the stream: a gain, gate or output projection of zero on both sides "
+                "stays zero",
+                "start its weights anew, with the initializer of the other layers",
+            ),
+        ),
+        Cause(
+            name="initialization",
+            meaning="A layer differed from its peers by an order of magnitude from the first steps on.",
+            changes=(
+                "give it the initializer of the other layers: lamina.build(..., init=...) does for all of them",
+                "scale the output projections by 1/sqrt(2 num_layers) (GPT-2)",
+                "ask before the next run: lamina preflight",
+            ),
+            claims=("peri-init", "fuse-init", "mix-init"),
+        ),
+    )
+}
+_RULES = {
+    "fp16": "number range",
+    "logit": "attention logits",
+    "dead": "dead layer",
+    "apart": "initialization",
+    "rewritten": "learning rate too high",
+}
+_METRICS = {
+    "update_norm": "learning rate too high",
+    "first_moment": "learning rate too high",
+    "hidden_abs_max": "learning rate too high",
+    "hidden_variance": "learning rate too high",
+    "attention_logit": "attention logits",
+    "gradient_norm": "bad batch",
+}
+_START = 3  # steps in which what differs was so from the start
+
+
+def cause_of(evidence: Evidence) -> Cause | None:
+    """The likely cause of what left first; None if nothing did."""
+    first = evidence.first
+    if first is None:
+        return None
+    if first.rule == "not_finite":
+        return CAUSES["number range"]
+    if first.rule == "apart" and first.step > _START:
+        return CAUSES["bad batch"]
+    if first.rule in _RULES:
+        return CAUSES[_RULES[first.rule]]
+    at_once = {a.layer for a in evidence.alarms if a.step == first.step and a.metric == "gradient_norm"}
+    if first.metric.endswith("gradient_norm") and len(at_once) != 1:
+        return CAUSES["bad batch"]  # many layers at one moment: what they have in common is the batch
+    if evidence.half and first.metric.startswith("hidden"):
+        return CAUSES["number range"]
+    return CAUSES[_METRICS.get(first.metric, "learning rate too high")]
+
+
+def studied(cause: Cause) -> list[str]:
+    """What Lamina's own studies found about the changes, a sentence per claim that was decided."""
+    from lamina.reports.results.verdicts import best
+    from lamina.studies.engine.verdicts import all_verdicts
+    from lamina.studies.judging.findings import Verdict
+
+    decided = {Verdict.HOLDS, Verdict.FAILS, Verdict.INCONCLUSIVE}
+    found: dict[str, Json] = {str(one["claim"]): one for one in best(all_verdicts(None))}
+    chosen = [found[name] for name in cause.claims if name in found and found[name]["verdict"] in decided]
+    return [f"{one['claim']} {one['verdict']} at scale {one['scale']}: {one['ours']}" for one in chosen if one["ours"]]

@@ -1,0 +1,136 @@
+"""Reading a run's records for what left first: the alarms by step, and where the loss rose."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lamina.errors import UserError
+from lamina.jobs.files import read_result
+from lamina.reports.records import Frame, Trial, read_run
+from lamina.training.monitoring.alarms import Alarm, Alarms
+from lamina.training.watching.records import check_version, read_about, read_alarms
+
+_BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
+_NATS, _DEVIATIONS = 0.15, 6.0
+_ORDER = ("not_finite", "dead", "apart", "fp16", "rewritten", "logit", "rise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a run's records show.
+
+    Attributes:
+        trial: the run's records.
+        alarms: oldest first; of one step the one that explains most first.
+        rose: the first step at which the loss had risen; None if it never did.
+        status, reason: from result.json.
+        steps: the last recorded step.
+        names: the layers' paths in the model.
+        half: whether the model computes in float16.
+    """
+
+    trial: Trial
+    alarms: tuple[Alarm, ...]
+    rose: int | None
+    status: str
+    reason: str
+    steps: int
+    names: Mapping[int, str]
+    half: bool = False
+
+    @property
+    def first(self) -> Alarm | None:
+        """The first alarm, where it has to do with the loss: before it rose, or at all if it did not."""
+        if not self.alarms:
+            return None
+        if self.rose is None:
+            return self.alarms[0]
+        # an alarm long before that was followed by calm steps belongs to something else
+        near = [a for a in self.alarms if a.step <= self.rose and (self.rose - a.step <= 200 or a.rule != "rise")]
+        return near[0] if near else self.alarms[0]
+
+    @property
+    def lead(self) -> int | None:
+        """How many steps before the loss rose the first alarm was."""
+        return None if self.rose is None or self.first is None else self.rose - self.first.step
+
+
+def gather(folder: Path) -> Evidence:
+    """Read a run's folder. Raises UserError if it has no records by layer, or records of another version."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"run: {str(folder)!r} is no folder (allowed: a run of Lamina's, or one that was watched)")
+    check_version(folder)
+    trial = read_run(folder).trials[0]
+    rows = trial.layers
+    if rows.empty:
+        raise UserError(
+            f"run: {str(folder)!r} has no records by layer (allowed: the folder of lamina pretrain, sft, ..., of "
+            "lamina.LayerMonitor or of lamina.watch)"
+        )
+    result, about = read_result(folder) or {}, read_about(folder)
+    written = [Alarm(**line) for line in read_alarms(folder)]
+    alarms = written if written or about else judge(rows, half=bool(about.get("half")))
+    names = {index: str(layer["path"]) for index, layer in enumerate(about.get("layers", ()))}
+    return Evidence(
+        trial=trial,
+        alarms=tuple(sorted(alarms, key=lambda a: (a.step, _ORDER.index(a.rule), -a.excess))),
+        rose=loss_rise(losses_of(trial)),
+        status=str(result.get("status") or "unfinished"),
+        reason=str(result.get("reason") or ""),
+        steps=int(rows["step"].max()),
+        names=names,
+        half=bool(about.get("half")),
+    )
+
+
+def judge(rows: Frame, *, half: bool = False) -> list[Alarm]:
+    """The alarms that the rules give on recorded rows, as they would have while the run trained."""
+    alarms, found = Alarms(half=half), []
+    rates = rows[rows["metric"] == "learning_rate"].groupby("step")["value"].last()
+    columns = ["step", "layer", "sublayer", "role", "index", "metric", "value"]
+    for step, group in rows[columns].groupby("step", sort=True):
+        seen = [tuple(row) for row in group.itertuples(index=False, name=None)]
+        rate = rates.get(step)
+        found += alarms.see(seen, None if rate is None else float(rate))
+    return [replace(alarm, step=int(alarm.step), layer=int(alarm.layer)) for alarm in found]
+
+
+def losses_of(trial: Trial) -> dict[int, float]:
+    """The training loss by step: of every step where it was recorded, else of the logged ones."""
+    rows = trial.layers
+    series = rows[rows["metric"] == "step_loss"].groupby("step")["value"].last()
+    if series.empty:
+        logged = trial.metrics
+        series = logged[logged["loss"].notna()].groupby("step")["loss"].last()
+    return {int(step): float(value) for step, value in series.items()}
+
+
+def loss_rise(losses: Mapping[int, float]) -> int | None:
+    """The first step at which a loss rose and stayed up, or was not finite; None for one that did not.
+
+    It has risen where the lowest of the next 3 losses lies above the median of the 16 before by 0.15 nats and by 6
+    robust deviations of them.
+    """
+    steps = sorted(losses)
+    values = [losses[step] for step in steps]
+    for place, step in enumerate(steps):
+        if not math.isfinite(values[place]):
+            return step
+        before, after = values[max(0, place - _BEFORE) : place], values[place : place + _AFTER]
+        if len(before) >= _BEFORE // 2 and min(after) > _limit(before):
+            return step
+    return None
+
+
+def _limit(before: Sequence[float]) -> float:
+    finite = [value for value in before if math.isfinite(value)]
+    if not finite:
+        return math.inf
+    usual = statistics.median(finite)
+    spread = 1.4826 * statistics.median(abs(value - usual) for value in finite)
+    return usual + max(_NATS, _DEVIATIONS * spread)

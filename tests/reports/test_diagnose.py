@@ -1,0 +1,90 @@
+"""`lamina diagnose`: it names layer and step, says how early, and what to change; and what it cannot read."""
+
+import json
+
+import pytest
+import torch
+from training.watching.loops import NanoGpt, Tokens
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.reports.diagnosing.advice import CAUSES
+from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
+from lamina.reports.diagnosing.telling import diagnose
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A run whose second layer's feed-forward gets a hundredfold gradient at step 31, and a bad update from it."""
+    folder = tmp_path_factory.mktemp("runs") / "broken"
+    model = NanoGpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ids = Tokens(items=4).ids
+    with lamina.watch(model, optimizer, output=str(folder), every=10) as monitor:
+        for step in range(1, 41):
+            loss = model(ids[:, :-1], ids[:, 1:])[1]
+            loss.backward()
+            if step == 31:
+                for parameter in model.h[1].mlp.parameters():
+                    parameter.grad.mul_(3000.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    return folder
+
+
+def test_it_names_the_layer_the_step_and_the_lead(broken):
+    evidence = gather(broken)
+    assert (evidence.first.step, evidence.first.layer, evidence.first.sublayer) == (31, 1, "feed_forward")
+    assert evidence.rose == 32
+    assert evidence.lead == 1
+    texts, page = diagnose(broken)
+    said = " ".join(texts)
+    assert "The loss rose at step 32 of 40" in said
+    assert "What left first: step 31, layer 1 (feed-forward)" in said
+    assert "h.1" in said
+    assert "1 step before the loss rose" in said
+    assert "skip outliers" in said
+    html = page.read_text(encoding="utf-8")
+    assert "What happened, and what to change" in html
+    assert "plotly" in html
+
+
+def test_records_alone_give_the_same_first_alarm(broken):
+    evidence = gather(broken)
+    again = judge(evidence.trial.layers)
+    assert (again[0].step, again[0].layer, again[0].sublayer) == (31, 1, "feed_forward")
+
+
+def test_the_command_prints_it(broken, capsys):
+    assert main(["diagnose", str(broken)]) == 0
+    assert "layer 1 (feed-forward)" in capsys.readouterr().out
+
+
+def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):
+    assert main(["diagnose", str(tmp_path / "nothing")]) == 2
+    assert main(["diagnose", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 2
+    assert "is no folder" in said[0]
+    assert "has no records by layer" in said[1]
+    record = json.loads((broken / "watched.json").read_text())
+    (tmp_path / "watched.json").write_text(json.dumps({**record, "record": 2}))
+    with pytest.raises(UserError, match="version 2"):
+        gather(tmp_path)
+
+
+def test_where_a_loss_rises():
+    falling = {step: 4.0 - 0.01 * step for step in range(1, 60)}
+    assert loss_rise(falling) is None
+    assert loss_rise({**falling, 30: 9.0}) is None  # a single step is a spike, not a rise
+    assert loss_rise({step: value + (2.0 if step >= 40 else 0.0) for step, value in falling.items()}) == 40
+    assert loss_rise({**falling, 25: float("nan")}) == 25
+
+
+def test_every_claim_that_the_advice_cites_exists():
+    from lamina.studies.engine.verdicts import all_verdicts
+
+    known = {str(one["claim"]).partition("/")[0] for one in all_verdicts(None)}
+    assert {claim for cause in CAUSES.values() for claim in cause.claims} <= known
