@@ -126,7 +126,7 @@ def cause_of(evidence: Evidence) -> Cause | None:
     at_once = {a.layer for a in evidence.alarms if a.step == first.step and a.metric == "gradient_norm"}
     if first.metric.endswith("gradient_norm") and len(at_once) != 1:
         return CAUSES["bad batch"]  # many layers at one moment: what they have in common is the batch
-    if evidence.half and first.metric.startswith("hidden"):
+    if evidence.half:
         return CAUSES["number range"]
     return CAUSES[_METRICS.get(first.metric, "learning rate too high")]
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from lamina.errors import UserError
@@ -113,8 +114,8 @@ def losses_of(trial: Trial) -> dict[int, float]:
 def loss_rise(losses: Mapping[int, float]) -> int | None:
     """The first step at which a loss rose and stayed up, or was not finite; None for one that did not.
 
-    It has risen where the lowest of the next 3 losses lies above the median of the 16 before by 0.15 nats and by 6
-    robust deviations of them.
+    It has risen where the lowest of the next 3 losses lies above the losses before (the lower of the medians of 16 and
+    of 5) by 0.15 nats and by 6 robust deviations of their noise.
     """
     steps = sorted(losses)
     values = [losses[step] for step in steps]
@@ -131,6 +132,7 @@ def _limit(before: Sequence[float]) -> float:
     finite = [value for value in before if math.isfinite(value)]
     if not finite:
         return math.inf
-    usual = statistics.median(finite)
-    spread = 1.4826 * statistics.median(abs(value - usual) for value in finite)
+    usual = min(statistics.median(finite), statistics.median(finite[-5:]))  # a falling loss is below its median
+    moved = [abs(later - earlier) for earlier, later in pairwise(finite)] or [0.0]
+    spread = 1.4826 * statistics.median(moved) / math.sqrt(2)  # of the noise, whatever the trend
     return usual + max(_NATS, _DEVIATIONS * spread)

@@ -34,6 +34,7 @@ WINDOW = 32  # of a series' latest values
 FEWEST = {"gradient_norm": 8, "step_gradient_norm": 8}  # values that a series needs to be judged; of every step
 RECORDS = 4  # the same for what is measured only where a record is due
 LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
+CALM_LOGIT = 10.0  # below it attention is still learning to choose, and grows fast in the first steps
 FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
 RATIO = 0.06  # of an update to its weights; around 0.001 is usual, and tiny models in warm-up reach 0.02
@@ -98,11 +99,15 @@ class Alarms:
         if metric == "hidden_abs_max" and self.half:
             yield from self._once("fp16", row, FP16_MAX, left=value > FP16_MAX / 4)
         if metric == "update_ratio":
-            yield from self._once("rewritten", row, RATIO, left=value > RATIO and layer >= 0 and sublayer != "block")
+            before = self._recent.setdefault(series, deque(maxlen=1))  # Adam's first step is as large as they get
+            left = bool(before) and value > RATIO and layer >= 0 and sublayer != "block"
+            yield from self._once("rewritten", row, RATIO, left=left)
+            before.append(value)
         if metric in FACTORS:
             scaled = value / rate if metric == "update_norm" and rate else value
             recent = self._recent.setdefault(series, deque(maxlen=self.window))
             usual, left = _leaves(scaled, recent, FACTORS[metric], FEWEST.get(metric, RECORDS))
+            left = left and (metric != "attention_logit" or value > CALM_LOGIT)
             yield from self._once("rise", row, usual * (value / scaled if scaled else 1.0), left=left)
             recent.append(scaled)
 
