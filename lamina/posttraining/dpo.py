@@ -32,16 +32,8 @@ class DirectPreferences(Stage[DpoSettings]):
     def trainer(self, setup: Setup[DpoSettings], parts: Parts) -> TunedTrainer:
         options = {"max_length": None, "beta": setup.settings.beta, "disable_dropout": False}
         arguments = arguments_for(trl("DPOConfig"), setup, **options)
-        return trainer_class()(
-            model=setup.model,
-            ref_model=setup.start.policy().eval().requires_grad_(False),
-            args=arguments,
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
-        )
+        reference = setup.start.policy().eval().requires_grad_(False)
+        return trainer_class()(ref_model=reference, **setup.trainer_options(arguments, parts))
 
 
 @cache

@@ -19,11 +19,13 @@ from lamina.jobs.job import open_job
 from lamina.jobs.model_folder import MODEL
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED, Status
+from lamina.posttraining.card import card_of
 from lamina.posttraining.identity import TuningIdentity
 from lamina.posttraining.run import Job, TuningRun
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.stage import Stage
 from lamina.posttraining.starting import find_start, merged, require_libraries
+from lamina.training.checkpointing.hub import check_repository, push
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.saved_model import save_model
 from lamina.training.execution.devices import device_of
@@ -34,7 +36,7 @@ from lamina.training.pretrain import GRACE_SECONDS
 S = TypeVar("S", bound=TuningSettings)
 POLICY = ResumePolicy(
     what="run",
-    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step")),
+    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
     decided=frozenset(("precision", "steps")),
 )
 
@@ -91,6 +93,8 @@ def _ready(stage: Stage[S], settings: S) -> Job:
 
     datasets.disable_progress_bars()
     settings.require("from_model", "data")
+    if settings.push_to_hub is not None:
+        check_repository(settings.push_to_hub)
     start = find_start(settings)
     examples = stage.examples(settings, start)
     precision = settings.precision
@@ -126,6 +130,14 @@ def _run(job: Job, processes: Processes, *, resume: bool, bar: bool) -> Json:
         result |= job.stage.finish(run.setup, run.trainer)
         result |= run.best.restore()
         adapter = folder / "adapter" if processes.first else None
-        save_model(merged(run.model, run.tuner, adapter), job.start.tokenizer, folder / MODEL, processes)
+        model, card = merged(run.model, run.tuner, adapter), card_of(settings, result, job.stage.head)
+        save_model(model, job.start.tokenizer, folder / MODEL, processes, card)
+        processes.by_first(lambda: _push(settings))
         processes.by_first(run.best.forget)
     return cast("Json", result)
+
+
+def _push(settings: TuningSettings) -> None:
+    """Upload the run's model if the settings ask for it."""
+    if settings.push_to_hub is not None:
+        push(Path(str(settings.output)) / MODEL, settings.push_to_hub)

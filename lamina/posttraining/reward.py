@@ -27,6 +27,7 @@ class RewardModeling(Stage[RewardSettings]):
 
     kind = Kind.REWARD
     settings = RewardSettings
+    head = "sequence_classification"
 
     def examples(self, settings: RewardSettings, start: Start) -> Examples:
         return read_preferences(settings, start, ("chosen_whole", "rejected_whole"))
@@ -35,15 +36,8 @@ class RewardModeling(Stage[RewardSettings]):
         return start.scorer()
 
     def trainer(self, setup: Setup[RewardSettings], parts: Parts) -> TunedTrainer:
-        return trainer_class()(
-            model=setup.model,
-            args=arguments_for(trl("RewardConfig"), setup, max_length=None, disable_dropout=False),
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
-        )
+        arguments = arguments_for(trl("RewardConfig"), setup, max_length=None, disable_dropout=False)
+        return trainer_class()(**setup.trainer_options(arguments, parts))
 
 
 @cache

@@ -54,13 +54,7 @@ class PolicyOptimization(Stage[RlhfSettings]):
         chosen = {"grpo": policy.grpo_class, "rloo": policy.rloo_class, "remax": policy.remax_class}
         own = {"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}
         return chosen[settings.algorithm]()(
-            model=setup.model,
-            args=arguments,
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
+            **setup.trainer_options(arguments, parts),
             rewards=make_rewards(settings, arguments.device),
             clip=settings.reward_clip,
             beta=settings.beta,

@@ -20,7 +20,7 @@ from lamina.training.setting_groups import (
     SpeedSettings,
     TrainerSettings,
 )
-from lamina.training.settings import ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
+from lamina.training.settings import HubSettings, ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
 
 BestBy = Literal["last", "loss"]
 
@@ -78,6 +78,7 @@ class TuningSettings(
     SeedSettings,
     ParallelSettings,
     PauseSettings,
+    HubSettings,
     OutputSettings,
 ):
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs``; ``resolved`` replaces it."""

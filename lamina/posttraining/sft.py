@@ -71,15 +71,7 @@ class SupervisedFineTuning(Stage[SftSettings]):
             padding_free=settings.packing,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-        return trainer_class()(
-            model=setup.model,
-            args=arguments,
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
-        )
+        return trainer_class()(**setup.trainer_options(arguments, parts))
 
 
 class _Encoder:
