@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from lamina.core.json_types import Json
@@ -15,7 +16,9 @@ from lamina.posttraining.starting import Start
 from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 
 
-def dpo(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def dpo(
+    settings: DpoSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
     """Train a policy on preferences; see ``lamina.posttraining.job.tune``."""
     return tune(DirectPreferences(), settings, resume=resume, overwrite=overwrite, bar=bar)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +42,19 @@ POLICY = ResumePolicy(
 )
 
 
-def tune(stage: Stage[S], settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def tune(
+    stage: Stage[S],
+    settings: S | Mapping[str, object],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
     """Run a job after pretraining and write its folder; returns its result.json.
 
-    ``settings`` are the user's, by name. A run that diverges or is interrupted ends with that status, not with an
-    exception. With ``resume``, a folder with a finished run is left unchanged; otherwise the run resumes from its
-    newest whole checkpoint. Several processes (torchrun) all call this with the same settings.
+    ``settings`` are a whole record, or the user's, by name. A run that diverges or is interrupted ends with that
+    status, not with an exception. With ``resume``, a folder with a finished run is left unchanged; otherwise the run
+    resumes from its newest whole checkpoint. Several processes (torchrun) all call this with the same settings.
 
     Raises:
         UserError: for invalid settings, data or a model that can't be read, a tokenizer that does not fit, an output
@@ -73,12 +81,13 @@ def tune(stage: Stage[S], settings: Json, *, resume: Resume = False, overwrite: 
             )
 
 
-def _open(stage: Stage[S], settings: Json, *, resume: Resume, overwrite: bool) -> Opened[S]:
+def _open(stage: Stage[S], settings: S | Mapping[str, object], *, resume: Resume, overwrite: bool) -> Opened[S]:
     require_libraries(str(stage.kind))
+    given = settings if isinstance(settings, TuningSettings) else with_preset(dict(settings))
     return open_job(
         stage.kind,
         stage.settings,
-        with_preset(dict(settings)),
+        given,
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,

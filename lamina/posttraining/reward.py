@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from transformers import PreTrainedModel
@@ -17,7 +18,13 @@ from lamina.posttraining.starting import Start
 from lamina.posttraining.trainer import Parts, TunedTrainer, trl
 
 
-def reward(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def reward(
+    settings: RewardSettings | Mapping[str, object],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
     """Train a reward model on preferences; see ``lamina.posttraining.job.tune``."""
     return tune(RewardModeling(), settings, resume=resume, overwrite=overwrite, bar=bar)
 

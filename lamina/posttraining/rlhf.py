@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
@@ -17,7 +19,9 @@ from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 from lamina.training.optimization.order import TrainOrder
 
 
-def rlhf(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def rlhf(
+    settings: RlhfSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
     """Train a policy on prompts and rewards; see ``lamina.posttraining.job.tune``."""
     return tune(PolicyOptimization(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
