@@ -1,0 +1,166 @@
+"""What the engine of studies costs beside its trials' own time.
+
+overhead: a study of trials of some ten seconds with one worker, beside the same trials one by one in a process without
+the engine. Both are processes from their start to their end, alternating; a study of one trial and one of several give
+the cost of each further trial, without the imports.
+start: a study whose trials have all ended but one: the seconds from the command to that trial's first file, less those
+of the same command on a study of that one trial alone. What is left is what finding the others costs.
+workers: the same trials with a worker per core and one thread each, beside one worker with all threads.
+
+    python benchmarks/studies.py --output benchmarks/results/studies.json
+    python benchmarks/studies.py --parts start --ended 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import ROOT, settings_of_machine, write_record
+
+PARTS = ("overhead", "start", "workers")
+# about ten seconds a trial on one thread of a machine that does 60 GFLOP/s
+TRIAL = {"backbone": "llama-nano", "num_layers": 12, "steps": 100, "batch_size": 16, "sequence_length": 64}
+TINY = {"backbone": "llama-nano", "num_layers": 1, "steps": 1, "batch_size": 1, "sequence_length": 16, "eval_blocks": 1}
+ALIKE = {"init": "scaled", "precision": "fp32", "compile": "off", "placement": "pre_ln", "save_steps": 0}
+# the same trials without the engine: one function call each, in one process
+PLAIN = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from lamina.training.pretrain import pretrain
+from lamina.training.settings import PretrainSettings
+for settings in json.loads(sys.argv[1]):
+    pretrain(PretrainSettings.from_dict(settings), bar=False)
+"""
+
+
+def study_file(folder: Path, trial: dict[str, Any], seeds: int) -> Path:
+    """A study of one arm and some seeds, as a user writes it."""
+    name = f"bench-{seeds}"
+    scales = {"cpu": {"settings": {**trial, **ALIKE, "eval_steps": trial["steps"]}, "axes": {"seed": seeds}}}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"study": name, "title": "A benchmark", "source": "", "scales": scales}))
+    return path
+
+
+def run_study(path: Path, store: Path, *options: str) -> float:
+    """The seconds of `lamina study run` on a study, pages and all."""
+    output = path.parent / f"out-{path.stem}-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "lamina", "study", "run", str(path), "--store", str(store), "--output"]
+    return seconds_of([*command, str(output), *options])
+
+
+def run_plain(folder: Path, trial: dict[str, Any], count: int) -> float:
+    """The seconds of the same trials without the engine."""
+    place = folder / f"plain-{time.monotonic_ns()}"
+    settings = [
+        {**trial, **ALIKE, "eval_steps": trial["steps"], "seed": seed, "output": str(place / str(seed))}
+        for seed in range(count)
+    ]
+    return seconds_of([sys.executable, "-c", PLAIN, json.dumps(settings)])
+
+
+def seconds_of(command: list[str]) -> float:
+    """The wall seconds of a command that must end well."""
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[:6])} ...: {done.stderr[-2000:]}")
+    return time.perf_counter() - start
+
+
+def overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds per further trial with the engine and without it."""
+    few, many = study_file(folder, TRIAL, 1), study_file(folder, TRIAL, 1 + arguments.trials)
+    rounds = []
+    for turn in range(arguments.rounds):
+        stores = [folder / f"store-{turn}-{name}" for name in ("few", "many")]
+        engine = [run_study(path, store, "--workers", "1") for path, store in zip((few, many), stores, strict=True)]
+        plain = [run_plain(folder, TRIAL, count) for count in (1, 1 + arguments.trials)]
+        rounds.append({"engine": engine, "plain": plain})
+        print(f"overhead: engine {engine}, plain {plain}", flush=True)
+    each = {name: statistics.median((r[name][1] - r[name][0]) / arguments.trials for r in rounds) for name in rounds[0]}
+    ratio = statistics.median((r["engine"][1] - r["engine"][0]) / (r["plain"][1] - r["plain"][0]) for r in rounds)
+    return {"trials": arguments.trials, "seconds_per_trial": each, "ratio": ratio, "rounds": rounds}
+
+
+def first_file(path: Path, store: Path, known: set[str]) -> float:
+    """The seconds from the command to the first file of a trial that was not there."""
+    output = path.parent / f"out-{path.stem}-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "lamina", "study", "run", str(path), "--store", str(store), "--output"]
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, str(output), "--workers", "1"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        if any(found.parent.name not in known for found in store.glob("[0-9a-f]*/config.yaml")):
+            break
+        time.sleep(0.01)
+    seconds = time.perf_counter() - start
+    process.wait()
+    return seconds
+
+
+def start(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What finding the trials that have ended adds to a study's start."""
+    many, store = arguments.ended, folder / "store-start"
+    run_study(study_file(folder, TINY, many), store)
+    rounds = []
+    for turn in range(arguments.rounds):
+        known = {place.name for place in store.iterdir()}
+        among = first_file(study_file(folder, TINY, many + 1 + turn), store, known)
+        alone = first_file(study_file(folder, TINY, 1), folder / f"store-alone-{turn}", set())
+        rounds.append({"among": among, "alone": alone})
+        print(f"start: {among:.2f} s among {many} ended trials, {alone:.2f} s alone", flush=True)
+    return {
+        "ended": many,
+        "seconds": statistics.median(r["among"] for r in rounds),
+        "seconds_alone": statistics.median(r["alone"] for r in rounds),
+        "seconds_added": statistics.median(r["among"] - r["alone"] for r in rounds),
+        "rounds": rounds,
+    }
+
+
+def workers(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The throughput of a worker per core against that of one worker with all threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    path, rounds = study_file(folder, TRIAL, cores * arguments.trials), []
+    for turn in range(arguments.rounds):
+        each = run_study(path, folder / f"store-each-{turn}", "--workers", str(cores), "--threads", "1")
+        one = run_study(path, folder / f"store-one-{turn}", "--workers", "1", "--threads", str(cores))
+        rounds.append({"worker_per_core": each, "one_worker": one})
+        print(f"workers: {each:.1f} s with one each, {one:.1f} s with one for all", flush=True)
+    ratio = statistics.median(r["one_worker"] / r["worker_per_core"] for r in rounds)
+    return {"cores": cores, "trials": cores * arguments.trials, "throughput_ratio": ratio, "rounds": rounds}
+
+
+def main() -> None:
+    """Measure the parts and print, or write, the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--trials", type=int, default=3, help="trials beyond the first, or per core")
+    parser.add_argument("--ended", type=int, default=300, help="ended trials that the start finds")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    measured = {"overhead": overhead, "start": start, "workers": workers}
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in arguments.parts.split(","):
+            results[part] = measured[part](Path(folder), arguments)
+    record = {"benchmark": "studies", "trial": {**TRIAL, **ALIKE}, **settings_of_machine(), **results}
+    print(json.dumps(results, indent=1))
+    if arguments.output:
+        write_record(arguments.output, record)
+
+
+if __name__ == "__main__":
+    main()
