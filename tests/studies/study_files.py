@@ -35,7 +35,7 @@ def write_study(
     cpu["settings"].update(changed)
     file = folder / f"{name}.yaml"
     study = {"study": name, "title": "A tiny study", "scales": {"cpu": cpu}}
-    file.write_text(yaml.safe_dump(study, sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(study, sort_keys="then" not in scale), encoding="utf-8")
     text = CLAIMS.format(a="keel", name=name.replace("-", "_")) if claims is None else claims
     file.with_suffix(".py").write_text(text, encoding="utf-8")
     return file
