@@ -56,7 +56,7 @@ class PolicyOptimization(Stage[RlhfSettings]):
             beta=0.0,
         )
         chosen = {"grpo": policy.grpo_class, "rloo": policy.rloo_class, "remax": policy.remax_class}
-        own = {"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}
+        own: Json = {"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}
         return chosen[settings.algorithm]()(
             **setup.trainer_options(arguments, parts),
             rewards=make_rewards(settings, arguments.device),

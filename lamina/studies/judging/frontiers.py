@@ -31,7 +31,7 @@ def frontiers(trials: Trials, arm: Arm) -> dict[int, Frontier]:
     return found
 
 
-def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[dict[str, BySeed], BySeed]:
+def at_equal_kl(arms: Mapping[str, Mapping[int, Frontier]]) -> tuple[Mapping[str, BySeed], BySeed]:
     """Each arm's reward by seed at the largest KL that all of the arms reached with that seed, and these KLs.
 
     ``arms``: the frontiers by seed, by any name. Between two evaluations the reward is interpolated.
