@@ -10,6 +10,7 @@ from lamina.studies.catalog.study import read_study
 from lamina.studies.engine.driver import run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import results_table
+from lamina.studies.trials import identity
 from lamina.studies.trials.records import Records
 from lamina.studies.trials.store import Store
 
@@ -18,7 +19,7 @@ PLAIN = {"init": "normal", "precision": "fp32", "compile": "off"}
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a study of two placements on other data, in this process; gives its rows and its store."""
+    """Runs a study of two placements on other data, in this process; gives its rows, its store and its plan."""
 
     def call(corpus, settings):
         axes = {"placement": ["pre_ln", "mix_ln(alpha=0.5)"], "seed": 1}
@@ -30,7 +31,7 @@ def run(tmp_path):
         plan = Plan(read_study(file).scale("cpu"))
         store = Store(tmp_path / "trials", Records(tmp_path / "records"))
         run_plan(plan, store, workers=1, bar=False, execute=run_here)
-        return results_table(plan, store), store
+        return results_table(plan, store), store, plan
 
     return call
 
@@ -48,13 +49,15 @@ def test_image_classifiers_are_trials(run, tmp_path):
     path = tmp_path / "squares.csv"
     path.write_text("\n".join(",".join(map(str, row)) for row in pixels) + "\n")
     sizes = {name: value for name, value in SMALL.items() if name != "sequence_length"}
-    rows, store = run(path, {**sizes, "backbone": "vit-tiny", "image_size": 8, "patch_size": 4, "batch_size": 4})
+    rows, store, plan = run(path, {**sizes, "backbone": "vit-tiny", "image_size": 8, "patch_size": 4, "batch_size": 4})
     assert rows["accuracy"].between(0, 1).all()
     assert measured(rows, store)
-    before = dict(zip(rows["placement"], rows["key"], strict=True))
-    path.write_text(path.read_text().replace(" ", "") + ",".join(["7"] * 64 + ["1"]) + "\n")
-    after, _ = run(path, {**sizes, "backbone": "vit-tiny", "image_size": 8, "patch_size": 4, "batch_size": 4})
-    assert not set(after["key"]) & set(before.values())  # other images: another trial
+    path.write_text(path.read_text() + ",".join(["7"] * 64 + ["1"]) + "\n")
+    identity.read_again()
+    keys = {trial.key for trial in plan.wanted(store.result)}
+    assert keys == set(rows["key"])  # as it was planned
+    again = {trial.key for trial in Plan(plan.scale).wanted(store.result)}
+    assert not again & keys  # other images: another trial
 
 
 def test_masked_language_models_are_trials(run, corpus, tmp_path):
@@ -63,6 +66,6 @@ def test_masked_language_models_are_trials(run, corpus, tmp_path):
         tmp_path / "bert"
     )
     own = {name: value for name, value in SMALL.items() if name not in ("num_layers", "hidden_size", "num_heads")}
-    rows, store = run(corpus, {**own, "backbone": str(tmp_path / "bert"), "mask_ratio": 0.2})
+    rows, store, _ = run(corpus, {**own, "backbone": str(tmp_path / "bert"), "mask_ratio": 0.2})
     assert rows["accuracy"].between(0, 1).all()
     assert measured(rows, store)
