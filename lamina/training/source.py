@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.core.json_types import Json
+from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
@@ -139,11 +140,18 @@ def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
     return model.train()
 
 
-@lru_cache(maxsize=4)
 def _read(folder: str) -> tuple[Plan, Any]:
+    file = Path(folder) / "config.json"
+    return _read_once(folder, file.stat().st_mtime_ns if file.is_file() else None)
+
+
+@lru_cache(maxsize=4)
+def _read_once(folder: str, changed: int | None) -> tuple[Plan, Any]:
+    """The plan and the configuration; ``changed``: when, so that a folder written anew is read anew."""
     refuse_damaged(Path(folder))
     try:
-        config: Any = conversion.read_config(folder)
+        with local_when_unreachable():
+            config: Any = conversion.read_config(folder)
     except UserError as error:
         raise UserError(str(error).replace("source", "from", 1)) from error
     if isinstance(config, LaminaConfig):

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
-from lamina.data.sources.file_text import NotTextError, inner_suffix, open_text
+from lamina.data.sources.file_text import NotTextError, encodable_text, inner_suffix, open_text
 from lamina.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         try:
             data = hub_datasets.load(hub_datasets.parse(source))
         except UserError as error:
-            raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
+            raise _of(name, error) from None
         yield from enumerate((dict(row) for row in data.dataset), start=1)
         return
     path = home(name, source)
@@ -87,6 +87,13 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         yield from (_array(name, path) if suffix == ".json" else _lines(path))
     except NotTextError as error:
         raise UserError(f"{name}: {source!r} {error}") from None
+    except UserError as error:
+        raise _of(name, error) from None
+
+
+def _of(name: str, error: UserError) -> UserError:
+    """An error of reading a corpus, said of this setting."""
+    return UserError(str(error).replace("corpus:", f"{name}:", 1))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
@@ -112,4 +119,15 @@ def _array(name: str, path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
 
 
 def _object(row: object) -> Fields | ValueError:
-    return row if isinstance(row, dict) else ValueError("not a JSON object")
+    return _encodable(row) if isinstance(row, dict) else ValueError("not a JSON object")
+
+
+def _encodable(value: Any) -> Any:
+    """A JSON value whose texts, at any depth, can be encoded as UTF-8."""
+    if isinstance(value, str):
+        return encodable_text(value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {encodable_text(name): _encodable(item) for name, item in value.items()}
+    return value
