@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
         raise unknown("--to", options.to, TARGETS)
     if options.dtype not in DTYPES:
         raise unknown("--dtype", options.dtype, DTYPES)
-    from lamina.data.sources.hub_access import local_when_unreachable
+    from lamina.core.hub_access import local_when_unreachable
     from lamina.jobs.files import disk_full
     from lamina.modeling.backbones.conversion_job import convert
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
-from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError, one_line, out_of_memory
 from lamina.evaluation.local_data import DataFolder
 from lamina.evaluation.task_files import TaskFiles

@@ -47,8 +47,8 @@ def build(
     """A model with the backbone's attention and feed-forward modules, wired as the placement says.
 
     Args:
-        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, or a folder
-            that holds one.
+        backbone: a preset's name (``lamina.modeling.backbones.names()``), a transformers configuration, a folder that
+            holds one, or a model's name on the hub (`lamina convert` keeps its weights, too).
         placement: a registered name, a YAML or Python file with a placement, or a Plan.
         num_layers: blocks, in place of the backbone's own number; ``hidden_size``, ``num_heads`` and ``vocab_size``
             likewise.

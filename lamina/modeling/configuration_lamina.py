@@ -13,7 +13,16 @@ from transformers import AutoConfig, PreTrainedConfig
 # The entry of config.json that names the code beside a checkpoint; modeling_lamina adds its heads.
 AUTO_MAP = {"AutoConfig": "configuration_lamina.LaminaConfig", "AutoModel": "modeling_lamina.LaminaModel"}
 
+# What readers of a configuration, or of its config.json, look for at the top: fields of the backbone, copied when it is
+# written. Every other field of the backbone can be read and set there, too, but is not copied.
+FLAT = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "image_size", "patch_size", "num_channels"),
+)
+
 _TWO_LABELS = {0: "LABEL_0", 1: "LABEL_1"}  # what transformers gives a configuration without labels
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")  # of the model, which may have others than its backbone
 
 
 class LaminaConfig(PreTrainedConfig):
@@ -23,6 +32,10 @@ class LaminaConfig(PreTrainedConfig):
         backbone_config: the transformers configuration of the backbone, or its dict (with ``model_type``).
         plan: a plan as ``lamina.placements.Plan.to_dict`` writes it; one entry of ``layers`` for each of the backbone's
             ``num_hidden_layers``. Raises ValueError if the two numbers differ.
+
+    ``config.hidden_size`` and every other field that only the backbone has are read from it, and setting one sets it
+    there. The fields in ``FLAT`` are also copied into ``to_dict`` and config.json; where such a copy is not what the
+    backbone has, loading raises ValueError.
     """
 
     model_type = "lamina"
@@ -44,12 +57,13 @@ class LaminaConfig(PreTrainedConfig):
         else:
             self.backbone_config = copy.deepcopy(self.backbone_config)  # it is changed below
         backbone = self.backbone_config
+        _check_copies(kwargs, backbone)
         # The last hidden state is to be the stream before the final norm, as it is in every other layer.
         backbone.tie_last_hidden_states = False
         # The head looks at the outer configuration, the backbone at its own: one value for both.
         backbone.tie_word_embeddings = self.tie_word_embeddings or bool(getattr(backbone, "tie_word_embeddings", False))
         self.tie_word_embeddings = backbone.tie_word_embeddings
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        for name in _TOKENS:
             kwargs.setdefault(name, getattr(backbone, name, None))
         if self.id2label is None and "num_labels" not in kwargs and (backbone.id2label or {}) != _TWO_LABELS:
             self.id2label, self.label2id = copy.copy(backbone.id2label), copy.copy(backbone.label2id)
@@ -61,7 +75,44 @@ class LaminaConfig(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """A field of the backbone's; Python asks here only for what this configuration does not have itself."""
+        backbone = self.__dict__.get("backbone_config")
+        if not name.startswith("_") and isinstance(backbone, PreTrainedConfig) and hasattr(backbone, name):
+            return getattr(backbone, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field where it is read."""
+        backbone = self.__dict__.get("backbone_config")
+        own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")
+        if not own and isinstance(backbone, PreTrainedConfig) and hasattr(backbone, name):
+            setattr(backbone, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def to_dict(self) -> dict:
+        """The configuration as JSON has it, with the copies of the backbone's fields."""
+        return {**super().to_dict(), **self._copies()}
+
+    def to_diff_dict(self) -> dict:
+        """What config.json gets: what differs from transformers' defaults, and the copies."""
+        return {**super().to_diff_dict(), **self._copies()}
+
+    def _copies(self) -> dict[str, object]:
+        backbone = self.get_text_config()
+        return {name: value for name in FLAT if (value := getattr(backbone, name, None)) is not None}
+
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The backbone's configuration, which has vocab_size, hidden_size and num_hidden_layers."""
         assert isinstance(self.backbone_config, PreTrainedConfig)
         return self.backbone_config
+
+
+def _check_copies(fields: dict[str, object], backbone: PreTrainedConfig) -> None:
+    """Take the copies of the backbone's fields out of ``fields``; raise ValueError if one is not what it has."""
+    for name in FLAT:
+        if name in fields and hasattr(backbone, name) and (value := fields.pop(name)) != getattr(backbone, name):
+            raise ValueError(
+                f"{name}: {value!r}, but backbone_config.{name} is {getattr(backbone, name)!r} (they must be equal)"
+            )

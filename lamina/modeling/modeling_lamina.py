@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -507,6 +514,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, style) or nn.Identity())
     if adapter.embedding_norm:
         backbone.set_submodule(adapter.embedding_norm, nn.Identity())
+    _rename_parallel_plans(backbone, adapter, plan)
     return backbone, make_norm(plan["embedding_norm"], width, style)
 
 
@@ -526,6 +534,32 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
         globals()[name] = type(name, (_InitializesPlan, base), attributes)
     return globals()[name]
+
+
+def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: dict) -> None:
+    """Have the backbone's plans for tensor and expert parallelism and for FSDP name the modules that are there now.
+
+    The layers' own norms are gone from the plans: Lamina's stand where every process has all channels. Those on
+    queries, keys and values do so only in a head; over the full width the projections are gathered, as in OLMo 2.
+    """
+    parts = {adapter.attention: "attention.module", adapter.feed_forward: "feed_forward.module"}
+    inside = re.compile(rf"({re.escape(adapter.layers)}\.(?:\*|\d+)\.)([^.]+)(?=\.|$)(.*)")
+    for name in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
+        renamed = {}
+        for key, style in (getattr(backbone, name, None) or {}).items():
+            if (found := inside.fullmatch(key)) is None:
+                renamed[key] = style
+            elif found[2] in parts:
+                renamed[f"{found[1]}{parts[found[2]]}{found[3]}"] = style
+        setattr(backbone, name, renamed)
+    prefix = f"{adapter.layers}.*.{parts[adapter.attention]}."
+    if "full" in (plan["qk_norm"], plan["v_norm"]) and f"{prefix}q_proj" in backbone.tp_plan:
+        for key, style in (CONFIG_MAPPING["olmo2"].base_model_tp_plan or {}).items():
+            if ".self_attn." in key:
+                backbone.tp_plan[prefix + key.rpartition(".")[2]] = style
+    for part, scope in {"q": plan["qk_norm"], "k": plan["qk_norm"], "v": plan["v_norm"]}.items():
+        if scope == "head" and f"{prefix}{part}_proj" in backbone.tp_plan:
+            backbone.tp_plan[f"{prefix}{part}_norm"] = "replicated_with_grad_allreduce"
 
 
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
@@ -671,6 +705,8 @@ class LaminaModel(LaminaPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
@@ -692,9 +728,10 @@ class LaminaModel(LaminaPreTrainedModel):
             x = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self._scaled_and_normed(x)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        inputs["position_ids"] = position_ids
         if self._adapter.is_decoder:
-            return self.backbone(**inputs, **kwargs)
-        kwargs.pop("past_key_values", None)  # the sequence classifier hands one on, and reads one
+            return self.backbone(**inputs, past_key_values=past_key_values, **kwargs)
+        # without a cache: the sequence classifier hands one on, and reads one
         output = self.backbone(**inputs, **kwargs)
         return BaseModelOutputWithPast(**output) if isinstance(output, dict) else output
 
@@ -769,6 +806,8 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         text_config = config.get_text_config()
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self.post_init()
+        peer = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)  # it says how to shard its head
+        self.tp_plan.update(getattr(peer, "_tp_plan", None) or {})
 
     @can_return_tuple
     def forward(

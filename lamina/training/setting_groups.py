@@ -38,7 +38,7 @@ class ModelSettings(Settings):
     """The backbone and its sizes."""
 
     backbone: str = setting(
-        "llama-nano", "a preset's name (see `lamina backbones`), or a folder with a transformers config.json", place
+        "llama-nano", "a preset (see `lamina backbones`), a folder with a config.json, or OWNER/NAME on the hub", place
     )
     num_layers: int | None = setting(None, "number of blocks (default: the backbone's)", at_least(1))
     hidden_size: int | None = setting(

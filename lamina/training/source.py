@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
-from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder

@@ -87,7 +87,7 @@ def test_without_a_network_one_clear_line_comes_at_once_and_the_offline_switches
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", no_address)
-    monkeypatch.setattr("lamina.data.sources.hub_access.getproxies", dict)
+    monkeypatch.setattr("lamina.core.hub_access.getproxies", dict)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     before = datasets.config.HF_HUB_OFFLINE
     with pytest.raises(UserError, match="hub cannot be reached") as caught:
@@ -101,7 +101,7 @@ def test_an_error_of_the_library_becomes_one_line(monkeypatch):
         raise ValueError("BuilderConfig 'fr' not found.\nAvailable: ['en']")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("lamina.data.sources.hub_access.hub_resolves", lambda: True)
+    monkeypatch.setattr("lamina.core.hub_access.hub_resolves", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match="BuilderConfig 'fr' not found") as caught:
         texts("hf:me/text:fr")

@@ -30,9 +30,20 @@ TUNED = {
 }
 POLICY = {"job": "rlhf", "from_model": "{tuned}", "template": "auto", "max_answer": 6, "gradient_accumulation": 2}
 IMAGES = {
-    **{"backbone": "vit-tiny", "corpus": "{images}", "image_size": 8, "patch_size": 4, "sequence_length": None},
-    **{"eval_fraction": 0.2, "crop_scale": 0.5, "flip": 0.5, "mixup": 0.8, "cutmix": 1.0, "drop_path": 0.2},
-    **{"ema_decay": 0.9, "batch_size": 4, "eval_blocks": 0},
+    "backbone": "vit-tiny",
+    "corpus": "{images}",
+    "image_size": 8,
+    "patch_size": 4,
+    "sequence_length": None,
+    "eval_fraction": 0.2,
+    "crop_scale": 0.5,
+    "flip": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "drop_path": 0.2,
+    "ema_decay": 0.9,
+    "batch_size": 4,
+    "eval_blocks": 0,
 }
 # By name: what differs from TUNED (of a job) or from a pretraining run, and in how many processes it trains.
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {

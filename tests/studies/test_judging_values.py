@@ -40,6 +40,13 @@ def test_bounds():
     assert below(VALUES, 0.2, name="angle").ours.startswith("angle 0.1 (95 % 0.09")
 
 
+def test_the_interval_of_a_bound_is_that_of_its_margin():
+    found = below(VALUES, 0.2)
+    assert found.margin is not None
+    assert found.interval is not None
+    assert found.interval[0] < found.margin < found.interval[1] < 0
+
+
 def test_an_exact_formula_allows_no_seed_to_miss_it():
     assert close(VALUES, 0.1, 0.03).verdict == "holds"
     assert close(VALUES, 0.1, 0.01).verdict == "fails"

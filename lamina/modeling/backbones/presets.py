@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest
 from lamina.modeling.backbones.configurations import read_config
@@ -138,6 +140,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+_ON_THE_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
 def names() -> list[str]:
     """The names of all presets, smallest family first."""
     return list(PRESETS)
@@ -147,8 +152,8 @@ def get(name: str) -> Preset:
     """The preset of this name. Raises UserError that suggests the nearest."""
     if name not in PRESETS:
         raise UserError(
-            f"unknown backbone {name!r}{nearest(name, PRESETS)} (allowed: {', '.join(PRESETS)}, or a folder with a "
-            "transformers config.json)"
+            f"unknown backbone {name!r}{nearest(name, PRESETS)} (allowed: {', '.join(PRESETS)}, a folder with a "
+            "transformers config.json, or a model's name on the hub, as OWNER/NAME)"
         )
     return PRESETS[name]
 
@@ -164,9 +169,10 @@ def resolve_backbone(
 ) -> PreTrainedConfig:
     """The backbone's configuration with the given sizes in place of its own.
 
-    ``backbone``: a preset's name, a transformers configuration, or a folder that holds one. With another
-    ``hidden_size`` the feed-forward keeps its ratio (rounded up to a multiple of 8) and the head keeps its width as
-    far as it divides. Raises UserError naming the invalid field.
+    ``backbone``: a preset's name, a transformers configuration, a folder that holds one, or a model's name on the hub
+    ("HuggingFaceTB/SmolLM2-135M"), of which only the configuration is read. With another ``hidden_size`` the
+    feed-forward keeps its ratio (rounded up to a multiple of 8) and the head keeps its width as far as it divides.
+    Raises UserError naming the invalid field.
     """
     if not isinstance(backbone, PreTrainedConfig):
         backbone = text("backbone", backbone)
@@ -211,10 +217,11 @@ def resolve_backbone(
 def _find(backbone: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     if isinstance(backbone, PreTrainedConfig):
         config = copy.deepcopy(backbone)
-    elif str(backbone) in PRESETS or not Path(backbone).is_dir():
-        config = get(str(backbone)).config()
+    elif str(backbone) not in PRESETS and (Path(backbone).is_dir() or _ON_THE_HUB.fullmatch(str(backbone))):
+        with local_when_unreachable():
+            config = read_config(backbone, "backbone", weights=False)
     else:
-        config = read_config(backbone, "backbone", weights=False)
+        config = get(str(backbone)).config()
     config = getattr(config, "backbone_config", None) or config  # a Lamina model's: the plan is chosen anew
     missing = [n for n in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not hasattr(config, n)]
     if missing:

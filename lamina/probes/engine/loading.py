@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
-from lamina.data.sources.hub_access import local_when_unreachable
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder

@@ -38,8 +38,8 @@ class Finding:
     Attributes:
         verdict: what the check decided, before Holm's correction over the study's claims.
         ours: the numbers in one short line.
-        margin: the difference or the value that was judged, in the column's unit.
-        interval: its 95 % interval.
+        margin: the difference that was judged, or by how much a value lies above the claimed one, in the column's unit.
+        interval: the margin's 95 % interval.
         p: two-sided, of no difference; None where the verdict rests on no test (a count of runs, an exact formula).
         seeds: how many seeds the verdict rests on.
         note: what a reader must know beside the numbers: runs left out, a rate at the sweep's edge.

@@ -157,7 +157,7 @@ def _bounded(values: BySeed, limit: float, *, name: str, sign: float) -> Finding
         verdict=verdict,
         ours=f"{name} {measured(mean(numbers), interval, len(numbers), p)}, claimed {sides} {number(limit)}".strip(),
         margin=mean(numbers) - limit,
-        interval=interval,
+        interval=(interval[0] - limit, interval[1] - limit),
         p=p,
         seeds=len(numbers),
     )
