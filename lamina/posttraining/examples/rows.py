@@ -119,15 +119,15 @@ def _array(name: str, path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
 
 
 def _object(row: object) -> Fields | ValueError:
-    return _encodable(row) if isinstance(row, dict) else ValueError("not a JSON object")
+    if not isinstance(row, dict):
+        return ValueError("not a JSON object")
+    return {encodable_text(str(name)): _encodable(value) for name, value in row.items()}
 
 
-def _encodable(value: Any) -> Any:
+def _encodable(value: object) -> object:
     """A JSON value whose texts, at any depth, can be encoded as UTF-8."""
     if isinstance(value, str):
         return encodable_text(value)
     if isinstance(value, list):
         return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {encodable_text(name): _encodable(item) for name, item in value.items()}
-    return value
+    return _object(value) if isinstance(value, dict) else value
