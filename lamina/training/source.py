@@ -18,7 +18,7 @@ from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
@@ -137,7 +137,7 @@ def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
     loaded: Any = conversion.load(folder, dtype=torch.float32, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
     if (positions := getattr(config, "max_position_embeddings", None)) is not None:
-        model.config.get_text_config().max_position_embeddings = positions
+        backbone_of(model.config).max_position_embeddings = positions
     return model.train()
 
 
@@ -158,7 +158,7 @@ def _read_once(folder: str, changed: int | None) -> _Read:
     if isinstance(config, LaminaConfig):
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
-        return Plan.from_dict(config.plan), config.get_text_config()
+        return Plan.from_dict(config.plan), backbone_of(config)
     placement = conversion.conversion_of(config.model_type).placement
     return make_plan(placement, config.num_hidden_layers), config
 
