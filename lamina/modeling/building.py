@@ -14,7 +14,7 @@ from lamina.core.values import text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
     ADAPTERS,
@@ -129,7 +129,7 @@ def _check_runs(model: PreTrainedModel) -> None:
     """
     if model.main_input_name != "input_ids" or any(p.is_meta for p in model.parameters()):
         return
-    text_config = model.config.get_text_config()
+    text_config = backbone_of(model.config)
     ids = torch.arange(1, 5, device=next(model.parameters()).device).remainder(text_config.vocab_size)[None]
     subject, training = f"backbone {text_config.model_type!r}: wired by a placement it", model.training
     try:

@@ -35,7 +35,8 @@ class LaminaConfig(PreTrainedConfig):
 
     ``config.hidden_size`` and every other field that only the backbone has are read from it, and setting one sets it
     there. The fields in ``FLAT`` are also copied into ``to_dict`` and config.json; where such a copy is not what the
-    backbone has, loading raises ValueError.
+    backbone has, loading raises ValueError. ``get_text_config`` returns the configuration itself: serving engines take
+    one with another text part for a multimodal model's. ``backbone_of`` gives the backbone's.
     """
 
     model_type = "lamina"
@@ -64,7 +65,8 @@ class LaminaConfig(PreTrainedConfig):
         backbone.tie_word_embeddings = self.tie_word_embeddings or bool(getattr(backbone, "tie_word_embeddings", False))
         self.tie_word_embeddings = backbone.tie_word_embeddings
         for name in _TOKENS:
-            kwargs.setdefault(name, getattr(backbone, name, None))
+            if kwargs.get(name) is None:
+                kwargs[name] = getattr(backbone, name, None)
         if self.id2label is None and "num_labels" not in kwargs and (backbone.id2label or {}) != _TWO_LABELS:
             self.id2label, self.label2id = copy.copy(backbone.id2label), copy.copy(backbone.label2id)
         kwargs.setdefault("auto_map", dict(AUTO_MAP))
@@ -100,13 +102,18 @@ class LaminaConfig(PreTrainedConfig):
         return {**super().to_diff_dict(), **self._copies()}
 
     def _copies(self) -> dict[str, object]:
-        backbone = self.get_text_config()
+        backbone = backbone_of(self)
         return {name: value for name in FLAT if (value := getattr(backbone, name, None)) is not None}
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """The backbone's configuration, which has vocab_size, hidden_size and num_hidden_layers."""
-        assert isinstance(self.backbone_config, PreTrainedConfig)
-        return self.backbone_config
+
+def backbone_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a model's backbone: a Lamina model's inner one, the text part's of any other."""
+    lamina = (
+        config.model_type == LaminaConfig.model_type
+    )  # by its name: code beside a checkpoint has a class of its own
+    inner = config.backbone_config if lamina else config.get_text_config()
+    assert isinstance(inner, PreTrainedConfig)
+    return inner
 
 
 def _check_copies(fields: dict[str, object], backbone: PreTrainedConfig) -> None:

@@ -19,6 +19,7 @@ from lamina.core.architectures import ROLES
 from lamina.core.registry import Registry
 from lamina.core.values import is_finite
 from lamina.errors import UserError
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.profiling import profile_admin
@@ -210,7 +211,7 @@ def _pieces(weight: Weight, model: PreTrainedModel) -> list[Weight]:
     if weight.role == "gate_and_in":
         roles, sizes = ("gate", "feed_forward_in"), [weight.fan_out // 2] * 2
     elif weight.role == "query_key_value":
-        config = model.config.get_text_config()
+        config = backbone_of(model.config)
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key = weight.fan_out * key_heads // (heads + 2 * key_heads)
@@ -225,7 +226,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
     """Every parameter of a Lamina model with its role, each once."""
     base = body_of(model)
     prefix = "" if base is model else "model."
-    config = base.config.get_text_config()
+    config = backbone_of(base.config)
     common = {"num_layers": len(base.layers), "hidden_size": config.hidden_size}
     wirings = {
         f"{prefix}backbone.layers.{index}.{name}.": (index, name, residual.sublayer)

@@ -42,7 +42,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_lamina import AUTO_MAP, LaminaConfig
+from .configuration_lamina import AUTO_MAP, LaminaConfig, backbone_of
 
 logger = logging.get_logger(__name__)
 
@@ -485,7 +485,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
     Raises ValueError for an architecture whose layers can't be wired again, or for a plan that asks for norms on
     projections that it does not have.
     """
-    backbone_config, plan = config.get_text_config(), config.plan
+    backbone_config, plan = backbone_of(config), config.plan
     if plan is None:
         raise ValueError("plan: a Lamina model needs one (lamina.build makes it)")
     adapter = adapter_of(backbone_config)
@@ -668,13 +668,15 @@ class LaminaModel(LaminaPreTrainedModel):
         super().__init__(config)
         self.backbone, self.embedding_norm = build_backbone(config)
         assert config.plan is not None
-        text_config, scale = config.get_text_config(), config.plan["embedding_scale"]
+        text_config, scale = backbone_of(config), config.plan["embedding_scale"]
         self.embedding_scale = text_config.hidden_size**0.5 if scale == "sqrt_hidden_size" else float(scale)
         self._adapter = adapter_of(text_config)
         self.main_input_name = self._adapter.input
         if self._adapter.embeddings:
             self.backbone.get_submodule(self._adapter.embeddings).register_forward_hook(self._after_embeddings)
         self.post_init()
+        if self.embedding_norm is not None or self.embedding_scale != 1.0:
+            self._pp_plan = {}  # a later stage takes the stream as embeddings, which would be normed again
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -801,9 +803,9 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
-        check_head(config.get_text_config(), "causal_lm")
+        check_head(backbone_of(config), "causal_lm")
         self.model = LaminaModel(config)
-        text_config = config.get_text_config()
+        text_config = backbone_of(config)
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self.post_init()
         peer = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)  # it says how to shard its head
@@ -835,7 +837,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden, style = outputs.last_hidden_state, LogitsStyle.of(self.config.get_text_config())
+        hidden, style = outputs.last_hidden_state, LogitsStyle.of(backbone_of(self.config))
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and all_logits and self.linear_loss is not None:
             scale, softcap = style.scale, style.softcap
@@ -851,7 +853,7 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
         logits = style.apply(self.lm_head(hidden[:, keep]))
         loss = None
         if labels is not None:
-            vocab_size = self.config.get_text_config().vocab_size
+            vocab_size = backbone_of(self.config).vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -869,10 +871,10 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
     def __init__(self, config: LaminaConfig):
         # Not the generic constructor: it would ask AutoModel, which refuses remote code here.
         LaminaPreTrainedModel.__init__(self, config)
-        check_head(config.get_text_config(), "sequence_classification")
+        check_head(backbone_of(config), "sequence_classification")
         self.num_labels = int(config.num_labels or 1)
         self.model = LaminaModel(config)
-        self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
+        self.score = nn.Linear(backbone_of(config).hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     def forward(
@@ -931,7 +933,7 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
-        text_config = config.get_text_config()
+        text_config = backbone_of(config)
         check_head(text_config, "masked_lm")
         self.model = LaminaModel(config)
         self.head = LaminaPredictionHead(text_config)
@@ -965,7 +967,7 @@ class LaminaForMaskedLM(LaminaPreTrainedModel):
         logits = self.decoder(self.head(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            vocab_size = self.config.get_text_config().vocab_size
+            vocab_size = backbone_of(self.config).vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -985,10 +987,10 @@ class LaminaForImageClassification(LaminaPreTrainedModel):
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
-        check_head(config.get_text_config(), "image_classification")
+        check_head(backbone_of(config), "image_classification")
         self.num_labels = int(config.num_labels or 1)
         self.model = LaminaModel(config)
-        self.classifier = nn.Linear(config.get_text_config().hidden_size, self.num_labels)
+        self.classifier = nn.Linear(backbone_of(config).hidden_size, self.num_labels)
         self.post_init()
 
     @can_return_tuple

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lamina.errors import UserError
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import Terms
 from lamina.modeling.parts import body_of, sublayers
 
@@ -57,7 +58,7 @@ def profile_admin(model: PreTrainedModel, input_ids: torch.Tensor | None = None)
 
 def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
     """A model's main input: token ids [items, tokens], uniform, or images of noise [items, channels, height, width]."""
-    config = base.config.get_text_config()
+    config = backbone_of(base.config)
     if base.main_input_name == "input_ids":
         return torch.randint(0, config.vocab_size, (items, tokens), generator=generator)
     size = config.image_size

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lamina.core.width_schemes import PARAMETRIZATIONS, SCHEMES
 from lamina.errors import UserError, unknown
 from lamina.modeling.backbones import resolve_backbone
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.initialization import Weight, weights
 from lamina.modeling.parts import body_of
 
@@ -91,7 +91,7 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
     """
     check_untied(model.config)
     base = base_model(model, scaling)
-    config = model.config.get_text_config()
+    config = backbone_of(model.config)
     m = config.hidden_size / scaling.base_width
     growth = embedding_scale(model) / embedding_scale(base)
     for weight, narrow in zip(weights(model), weights(base), strict=True):
@@ -117,7 +117,7 @@ def base_model(model: PreTrainedModel, scaling: WidthScaling) -> PreTrainedModel
     """The same model at the base width on the meta device: shapes only. Raises UserError if it cannot exist."""
     outer = model.config
     try:
-        config = resolve_backbone(outer.get_text_config(), hidden_size=scaling.base_width)
+        config = resolve_backbone(backbone_of(outer), hidden_size=scaling.base_width)
         with torch.device("meta"):
             return type(model)(LaminaConfig(backbone_config=config, plan=outer.plan))
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -105,13 +106,13 @@ def _ready(stage: Stage[S], settings: S) -> Job:
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     start = find_start(settings)
+    others = stage.others(settings, start)
     examples = stage.examples(settings, start)
     precision = settings.precision
     if precision == "auto":
         precision = "bf16" if device_of(settings.device) == "cuda" else "fp32"
     complete = replace(settings, steps=examples.steps(settings), precision=precision, sequence_length=start.longest)
-    model = start.fingerprint + stage.others(complete, start)
-    identity = TuningIdentity(complete, examples.fingerprint, model)
+    identity = TuningIdentity(complete, examples.fingerprint, start.fingerprint + others)
     return Job(stage=stage, settings=complete, start=start, examples=examples, identity=identity)
 
 
@@ -132,8 +133,11 @@ def _run(job: Job, processes: Processes, *, resume: bool, bar: bool) -> Json:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    run = TuningRun(job, processes, resume=resume, bar=bar)
-    status, reason = run.train()
+    with warnings.catch_warnings():
+        # TRL reads the name that transformers had for it before 5.23
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        run = TuningRun(job, processes, resume=resume, bar=bar)
+        status, reason = run.train()
     result = run.outcome(status, reason)
     if status == Status.FINISHED:
         result |= job.stage.finish(run.setup, run.trainer)

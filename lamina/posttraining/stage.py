@@ -118,7 +118,7 @@ class Stage(ABC, Generic[S]):
         """TRL's trainer of the job."""
 
     def others(self, settings: S, start: Start) -> str:
-        """A hash of what else the job reads (a reward model); checked before the folder is touched."""
+        """A hash of what else the job reads (a reward model); checked before the data are read."""
         return ""
 
     def finish(self, setup: Setup[S], trainer: TunedTrainer) -> Json:

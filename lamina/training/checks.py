@@ -14,6 +14,7 @@ from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, recommended
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.memory import refuse_beyond_memory
 from lamina.placements import Plan
 from lamina.probes.engine import registry
@@ -107,7 +108,7 @@ def _check_memory(
     ``whole`` is the backbone, ``small`` the model with fewer layers, on the meta device.
     """
     num_layers, length = whole.num_hidden_layers, objective_of(whole, settings.objective).item_tokens(whole, settings)
-    config = small.config.get_text_config()
+    config = backbone_of(small.config)
     device = "cuda" if arguments.device.type == "cuda" else "cpu"
     parts = processes if settings.parallel == "fsdp2" else 1
     weights = sum(w.numel() for name, w in small.named_parameters() if ".layers." in name)

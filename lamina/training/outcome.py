@@ -13,6 +13,7 @@ from lamina.jobs import columns
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.counting import used_by_a_token
 from lamina.modeling.building import recommended
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.placements import Plan
 from lamina.training.monitoring.falling import still_falling
 from lamina.training.monitoring.guard import Diverged
@@ -87,7 +88,7 @@ def training_flops(model: PreTrainedModel, plan: Plan, sequence_length: int) -> 
 
     Of routed experts, those that one token uses.
     """
-    config = model.config.get_text_config()
+    config = backbone_of(model.config)
     embedding = model.get_input_embeddings()
     # A parameter with a first axis of 1 is added to every item: a position's embedding, the class token.
     matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2 and p.shape[0] > 1]

@@ -6,22 +6,24 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
 DECIDED = ("placement", "backbone", "num_layers", "hidden_size", "num_heads", "untie_embeddings", "init", "tokenizer")
+_Read: TypeAlias = tuple[Plan, Any]  # a checkpoint's plan and its backbone, whose fields differ by model
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -135,21 +137,28 @@ def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
     loaded: Any = conversion.load(folder, dtype=torch.float32, head=head)
     model = loaded if isinstance(loaded.config, LaminaConfig) else conversion.from_transformers(loaded)
     if (positions := getattr(config, "max_position_embeddings", None)) is not None:
-        model.config.get_text_config().max_position_embeddings = positions
+        backbone_of(model.config).max_position_embeddings = positions
     return model.train()
 
 
+def _read(folder: str) -> _Read:
+    file = Path(folder) / "config.json"
+    return _read_once(folder, file.stat().st_mtime_ns if file.is_file() else None)
+
+
 @lru_cache(maxsize=4)
-def _read(folder: str) -> tuple[Plan, Any]:
+def _read_once(folder: str, changed: int | None) -> _Read:
+    """The plan and the configuration; ``changed``: when, so that a folder written anew is read anew."""
     refuse_damaged(Path(folder))
     try:
-        config: Any = conversion.read_config(folder)
+        with local_when_unreachable():
+            config: Any = conversion.read_config(folder)
     except UserError as error:
         raise UserError(str(error).replace("source", "from", 1)) from error
     if isinstance(config, LaminaConfig):
         if config.plan is None:
             raise UserError(f"from: {folder!r} has no plan in its config.json (allowed: a whole Lamina checkpoint)")
-        return Plan.from_dict(config.plan), config.get_text_config()
+        return Plan.from_dict(config.plan), backbone_of(config)
     placement = conversion.conversion_of(config.model_type).placement
     return make_plan(placement, config.num_hidden_layers), config
 

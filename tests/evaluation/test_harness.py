@@ -122,7 +122,7 @@ def test_data_that_the_folder_lacks_is_named(data_dir):
 
 
 def test_data_without_a_network_say_how_to_get_them(monkeypatch):
-    from lamina.data.sources import hub_access
+    from lamina.core import hub_access
 
     monkeypatch.setattr(hub_access, "hub_resolves", lambda: False)
     with pytest.raises(UserError, match=r"'sciq': its data \(allenai/sciq\) is not on this machine.*--data-dir"):

@@ -10,6 +10,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.modeling import LaminaConfig, LaminaForCausalLM, LaminaForImageClassification, backbones
 from lamina.modeling.backbones import resolve_backbone
+from lamina.modeling.configuration_lamina import backbone_of
 
 # Parameters in millions, within 5 per cent: the papers state two or three digits and leave open what is counted (norms,
 # a padded vocabulary). "blocks": without embeddings, where only that fits. FuseNorm's 1.3B is its 740M with twice
@@ -176,7 +177,7 @@ def test_sizes_that_a_multi_latent_attention_derives_are_right(size):
 def test_a_folder_with_a_configuration_is_a_backbone(tmp_path):
     configuration("qwen3").save_pretrained(tmp_path)
     model = lamina.build(tmp_path, "pre_ln", num_layers=2)
-    assert model.config.get_text_config().model_type == "qwen3"
+    assert backbone_of(model.config).model_type == "qwen3"
     assert len(model.model.layers) == 2
 
 
@@ -188,7 +189,7 @@ def test_a_folder_without_a_configuration_is_named(tmp_path):
 def test_a_lamina_checkpoint_gives_its_backbone(tmp_path):
     lamina.build(llama(2), "keel").save_pretrained(tmp_path)
     model = lamina.build(tmp_path, "pre_ln")
-    assert model.config.get_text_config().model_type == "llama"
+    assert backbone_of(model.config).model_type == "llama"
 
 
 def test_a_folder_that_is_called_like_a_preset_does_not_hide_it(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from modeling.tiny import built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, ViTConfig
 
 import lamina
-from lamina.modeling.configuration_lamina import FLAT
+from lamina.modeling.configuration_lamina import FLAT, backbone_of
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 BACKBONES = {
@@ -25,12 +25,13 @@ def test_fields_are_the_backbones_in_python_and_in_json(name, tmp_path):
     config = lamina.build(BACKBONES[name], "keel").config
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    backbone = config.get_text_config()
+    backbone = backbone_of(config)
     fields = [field for field in FLAT if getattr(backbone, field, None) is not None]
     assert {"hidden_size", "num_hidden_layers"} < set(fields)
     for field in fields:
         assert getattr(config, field) == getattr(backbone, field) == written[field] == config.to_dict()[field]
     assert config.hidden_act == backbone.hidden_act
+    assert config.get_text_config() is config
     assert not hasattr(config, "no_such_field")
     assert not hasattr(config, "_no_such_field")
 
@@ -38,12 +39,12 @@ def test_fields_are_the_backbones_in_python_and_in_json(name, tmp_path):
 def test_there_is_one_value_whoever_sets_it(tmp_path):
     model = built("keel")
     model.config.max_position_embeddings = 128
-    assert model.config.get_text_config().max_position_embeddings == 128
+    assert backbone_of(model.config).max_position_embeddings == 128
     model.resize_token_embeddings(70, mean_resizing=False)
     assert model.config.vocab_size == 70
     model.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path, max_position_embeddings=256)
-    assert (loaded.vocab_size, loaded.get_text_config().max_position_embeddings) == (70, 256)
+    assert (loaded.vocab_size, backbone_of(loaded).max_position_embeddings) == (70, 256)
     for copied in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         assert copied.to_dict() == loaded.to_dict()
 
@@ -71,5 +72,5 @@ def test_a_checkpoint_without_copies_loads(tmp_path):
 def test_the_tokens_stay_the_models_own():
     config = built("keel").config
     config.pad_token_id = 7
-    assert config.get_text_config().pad_token_id != 7
+    assert backbone_of(config).pad_token_id != 7
     assert isinstance(config.backbone_config, PreTrainedConfig)

@@ -158,6 +158,13 @@ def test_files_of_each_kind_are_read(tmp_path, suffix):
     assert rows.read("data", str(path), example_of, skip_bad=False).items == [example_of(row) for row in written]
 
 
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
+    """JSON can hold one, as where a text was cut inside an emoji; no tokenizer takes it."""
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}], "n\\ud83d": 1}\n')
+    use = rows.read("data", str(tmp_path / "a.jsonl"), dict, skip_bad=False)
+    assert use.items == [{"messages": [{"role": "user", "content": "a\ufffd"}], "n\ufffd": 1}]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -12,7 +12,7 @@ from lamina.core.values import whole_number
 from lamina.errors import UserError, one_line, unknown
 from lamina.modeling.backbones.quiet import quiet
 from lamina.modeling.backbones.stored import kind_of, read_json
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.placements import Plan
 
 # The fields of a configuration that must be sizes before anything is built of it.
@@ -55,7 +55,7 @@ def read_config(
             raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
         except Exception as error:
             raise UserError(f"{source}: {one_line(error)}") from error
-    _check_heads(config.get_text_config(), source)
+    _check_heads(backbone_of(config), source)
     _check_quantization(getattr(config, "quantization_config", None), source)
     if isinstance(config, LaminaConfig) and weights:
         _check_plan(config, source)

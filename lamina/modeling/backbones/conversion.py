@@ -29,7 +29,7 @@ from lamina.modeling.backbones import configurations
 from lamina.modeling.backbones.loading import load_weights
 from lamina.modeling.backbones.stored import stored_shapes
 from lamina.modeling.backbones.tensors import conversion_of, copy_buffers, fill, gains, lamina_name
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM
 from lamina.placements import Norm, Plan, Sublayer, resolve
 
@@ -102,7 +102,7 @@ def to_transformers(
 
 def check_plan(config: LaminaConfig) -> Conversion:
     """The conversion back to transformers. Raises UserError if transformers has no such placement."""
-    model_type = config.get_text_config().model_type
+    model_type = backbone_of(config).model_type
     conversion = conversion_of(model_type)
     assert config.plan is not None
     plan = Plan.from_dict(config.plan)
@@ -153,7 +153,7 @@ def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
 
 
 def _backbone_config(config: LaminaConfig) -> PreTrainedConfig:
-    fields = config.get_text_config().to_dict()
+    fields = backbone_of(config).to_dict()
     for name in ("transformers_version", "tie_last_hidden_states"):  # the second is Lamina's own switch
         fields.pop(name, None)
     return AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -21,7 +21,7 @@ from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones import conversion
-from lamina.modeling.configuration_lamina import LaminaConfig
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -104,7 +104,7 @@ def _record(source: str, to: Target, model: PreTrainedModel, lamina_model: PreTr
     return {
         "source": source,
         "to": to,
-        "model_type": config.get_text_config().model_type,
+        "model_type": backbone_of(config).model_type,
         "placement": config.plan["placement"],
         "placement_options": config.plan["options"],
         "num_layers": len(config.plan["layers"]),
@@ -121,7 +121,7 @@ def largest_difference(
 
     ``blocks`` blocks of ``length`` tokens (fewer if the model's context is shorter), drawn from a separate generator.
     """
-    config = first.config.get_text_config()
+    config = backbone_of(first.config)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
     generator = torch.Generator().manual_seed(seed)
     difference = largest = 0.0

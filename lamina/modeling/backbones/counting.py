@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lamina.modeling.backbones.presets import with_fields
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import HEADS, adapter_of
 
 
@@ -45,7 +46,7 @@ def _count(config: PreTrainedConfig) -> Count:
 
 def parameters_of(model: PreTrainedModel) -> Count:
     """Count the parameters of a model as it is; tied ones count once."""
-    config = model.config.get_text_config()
+    config = backbone_of(model.config)
     sizes = [(parameter.numel(), used_by_a_token(name, config)) for name, parameter in model.named_parameters()]
     return Count(sum(size for size, _ in sizes), sum(int(size * used) for size, used in sizes))
 

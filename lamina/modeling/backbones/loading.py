@@ -19,6 +19,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from lamina.errors import UserError, one_line
 from lamina.modeling.backbones.quiet import quiet
 from lamina.modeling.backbones.stored import stored_shapes
+from lamina.modeling.configuration_lamina import backbone_of
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
@@ -112,7 +113,7 @@ def refuse_tensors(source: str, keys: Iterable[str], why: str) -> None:
 def _check_room(config: PreTrainedConfig, cls: ModelClass, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Raise UserError, before anything is allocated, if the configuration's model is far larger than the files."""
     stored = sum(math.prod(shape) for shape in shapes.values())
-    text = config.get_text_config()
+    text = backbone_of(config)
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > max(1024, len(shapes)):
         raise UserError(f"{source}: num_hidden_layers is {layers}, but the weights are {len(shapes)} tensors")
@@ -172,7 +173,7 @@ def load_tokenizer(
             ids = tokenizer.get_vocab().values()
         except Exception as error:
             raise UserError(f"{field} {name!r}: its tokenizer cannot be read: {one_line(error)}") from error
-    size = getattr(config.get_text_config(), "vocab_size", None)
+    size = getattr(backbone_of(config), "vocab_size", None)
     largest = max(ids, default=-1)
     if largest < 0:
         raise UserError(f"{field} {name!r}: its tokenizer has no tokens")

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
-from lamina.data.sources.file_text import NotTextError, inner_suffix, open_text
+from lamina.data.sources.file_text import NotTextError, encodable_text, inner_suffix, open_text
 from lamina.errors import UserError
 from lamina.posttraining.examples import generated
 
@@ -76,7 +76,7 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         try:
             data = hub_datasets.load(hub_datasets.parse(source))
         except UserError as error:
-            raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
+            raise _of(name, error) from None
         yield from enumerate((dict(row) for row in data.dataset), start=1)
         return
     if generated.is_generated(source):
@@ -91,6 +91,13 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         yield from (_array(name, path) if suffix == ".json" else _lines(path))
     except NotTextError as error:
         raise UserError(f"{name}: {source!r} {error}") from None
+    except UserError as error:
+        raise _of(name, error) from None
+
+
+def _of(name: str, error: UserError) -> UserError:
+    """An error of reading a corpus, said of this setting."""
+    return UserError(str(error).replace("corpus:", f"{name}:", 1))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
@@ -116,4 +123,15 @@ def _array(name: str, path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
 
 
 def _object(row: object) -> Fields | ValueError:
-    return row if isinstance(row, dict) else ValueError("not a JSON object")
+    if not isinstance(row, dict):
+        return ValueError("not a JSON object")
+    return {encodable_text(str(name)): _encodable(value) for name, value in row.items()}
+
+
+def _encodable(value: object) -> object:
+    """A JSON value whose texts, at any depth, can be encoded as UTF-8."""
+    if isinstance(value, str):
+        return encodable_text(value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return _object(value) if isinstance(value, dict) else value

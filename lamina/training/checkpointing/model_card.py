@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.jobs.environment import environment
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import HEADS
 from lamina.placements import Plan
 from lamina.placements.diagram import svg, text
@@ -55,7 +56,7 @@ class ModelCard:
 
     def text(self, model: PreTrainedModel, plan: Plan) -> str:
         """The card as Markdown, with the fields in front that the hub reads."""
-        backbone = model.config.get_text_config()
+        backbone = backbone_of(model.config)
         fields = ModelCardData(
             library_name="transformers",
             pipeline_tag=_PIPELINES[self.head],

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.jobs import digests
 from lamina.jobs.manifest import MANIFEST, entry_of, seal
+from lamina.modeling.configuration_lamina import backbone_of
 from lamina.training.checkpointing.model_card import ModelCard
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
 from lamina.training.execution.processes import Processes
@@ -28,7 +29,7 @@ def save_model(
         with own_class(model):
             model.save_pretrained(draft, state_dict=state)
         if isinstance(processor, PreTrainedTokenizerBase):
-            processor.model_max_length = model.config.get_text_config().max_position_embeddings
+            processor.model_max_length = backbone_of(model.config).max_position_embeddings
         processor.save_pretrained(draft)
         if card is not None:
             card.write(model, draft)
