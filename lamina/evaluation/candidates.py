@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.data import load_tokenizer
 from lamina.errors import UserError
@@ -18,7 +19,7 @@ from lamina.jobs.files import read_result
 from lamina.jobs.manifest import MANIFEST
 from lamina.jobs.model_folder import model_folder
 from lamina.jobs.status import Status
-from lamina.probes.engine.loading import load
+from lamina.probes.engine.loading import config_of, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,22 @@ def _named_apart(found: list[Candidate]) -> list[Candidate]:
     return apart
 
 
+def candidate_config(path: str) -> PreTrainedConfig:
+    """The configuration of a checkpoint. Raises UserError where there is none; its weights are not read."""
+    with _about_models():
+        folder = model_folder(path)
+        return config_of(path if folder == Path(path) else folder)
+
+
+@contextmanager
+def _about_models() -> Iterator[None]:
+    """What is wrong with a checkpoint is said of the setting ``models``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error
+
+
 def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in evaluation mode, and its tokenizer.
 
@@ -122,14 +139,14 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
         UserError: it is no checkpoint, does not predict next tokens, has no tokenizer, or the tokenizer has more tokens
             than the model.
     """
-    try:
+    with _about_models():
         folder = model_folder(path)
         loaded = load(path if folder == Path(path) else folder, dtype=settings.dtype, device=device)
-    except UserError as error:
-        raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error
     model = loaded.model
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
+    if loaded.notes:
+        raise UserError(f"models: {path!r}: {loaded.notes[0]} (allowed: a checkpoint with all its weights)")
     tokenizer = loaded.tokenizer if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
     if tokenizer is None:
         raise UserError(f"tokenizer: {path!r} holds none (allowed: --tokenizer with one)")

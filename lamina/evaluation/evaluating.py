@@ -16,11 +16,11 @@ from pathlib import Path
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line
-from lamina.evaluation.candidates import Candidate, load_candidate
+from lamina.evaluation.candidates import Candidate, candidate_config, load_candidate
 from lamina.evaluation.harness import Runner, Tasks
 from lamina.evaluation.items import item_table
 from lamina.evaluation.perplexity import documents_of, perplexity
@@ -66,9 +66,14 @@ class Evaluating:
         self._began = time.monotonic()
 
     def check(self) -> None:
-        """Read every task's data once. Raises UserError, before the folder is touched, where that fails."""
+        """Look at every model and read every task's data. Raises UserError, before the folder is touched."""
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
+        for candidate in self.candidates:
+            if not candidate.left_out:
+                config = candidate_config(candidate.path)
+                if PERPLEXITY in self.units:
+                    window_of(self.settings, config)
         for column in self.units.values():
             if column.task != PERPLEXITY and self.tasks is not None:
                 self.tasks.build(column.task)
@@ -142,7 +147,7 @@ class Evaluating:
 
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
         settings = self.settings
-        window, stride = window_of(settings, model)
+        window, stride = window_of(settings, model.config)
         texts = documents_of(str(settings.corpus), settings.text_field, settings.limit)
         with tqdm(desc="perplexity", unit=" tokens", disable=not self.bar, leave=False) as progress:
             found = perplexity(
@@ -250,9 +255,9 @@ def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFra
     return pd.DataFrame(table, columns=pd.Index(names))
 
 
-def window_of(settings: EvalSettings, model: PreTrainedModel) -> tuple[int, int]:
+def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, int]:
     """The window and the stride, tokens. Raises UserError for a window beyond the model's context."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     window = settings.window or min(longest or LONGEST_WINDOW, LONGEST_WINDOW)
     if longest is not None and window > longest:
         raise UserError(f"window: {window} is longer than the model's context (allowed: at most {longest})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.posttraining.examples import rows
 from lamina.posttraining.examples.encoding import Encoder
 from lamina.posttraining.examples.formats import question_of
@@ -25,6 +26,12 @@ def read_prompts(settings: RlhfSettings, start: Start) -> Examples:
     encoder: Encoder = preference_encoder(settings, start)
     if encoder.template is not None:
         start.tokenizer.chat_template = encoder.template
+
+    if settings.max_answer >= start.longest:
+        raise UserError(
+            f"max_answer: {settings.max_answer} leaves no room for a prompt in the context of {start.longest} tokens "
+            "(allowed: less)"
+        )
 
     def use(row: rows.Fields) -> Json:
         prompt = question_of(row).prompt

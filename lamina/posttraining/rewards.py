@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lamina.core.python_files import guarded, run_file
@@ -17,6 +18,7 @@ from lamina.errors import UserError, one_line
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.manifest import MANIFEST, sha256
 from lamina.jobs.model_folder import model_folder
+from lamina.modeling.backbones.configurations import read_config
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.stage import Row
 from lamina.posttraining.starting import Start
@@ -37,13 +39,22 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
     if not (folder / "config.json").is_file():
         raise UserError(f"reward_model: {settings.reward_model!r} holds no saved model (config.json is missing)")
     refuse_damaged(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not any("SequenceClassification" in name for name in config.get("architectures") or ()):
+    config = read_config(folder, "reward_model")
+    if not any("SequenceClassification" in name for name in config.architectures or ()):
         raise UserError(
             f"reward_model: {settings.reward_model!r} gives no score (allowed: a folder as lamina reward leaves it)"
         )
-    theirs, ours = (Encoder(t) for t in (load_tokenizer(str(folder)), start.tokenizer))
-    if theirs.content_hash() != ours.content_hash():
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < start.longest:
+        raise UserError(
+            f"reward_model: {settings.reward_model!r} reads {positions} tokens, and a prompt with its answer may have "
+            f"{start.longest} (allowed: --sequence-length {positions})"
+        )
+    try:
+        theirs = load_tokenizer(str(folder))
+    except UserError as error:
+        raise UserError(f"reward_model: {error}") from None
+    if Encoder(theirs).content_hash() != Encoder(start.tokenizer).content_hash():
         raise UserError(
             f"reward_model: {settings.reward_model!r} has another vocabulary than the model {start.path!r} (allowed: "
             "a reward model that was trained from it or has its tokenizer)"
@@ -57,7 +68,10 @@ def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:
     if settings.reward_function is not None:
         return _of_function(settings.reward_function)
     folder = model_folder(str(settings.reward_model))
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"reward_model: {settings.reward_model!r} can't be loaded ({one_line(error)})") from error
     if model.config.num_labels != 1:
         raise UserError(f"reward_model: it gives {model.config.num_labels} scores (needed: one)")
     return _of_model(model.to(device).eval().requires_grad_(False))

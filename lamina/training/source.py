@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
@@ -22,6 +23,7 @@ from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
 DECIDED = ("placement", "backbone", "num_layers", "hidden_size", "num_heads", "untie_embeddings", "init", "tokenizer")
+_Read: TypeAlias = tuple[Plan, Any]  # a checkpoint's plan and its backbone, whose fields differ by model
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -139,11 +141,18 @@ def load(source: str, config: PreTrainedConfig, head: str) -> PreTrainedModel:
     return model.train()
 
 
+def _read(folder: str) -> _Read:
+    file = Path(folder) / "config.json"
+    return _read_once(folder, file.stat().st_mtime_ns if file.is_file() else None)
+
+
 @lru_cache(maxsize=4)
-def _read(folder: str) -> tuple[Plan, Any]:
+def _read_once(folder: str, changed: int | None) -> _Read:
+    """The plan and the configuration; ``changed``: when, so that a folder written anew is read anew."""
     refuse_damaged(Path(folder))
     try:
-        config: Any = conversion.read_config(folder)
+        with local_when_unreachable():
+            config: Any = conversion.read_config(folder)
     except UserError as error:
         raise UserError(str(error).replace("source", "from", 1)) from error
     if isinstance(config, LaminaConfig):

@@ -114,9 +114,22 @@ def test_an_image_of_the_right_size_is_normalized_as_by_the_processor():
     assert torch.equal(pixels_of(image, processor), normalized(image, processor))
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_sixteen_bits_are_scaled_and_not_cut_off(folder, suffix):
+    levels = np.arange(120, dtype=np.uint16).reshape(10, 12) * 540
+    (folder / "cat" / "0.png").unlink()
+    Image.fromarray(levels).save(folder / "cat" / f"0.{suffix}")
+    read = np.asarray(open_images(str(folder)).image(0))
+    assert np.array_equal(read, np.repeat(levels[..., None] // 256, 3, axis=-1))
+
+
 BAD = {
     "no classes": (lambda root: [path.unlink() for path in root.rglob("*.png")], "has no images; fill or remove it"),
     "not an image": (lambda root: (root / "cat" / "3.png").write_bytes(b"no image"), "cat/3.png' can't be read"),
+    "floats": (
+        lambda root: Image.fromarray(np.ones((9, 9), dtype=np.float32)).save(root / "cat" / "3.tif"),
+        "cat/3.tif' can't be read .its pixels are floating-point numbers",
+    ),
     "cut short": (
         lambda root: (root / "dog" / "3.png").write_bytes((root / "dog" / "3.png").read_bytes()[:150]),
         "dog/3.png' can't be read",

@@ -6,6 +6,7 @@ import shutil
 import pandas as pd
 import pytest
 from evaluation.conftest import saved_model
+from safetensors.torch import load_file, save_file
 
 import lamina
 from lamina.cli import main
@@ -138,6 +139,27 @@ def test_bad_input_is_one_line(model, data_dir, tmp_path, given, says):
     with pytest.raises(UserError, match=says) as raised:
         lamina.evaluate(**{**base, **given}, bar=False)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"models": "{model},no/such/model"}, "models: .*no/such/model"), ({"window": 999}, "window: 999 is longer than")],
+)
+def test_what_is_wrong_with_a_later_model_is_said_before_the_first_is_evaluated(model, text, tmp_path, given, says):
+    models = given.get("models", "{model}").format(model=model)
+    with pytest.raises(UserError, match=says):
+        lamina.evaluate(**{**given, "models": models}, corpus=str(text), output=str(tmp_path / "out"), bar=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_its_readout_is_refused(model, text, tmp_path):
+    """transformers would draw the missing weights at random, and the perplexity would be that of noise."""
+    shutil.copytree(model, tmp_path / "headless", ignore=shutil.ignore_patterns("manifest.json"))
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "headless" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"not in the checkpoint, so random: lm_head.weight"):
+        lamina.evaluate(models=str(tmp_path / "headless"), corpus=str(text), output=str(tmp_path / "out"), bar=False)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path, text):

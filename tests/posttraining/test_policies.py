@@ -1,6 +1,8 @@
 """`lamina reward`, `lamina dpo` and `lamina rlhf` on a tiny model."""
 
 import json
+import shutil
+import warnings
 
 import pytest
 import torch
@@ -101,7 +103,10 @@ def test_dpo_prefers_the_better_answers_and_resumes(base, pairs, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])
 def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
-    whole, result = policy("whole", algorithm=algorithm)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        whole, result = policy("whole", algorithm=algorithm)
+    assert not [str(one.message) for one in warned if "gradient_checkpointing" in str(one.message)]
     assert result["status"] == "finished"
     assert {"reward_gain", "reward_gain_low", "reward_gain_high", "eval_reward", "eval_kl", "eval_length"} <= set(
         result
@@ -182,6 +187,8 @@ def test_a_verifiable_reward_is_learned(policy, tmp_path):
         ({"algorithm": "ppo"}, "algorithm: 'ppo'"),
         ({"num_generations": 4}, "num_generations: 4 (allowed with remax: 2"),
         ({"algorithm": "grpo", "kl_per": "sequence"}, "kl_per: 'sequence' has no effect here"),
+        ({"max_answer": 128}, "max_answer: 128 leaves no room for a prompt in the context of 128"),
+        ({"reward_model": ..., "data": "no-such.jsonl"}, "reward_model: none given"),  # before the data are read
         ({"max_answer": 126}, "line 1: the prompt has 4 tokens and the answer up to 126, the context 128"),
     ],
 )
@@ -192,14 +199,40 @@ def test_bad_settings_are_one_line(policy, changed, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
+        (lambda f: (f / "model.safetensors").unlink(), r"can't be loaded \(OSError"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"0" * 99), r"can't be loaded \(SafetensorError"),
+        (lambda f: [p.unlink() for p in f.glob("token*")], "reward_model: tokenizer: .* could not be loaded"),
+    ],
+)
+def test_a_damaged_reward_model_is_one_line(policy, judge, tmp_path, spoil, message):
+    shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
+    spoil(tmp_path / "judge")
+    with pytest.raises(UserError, match=message) as error:
+        policy(reward_model=str(tmp_path / "judge"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_model_with_a_shorter_context_is_refused(policy, judge, tmp_path):
+    shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
+    config = json.loads((tmp_path / "judge" / "config.json").read_text())
+    config["backbone_config"]["max_position_embeddings"] = 64
+    (tmp_path / "judge" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"reads 64 tokens.*allowed: --sequence-length 64"):
+        policy(reward_model=str(tmp_path / "judge"))
+    assert policy(reward_model=str(tmp_path / "judge"), sequence_length=64, steps=1)[1]["status"] == "finished"
+
+
 def test_a_policy_is_no_reward_model(policy, base):
     with pytest.raises(UserError, match="gives no score"):
         policy(reward_model=str(base))
 
 
 def test_a_reward_model_with_another_vocabulary_is_refused(policy, judge, tmp_path):
-    import shutil
-
     other = tmp_path / "other"
     shutil.copytree(judge[0] / "model", other, ignore=shutil.ignore_patterns("manifest.json"))
     tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / "odd"))

@@ -19,12 +19,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from reliability import stages
 from reliability.record import HUNG, RIGHT, SILENT, TRACEBACK, Case, main
 from training.tiny_runs import SMALL, layers, records, result, write_corpus
 
@@ -43,6 +44,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "--overwrite": ({}, 1),
     "2 processes, DDP": ({"batch_size": 4}, 2),
     "2 processes, FSDP2": ({"batch_size": 4, "parallel": "fsdp2"}, 2),
+    **stages.CONFIGURATIONS,
 }
 LONGEST = 240.0  # seconds that a process may take to its end
 
@@ -54,6 +56,9 @@ def work(given: dict[str, Any], how: dict[str, Any], rank: int, size: int, port:
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if how.get("job"):
+        stages.job_named(how["job"])(given, resume="auto", bar=False)
+        return
     from lamina.training import pretrain
     from lamina.training.settings import PretrainSettings
     from lamina.training.trainer import LaminaTrainer
@@ -85,14 +90,16 @@ def free_port() -> int:
 class Bench:
     """Starts processes from a server that has imported torch, and kills them."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, names: Iterable[str]):
         self.root = root
+        jobs = any("job" in CONFIGURATIONS[name][0] for name in names)
         self.corpus, self.other = write_corpus(root / "words.txt"), root / "other.txt"
         self.other.write_text(self.corpus.read_text(encoding="utf-8").upper(), encoding="utf-8")
         os.environ["LAMINA_CACHE"] = str(root / "cache")
         self.experts = self._experts()
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["lamina.training.pretrain"])
+        self.context.set_forkserver_preload(["lamina.training.pretrain", *(["trl", "peft"] if jobs else [])])
+        self.places = stages.places_of(root, tuned=jobs)
 
     def _experts(self) -> str:
         from training.tiny_experts import config
@@ -102,8 +109,10 @@ class Bench:
 
     def settings(self, name: str, output: Path) -> dict[str, Any]:
         """A configuration's settings."""
-        changed = {**RUN, "corpus": "{corpus}", **CONFIGURATIONS[name][0], "output": str(output)}
-        places = {"corpus": self.corpus, "other": self.other, "experts": self.experts}
+        changed = {**CONFIGURATIONS[name][0], "output": str(output)}
+        job = changed.pop("job", None)
+        changed = {**(stages.TUNED if job else {**RUN, "corpus": "{corpus}"}), **changed}
+        places = {"corpus": self.corpus, "other": self.other, "experts": self.experts, **self.places}
         filled = {k: v.format(**places) if isinstance(v, str) else v for k, v in changed.items()}
         return {k: v for k, v in filled.items() if v is not None}
 
@@ -153,6 +162,7 @@ def outcome_of(folder: Path) -> dict[str, Any]:
         "layers": layers(folder).to_csv(),
         "probes": [(part.name, pd.read_parquet(part).to_csv()) for part in parts],
         "result": json.dumps(ended),
+        "held out": stages.held_out_of(folder),
         "left": sorted(p.name for p in folder.glob(".*") if p.name != ".lock"),
     }
 
@@ -190,7 +200,8 @@ def killed(
 
 
 def how_of(name: str) -> dict[str, Any]:
-    return {"spoiled": True} if name == "a rollback" else {}
+    job = CONFIGURATIONS[name][0].get("job")
+    return {"spoiled": True} if name == "a rollback" else {"job": job} if job else {}
 
 
 def begun(folder: Path, given: dict[str, Any]) -> bool:
@@ -213,7 +224,7 @@ def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
     names = [name for name in CONFIGURATIONS if not only or name in only]
     before = os.environ.get("LAMINA_CACHE")
     with tempfile.TemporaryDirectory() as root:
-        bench = Bench(Path(root))
+        bench = Bench(Path(root), names)
         try:
             left = count
             while left > 0:
@@ -226,7 +237,9 @@ def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:
                     undisturbed = bench.root / f"whole-{name.replace(' ', '-')}"
                     if not undisturbed.exists():
                         warm = bench.root / f"warm-{name.replace(' ', '-')}"
-                        bench.to_the_end({**bench.settings(name, warm), "steps": 1}, {}, size)  # server, cache, imports
+                        bench.to_the_end(
+                            {**bench.settings(name, warm), "steps": 1}, how_of(name), size
+                        )  # server, cache, imports
                         began = time.monotonic()
                         trouble = bench.to_the_end(bench.settings(name, undisturbed), how_of(name), size)
                         if trouble:

@@ -21,7 +21,7 @@ def broken(tmp_path_factory):
     model = NanoGpt()
     apart = list(model.h[1].mlp.parameters())  # under SGD: Adam would divide the outlier away
     others = [p for p in model.parameters() if all(p is not one for one in apart)]
-    optimizers = [torch.optim.AdamW(others, lr=1e-2), torch.optim.SGD(apart, lr=0.05)]
+    optimizers = [torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(apart, lr=0.05)]
     ids = Tokens(items=4).ids
     with lamina.watch(model, optimizers, output=str(folder), every=3) as monitor:
         for step in range(1, 41):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from posttraining.tiny import write_model
 from safetensors.torch import load_file
 from training.tiny_runs import SMALL, flags, records
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lamina
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
+from lamina.training import source
 
 NEW = {"steps": 3, "sequence_length": 16, "batch_size": 2, "eval_blocks": 4, "threads": 1}
 
@@ -43,6 +45,19 @@ def test_it_starts_with_the_checkpoints_weights_and_keeps_its_plan(first, corpus
     assert steps[-1] == 2  # a schedule of its own
     moved = load_file(tmp_path / "second" / "model" / "model.safetensors")
     assert any(not torch.equal(moved[name], saved[name]) for name in saved)
+
+
+def test_a_folder_that_is_written_anew_is_read_anew(tmp_path):
+    for placement in ("pre_ln", "keel"):
+        write_model(tmp_path / "model", placement)
+        assert source.stored_plan(str(tmp_path / "model")).placement == placement
+
+
+def test_a_source_on_the_hub_is_not_asked_for_again_and_again(tmp_path, corpus, capsys, monkeypatch):
+    monkeypatch.setattr("lamina.core.hub_access.hub_resolves", lambda: False)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the hub's client waits to ask again"))
+    assert going_on(corpus, "no-such-model", tmp_path / "run") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_transformers_checkpoint_is_taken_as_convert_does(corpus, tmp_path, before_step):

@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lamina.core.hub_access import one_line
+from lamina.data.images.depths import in_8_bits
 from lamina.data.images.labeled_images import ALLOWED, LabeledImages
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.packaged import MNIST, packaged_file
@@ -70,7 +71,7 @@ class ImageFiles(LabeledImages):
 
     def image(self, number: int) -> Image:
         with self._open(number) as picture:
-            return picture.convert("RGB")
+            return in_8_bits(picture, "RGB")
 
     def refuse_unreadable(self, *, progress: bool) -> None:
         """Decode every image of a small set; of a large one, read what each file says of itself."""
@@ -78,10 +79,10 @@ class ImageFiles(LabeledImages):
         bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
         for number in bar:
             with self._open(number) as picture:
-                if not small:
-                    picture.verify()
+                if small:
+                    in_8_bits(picture, "RGB")
                 else:
-                    picture.load()
+                    picture.verify()
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Image]:
@@ -181,7 +182,7 @@ class HubImages(LabeledImages):
             part += 1
         try:
             picture = cast("Image", self.parts[part][row][self.column])
-            return picture.convert("L" if self.channels == 1 else "RGB")
+            return in_8_bits(picture, "L" if self.channels == 1 else "RGB")
         except (OSError, ValueError, SyntaxError, AttributeError) as error:
             raise UserError(f"corpus: image {row} of {self.spec!r} can't be read ({_reason(error)})") from None
 

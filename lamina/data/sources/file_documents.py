@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.data.sources.file_text import PART_CHARS, NotTextError, inner_suffix, open_text, read_parts
+from lamina.data.sources.file_text import PART_CHARS, NotTextError, encodable_text, inner_suffix, open_text, read_parts
 from lamina.errors import UserError, nearest, unknown
 
 Position = tuple[int, int]
@@ -56,12 +56,10 @@ def has_text(document: Document) -> bool:
 
 def encodable(document: Document) -> Document:
     """The document with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
-    try:
-        document.text.encode()
-    except UnicodeEncodeError:
-        text = document.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return Document(name=document.name, text=text, continues=document.continues)
-    return document
+    text = encodable_text(document.text)
+    if text is document.text:
+        return document
+    return Document(name=document.name, text=text, continues=document.continues)
 
 
 def _parts(path: Path, name: str, start: Position, part_chars: int) -> Iterator[tuple[Document, Position]]:

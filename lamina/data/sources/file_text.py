@@ -112,6 +112,15 @@ def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
         raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
 
 
+def encodable_text(text: str) -> str:
+    """The text with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
     if seekable:
         file.seek(count)

@@ -11,14 +11,15 @@ from typing import Any, Generic, TypeVar
 
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
-from lamina.data.sources.file_text import NotTextError, inner_suffix, open_text
+from lamina.data.sources.file_text import NotTextError, encodable_text, inner_suffix, open_text
 from lamina.errors import UserError
+from lamina.posttraining.examples import generated
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Fields = Mapping[str, Any]
-ALLOWED = "a .jsonl or .json file, also .gz, .xz or .zst, or hf:NAME[:CONFIG][@SPLIT]"
+ALLOWED = f"a .jsonl or .json file, also .gz, .xz or .zst, hf:NAME[:CONFIG][@SPLIT], or {generated.ALLOWED}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
 
     Args:
         name: of the setting, for the messages.
-        source: a file, or hf:NAME.
+        source: a file, hf:NAME, or generated:KIND.
         use: raises ValueError with the reason why a row can't be used.
         skip_bad: whether to leave such rows out and count them.
 
@@ -49,7 +50,7 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
     """
     items: list[T] = []
     skipped = 0
-    noun = "row" if hub_datasets.is_hub(source) else "line"
+    noun = "row" if hub_datasets.is_hub(source) or generated.is_generated(source) else "line"
     for number, row in _rows(name, source):
         try:
             if isinstance(row, ValueError):
@@ -75,8 +76,11 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         try:
             data = hub_datasets.load(hub_datasets.parse(source))
         except UserError as error:
-            raise UserError(str(error).replace("corpus:", f"{name}:", 1)) from None
+            raise _of(name, error) from None
         yield from enumerate((dict(row) for row in data.dataset), start=1)
+        return
+    if generated.is_generated(source):
+        yield from enumerate(generated.rows(name, source), start=1)
         return
     path = home(name, source)
     if not path.is_file():
@@ -87,6 +91,13 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         yield from (_array(name, path) if suffix == ".json" else _lines(path))
     except NotTextError as error:
         raise UserError(f"{name}: {source!r} {error}") from None
+    except UserError as error:
+        raise _of(name, error) from None
+
+
+def _of(name: str, error: UserError) -> UserError:
+    """An error of reading a corpus, said of this setting."""
+    return UserError(str(error).replace("corpus:", f"{name}:", 1))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
@@ -112,4 +123,15 @@ def _array(name: str, path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
 
 
 def _object(row: object) -> Fields | ValueError:
-    return row if isinstance(row, dict) else ValueError("not a JSON object")
+    if not isinstance(row, dict):
+        return ValueError("not a JSON object")
+    return {encodable_text(str(name)): _encodable(value) for name, value in row.items()}
+
+
+def _encodable(value: object) -> object:
+    """A JSON value whose texts, at any depth, can be encoded as UTF-8."""
+    if isinstance(value, str):
+        return encodable_text(value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return _object(value) if isinstance(value, dict) else value

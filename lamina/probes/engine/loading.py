@@ -41,6 +41,25 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
     Raises:
         UserError: if it is not a checkpoint, needs code of its own, or holds NaN or infinite weights (named).
     """
+    source, run, more = _located(path)
+    if Path(source).is_dir():
+        refuse_damaged(Path(source))
+    with local_when_unreachable():
+        config = read_config(source, "checkpoint", **more)
+        model, notes = _model(source, str(path), config, dtype, more)
+        tokenizer = _tokenizer(source, more)
+    return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
+
+
+def config_of(path: str | Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint that ``load`` takes; its weights are not read. Raises UserError."""
+    source, _, more = _located(path)
+    with local_when_unreachable():
+        return read_config(source, "checkpoint", **more)
+
+
+def _located(path: str | Path) -> tuple[str, Path | None, Json]:
+    """What transformers loads for a path, the run's folder, and further arguments for transformers."""
     name, run = str(path), None
     place = Path(path).expanduser()
     if (place / "result.json").is_file() or (place / "config.yaml").is_file():
@@ -54,14 +73,7 @@ def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Lo
             raise UserError(f"checkpoint: {name!r} holds {len(files)} .gguf files (allowed: the path of one of them)")
         if files:
             more["gguf_file"] = files[0].name
-    source = str(place) if place.exists() else name
-    if place.is_dir():
-        refuse_damaged(place)
-    with local_when_unreachable():
-        config = read_config(source, "checkpoint", **more)
-        model, notes = _model(source, name, config, dtype, more)
-        tokenizer = _tokenizer(source, more)
-    return Loaded(model=model.to(device).eval(), tokenizer=tokenizer, run=run, notes=notes)
+    return (str(place) if place.exists() else name), run, more
 
 
 def _of_run(folder: Path) -> Path:
