@@ -1,7 +1,7 @@
-"""FuseNorm Table 1, the dense models."""
+"""FuseNorm Table 1, the dense models. ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.studies.judging import Finding, Trials, all_of, claim, lower, needs_scale
-from lamina.studies.judging.curves import split
+from lamina.studies.judging import Finding, Trials, all_of, claim, higher, lower
+from lamina.studies.judging.curves import at_stage, split
 
 
 @claim(
@@ -9,7 +9,8 @@ from lamina.studies.judging.curves import split
     paper="WikiText perplexity 22.5 to 20.6 (740M), 17.4 to 15.7 (1.3B), 12.5 to 11.8 (5B)",
 )
 def fuse_dense(trials: Trials) -> Finding:
-    return all_of(*(lower(size, "fusenorm", than="pre_ln") for size in split(trials.tuned(), "size")))
+    sizes = split(at_stage(trials.tuned(), "pretrain"), "size")
+    return all_of(*(lower(size, "fusenorm", than="pre_ln") for size in sizes))
 
 
 @claim(
@@ -17,4 +18,5 @@ def fuse_dense(trials: Trials) -> Finding:
     paper="49.8 to 50.8 (740M), 55.8 to 58.0 (1.3B), 64.1 to 66.6 (5B); not on every task",
 )
 def fuse_dense__tasks(trials: Trials) -> Finding:
-    return needs_scale("paper", "the tasks' scores are near chance in small models, and a study cannot run them yet")
+    sizes = split(at_stage(trials.tuned(), "tasks"), "size")
+    return all_of(*(higher(size, "fusenorm", than="pre_ln", column="score", by=1.0) for size in sizes))

@@ -1,6 +1,9 @@
-"""Keel, Section 5.6."""
+"""Keel, Section 5.6. ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.studies.judging import Finding, Trials, claim, needs_scale
+from lamina.studies.judging import Finding, Trials, all_of, better_at_equal_loss, claim, higher
+from lamina.studies.judging.curves import split
+
+KEEL, PRE, LONGER = ({"placement": p, "budget": b} for p, b in (("keel", "1x"), ("pre_ln", "1x"), ("pre_ln", "2x")))
 
 
 @claim(
@@ -8,4 +11,18 @@ from lamina.studies.judging import Finding, Trials, claim, needs_scale
     paper="58.6 vs 49.8 at 1,024 layers, 43.8 vs 38.1 at 512; Math & Code +16.5 %",
 )
 def keel_tasks(trials: Trials) -> Finding:
-    return needs_scale("paper", "the models that this scale trains must be fine-tuned and run on GSM-8K")
+    if "budget" in trials.axes:
+        return better_at_equal_loss(
+            trials, KEEL, than=PRE, longer=[LONGER], stage="tasks", column="score_arithmetic", by=1.0
+        )
+    solved = trials.where(stage="tasks")
+    return all_of(
+        *(higher(depth, "keel", than="pre_ln", column="score", by=1.0) for depth in split(solved, "num_layers"))
+    )
+
+
+@claim(says="Its mean accuracy over all tasks is above Pre-LN's")
+def keel_tasks__mean(trials: Trials) -> Finding:
+    if "budget" in trials.axes:
+        return better_at_equal_loss(trials, KEEL, than=PRE, longer=[LONGER], stage="tasks")
+    return keel_tasks(trials)

@@ -3,8 +3,8 @@
 import math
 
 from lamina.jobs.status import Status
-from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, needs_scale, ordered
-from lamina.studies.judging.curves import split, trained
+from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, higher, needs_scale, ordered
+from lamina.studies.judging.curves import at_stage, split, trained
 
 HALF = 0.5
 
@@ -14,7 +14,7 @@ HALF = 0.5
     paper="Table 1, on C4: 3.34 < 3.43 (400M), 3.18 < 3.29 (1.5B), 3.11 < 3.20 (3.2B); Post-LN's 7.46, 5.38, 4.43",
 )
 def peri_scores(trials: Trials) -> Finding:
-    parts = split(trials.tuned(), "size")
+    parts = split(at_stage(trials.tuned(), "pretrain"), "size")
     return all_of(*(ordered(part, ["peri_ln", "pre_ln", "post_ln"]) for part in parts))
 
 
@@ -23,7 +23,7 @@ def peri_scores(trials: Trials) -> Finding:
     paper="Table 1, of tasks' scores: 0.54 and 1.51 on average (400M), 0.45 and 1.33, 0.54 and 1.64",
 )
 def peri_scores__spread(trials: Trials) -> Finding:
-    return all_of(*(half_the_spread(part) for part in split(trials.tuned(), "size")))
+    return all_of(*(half_the_spread(part) for part in split(at_stage(trials.tuned(), "pretrain"), "size")))
 
 
 def half_the_spread(trials: Trials) -> Finding:
@@ -58,7 +58,7 @@ def half_the_spread(trials: Trials) -> Finding:
     paper="of 5 seeds at 400M, 1.5B, 3.2B: Peri-LN 0, 0, 0; Pre-LN 2, 0, 3; Post-LN 0, 1, 0",
 )
 def peri_scores__diverged(trials: Trials) -> Finding:
-    tuned = trials.tuned()
+    tuned = at_stage(trials.tuned(), "pretrain")
     runs = {p: tuned.arm(p).table["status"] for p in ("peri_ln", "pre_ln")}
     peri, pre = (int((statuses == Status.DIVERGED.value).sum()) for statuses in runs.values())
     ours = f"diverged: Peri-LN {peri} of {len(runs['peri_ln'])}, Pre-LN {pre} of {len(runs['pre_ln'])}"
@@ -75,5 +75,11 @@ def peri_scores__diverged(trials: Trials) -> Finding:
     paper="51.57 > 49.69 > 42.45 (400M), 56.55 > 53.71 > 45.49 (1.5B), 58.56 > 56.69 > 46.45 (3.2B)",
 )
 def peri_scores__tasks(trials: Trials) -> Finding:
-    return needs_scale("paper", "a model has to know more than text of 100 steps for ARC-e, HellaSwag, PIQA, SIQA and "
-                       "WinoGrande, and a study does not score tasks yet")  # fmt: skip
+    parts = split(at_stage(trials.tuned(), "tasks"), "size")
+    return all_of(
+        *(
+            higher(part, better, than=worse, column="score", by=1.0)
+            for part in parts
+            for better, worse in (("peri_ln", "pre_ln"), ("pre_ln", "post_ln"))
+        )
+    )

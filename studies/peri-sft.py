@@ -1,6 +1,10 @@
-"""Peri-LN Tables 1, 13-15."""
+"""Peri-LN Tables 1, 13-15: the column ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.studies.judging import Finding, Trials, claim, needs_scale
+from lamina.studies.judging import Finding, Trials, all_of, better_at_equal_loss, claim, higher
+from lamina.studies.judging.curves import split
+
+PERI, PRE, POST = ({"placement": name, "budget": "1x"} for name in ("peri_ln", "pre_ln", "post_ln"))
+LONGER = {"placement": "pre_ln", "budget": "2x"}
 
 
 @claim(
@@ -8,4 +12,22 @@ from lamina.studies.judging import Finding, Trials, claim, needs_scale
     paper="51.96 > 49.96 > 46.44 (400M), 56.94 > 53.89 > 48.95 (1.5B), 59.02 > 57.08 > 49.33 (3.2B)",
 )
 def peri_sft(trials: Trials) -> Finding:
-    return needs_scale("paper", "a study does not tune on instructions or score tasks yet")
+    return all_of(*(part for size in split(trials, "size") for part in (peri_above_pre(size), pre_above_post(size))))
+
+
+@claim(
+    says="Peri-LN's average score after instruction tuning is above Pre-LN's",
+    paper="51.96 > 49.96 (400M), 56.94 > 53.89 (1.5B), 59.02 > 57.08 (3.2B)",
+)
+def peri_sft__above_pre(trials: Trials) -> Finding:
+    return all_of(*map(peri_above_pre, split(trials, "size")))
+
+
+def peri_above_pre(trials: Trials) -> Finding:
+    """The first of the two differences, with its control."""
+    return better_at_equal_loss(trials, PERI, than=PRE, longer=[LONGER], stage="tasks")
+
+
+def pre_above_post(trials: Trials) -> Finding:
+    """The second one, as the paper has it."""
+    return higher(trials.tuned().where(stage="tasks"), PRE, than=POST, column="score", by=1.0)

@@ -105,8 +105,10 @@ def _normalized(settings: Mapping[str, object]) -> Json:
     return {name: comma_separated(name, value) if name in lists else value for name, value in settings.items()}
 
 
-def _stored(folder: Path) -> Json:
-    return read_written_yaml(folder / "config.yaml")
+def _stored(folder: Path) -> Json | None:
+    """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
+    path = folder / "config.yaml"
+    return read_written_yaml(path) if path.is_file() else None
 
 
 def read_evaluation(folder: Path) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from lamina.core.json_types import Json
@@ -15,7 +16,9 @@ from lamina.posttraining.starting import Start
 from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 
 
-def dpo(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def dpo(
+    settings: DpoSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
     """Train a policy on preferences; see ``lamina.posttraining.job.tune``."""
     return tune(DirectPreferences(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
@@ -32,16 +35,8 @@ class DirectPreferences(Stage[DpoSettings]):
     def trainer(self, setup: Setup[DpoSettings], parts: Parts) -> TunedTrainer:
         options = {"max_length": None, "beta": setup.settings.beta, "disable_dropout": False}
         arguments = arguments_for(trl("DPOConfig"), setup, **options)
-        return trainer_class()(
-            model=setup.model,
-            ref_model=setup.start.policy().eval().requires_grad_(False),
-            args=arguments,
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
-        )
+        reference = setup.start.policy().eval().requires_grad_(False)
+        return trainer_class()(ref_model=reference, **setup.trainer_options(arguments, parts))
 
 
 @cache

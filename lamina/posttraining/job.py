@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,13 @@ from lamina.jobs.job import open_job
 from lamina.jobs.model_folder import MODEL
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED, Status
+from lamina.posttraining.card import card_of
 from lamina.posttraining.identity import TuningIdentity
 from lamina.posttraining.run import Job, TuningRun
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.stage import Stage
 from lamina.posttraining.starting import find_start, merged, require_libraries
+from lamina.training.checkpointing.hub import check_repository, push
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.saved_model import save_model
 from lamina.training.execution.devices import device_of
@@ -35,17 +38,24 @@ from lamina.training.pretrain import GRACE_SECONDS
 S = TypeVar("S", bound=TuningSettings)
 POLICY = ResumePolicy(
     what="run",
-    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step")),
+    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
     decided=frozenset(("precision", "steps")),
 )
 
 
-def tune(stage: Stage[S], settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def tune(
+    stage: Stage[S],
+    settings: S | Mapping[str, object],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
     """Run a job after pretraining and write its folder; returns its result.json.
 
-    ``settings`` are the user's, by name. A run that diverges or is interrupted ends with that status, not with an
-    exception. With ``resume``, a folder with a finished run is left unchanged; otherwise the run resumes from its
-    newest whole checkpoint. Several processes (torchrun) all call this with the same settings.
+    ``settings`` are a whole record, or the user's, by name. A run that diverges or is interrupted ends with that
+    status, not with an exception. With ``resume``, a folder with a finished run is left unchanged; otherwise the run
+    resumes from its newest whole checkpoint. Several processes (torchrun) all call this with the same settings.
 
     Raises:
         UserError: for invalid settings, data or a model that can't be read, a tokenizer that does not fit, an output
@@ -72,12 +82,13 @@ def tune(stage: Stage[S], settings: Json, *, resume: Resume = False, overwrite: 
             )
 
 
-def _open(stage: Stage[S], settings: Json, *, resume: Resume, overwrite: bool) -> Opened[S]:
+def _open(stage: Stage[S], settings: S | Mapping[str, object], *, resume: Resume, overwrite: bool) -> Opened[S]:
     require_libraries(str(stage.kind))
+    given = settings if isinstance(settings, TuningSettings) else with_preset(dict(settings))
     return open_job(
         stage.kind,
         stage.settings,
-        with_preset(dict(settings)),
+        given,
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
@@ -92,6 +103,8 @@ def _ready(stage: Stage[S], settings: S) -> Job:
 
     datasets.disable_progress_bars()
     settings.require("from_model", "data")
+    if settings.push_to_hub is not None:
+        check_repository(settings.push_to_hub)
     start = find_start(settings)
     others = stage.others(settings, start)
     examples = stage.examples(settings, start)
@@ -130,6 +143,14 @@ def _run(job: Job, processes: Processes, *, resume: bool, bar: bool) -> Json:
         result |= job.stage.finish(run.setup, run.trainer)
         result |= run.best.restore()
         adapter = folder / "adapter" if processes.first else None
-        save_model(merged(run.model, run.tuner, adapter), job.start.tokenizer, folder / MODEL, processes)
+        model, card = merged(run.model, run.tuner, adapter), card_of(settings, result, job.stage.head)
+        save_model(model, job.start.tokenizer, folder / MODEL, processes, card)
+        processes.by_first(lambda: _push(settings))
         processes.by_first(run.best.forget)
     return cast("Json", result)
+
+
+def _push(settings: TuningSettings) -> None:
+    """Upload the run's model if the settings ask for it."""
+    if settings.push_to_hub is not None:
+        push(Path(str(settings.output)) / MODEL, settings.push_to_hub)

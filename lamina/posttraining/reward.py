@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from transformers import PreTrainedModel
@@ -17,7 +18,13 @@ from lamina.posttraining.starting import Start
 from lamina.posttraining.trainer import Parts, TunedTrainer, trl
 
 
-def reward(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def reward(
+    settings: RewardSettings | Mapping[str, object],
+    *,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Json:
     """Train a reward model on preferences; see ``lamina.posttraining.job.tune``."""
     return tune(RewardModeling(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
@@ -27,6 +34,7 @@ class RewardModeling(Stage[RewardSettings]):
 
     kind = Kind.REWARD
     settings = RewardSettings
+    head = "sequence_classification"
 
     def examples(self, settings: RewardSettings, start: Start) -> Examples:
         return read_preferences(settings, start, ("chosen_whole", "rejected_whole"))
@@ -35,15 +43,8 @@ class RewardModeling(Stage[RewardSettings]):
         return start.scorer()
 
     def trainer(self, setup: Setup[RewardSettings], parts: Parts) -> TunedTrainer:
-        return trainer_class()(
-            model=setup.model,
-            args=arguments_for(trl("RewardConfig"), setup, max_length=None, disable_dropout=False),
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
-        )
+        arguments = arguments_for(trl("RewardConfig"), setup, max_length=None, disable_dropout=False)
+        return trainer_class()(**setup.trainer_options(arguments, parts))
 
 
 @cache

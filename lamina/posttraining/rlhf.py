@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
@@ -17,7 +19,9 @@ from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 from lamina.training.optimization.order import TrainOrder
 
 
-def rlhf(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def rlhf(
+    settings: RlhfSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
     """Train a policy on prompts and rewards; see ``lamina.posttraining.job.tune``."""
     return tune(PolicyOptimization(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
@@ -52,15 +56,9 @@ class PolicyOptimization(Stage[RlhfSettings]):
             beta=0.0,
         )
         chosen = {"grpo": policy.grpo_class, "rloo": policy.rloo_class, "remax": policy.remax_class}
-        own = {"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}
+        own: Json = {"kl_per": settings.kl_per} if settings.algorithm == "remax" else {}
         return chosen[settings.algorithm]()(
-            model=setup.model,
-            args=arguments,
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
+            **setup.trainer_options(arguments, parts),
             rewards=make_rewards(settings, arguments.device),
             clip=settings.reward_clip,
             beta=settings.beta,

@@ -20,7 +20,7 @@ from lamina.training.setting_groups import (
     SpeedSettings,
     TrainerSettings,
 )
-from lamina.training.settings import ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
+from lamina.training.settings import HubSettings, ParallelSettings, PauseSettings, PretrainSettings, SourceSettings
 
 BestBy = Literal["last", "loss"]
 
@@ -30,7 +30,10 @@ class DataSettings(Settings):
     """The examples, and how they become text."""
 
     data: str | None = setting(
-        None, "the examples: a .jsonl or .json file (also .gz/.xz/.zst), or hf:NAME[:CONFIG][@SPLIT]", place
+        None,
+        "the examples: a .jsonl or .json file (also .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], or the generated tasks: "
+        "generated:answers, generated:preferences",
+        place,
     )
     eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", place)
     eval_fraction: float = setting(
@@ -78,6 +81,7 @@ class TuningSettings(
     SeedSettings,
     ParallelSettings,
     PauseSettings,
+    HubSettings,
     OutputSettings,
 ):
     """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs``; ``resolved`` replaces it."""
@@ -190,7 +194,8 @@ class RlhfSettings(TuningSettings):
     command_name = "rlhf"
 
     data: str | None = changed(
-        None, help="the prompts: a .jsonl or .json file (also .gz/.xz/.zst), or hf:NAME[:CONFIG][@SPLIT]"
+        None,
+        help="the prompts: a .jsonl or .json file (also .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], or generated:answers",
     )
     reward_model: str | None = setting(None, "the folder of a reward model, as lamina reward leaves it", place)
     reward_function: str | None = setting(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def sft(settings: Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True) -> Json:
+def sft(
+    settings: SftSettings | Mapping[str, object], *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
     """Fine-tune a model on examples; see ``lamina.posttraining.job.tune``."""
     return tune(SupervisedFineTuning(), settings, resume=resume, overwrite=overwrite, bar=bar)
 
@@ -71,15 +73,7 @@ class SupervisedFineTuning(Stage[SftSettings]):
             padding_free=settings.packing,
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-        return trainer_class()(
-            model=setup.model,
-            args=arguments,
-            train_dataset=setup.examples.train,
-            eval_dataset=setup.examples.held_out,
-            processing_class=setup.start.tokenizer,
-            callbacks=setup.callbacks,
-            parts=parts,
-        )
+        return trainer_class()(**setup.trainer_options(arguments, parts))
 
 
 class _Encoder:

@@ -71,6 +71,18 @@ class Setup(Generic[S]):
         """The run's."""
         return Path(str(self.settings.output))
 
+    def trainer_options(self, arguments: TrainingArguments, parts: Parts) -> Json:
+        """What all of TRL's trainers take, with Lamina's part."""
+        return {
+            "model": self.model,
+            "args": arguments,
+            "train_dataset": self.examples.train,
+            "eval_dataset": self.examples.held_out,
+            "processing_class": self.start.tokenizer,
+            "callbacks": self.callbacks,
+            "parts": parts,
+        }
+
 
 class Stage(ABC, Generic[S]):
     """A job after pretraining.
@@ -78,12 +90,14 @@ class Stage(ABC, Generic[S]):
     Attributes:
         kind: of its folder.
         settings: the record of its settings.
+        head: the name of the trained model's head.
         guarded: whether its loss, in nats, is watched for divergence; else only whether it is finite.
         measure: the metric of an evaluation by which the run is judged.
     """
 
     kind: Kind
     settings: type[S]
+    head: str = "causal_lm"
     guarded: bool = True
     measure: str = "eval_loss"
 

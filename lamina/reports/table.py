@@ -105,6 +105,8 @@ _CHIPS = {status.value: status.value for status in Status} | {
     "shrinks": "stuck",
     "broken": "failed",
     "holds": "finished",
+    "holds at iso-loss": "finished",
+    "explained by loss": "short",
     "fails": "diverged",
     "inconclusive": "stuck",
     "needs scale": "short",

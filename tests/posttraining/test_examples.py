@@ -4,11 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from datasets import Dataset
 
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
-from lamina.posttraining.examples import rows
+from lamina.evaluation.generated import writing
+from lamina.posttraining.examples import generated, rows
 from lamina.posttraining.examples.encoding import IGNORED, Encoder
 from lamina.posttraining.examples.formats import Completion, Dialogue, example_of, preference_of, question_of
 from lamina.posttraining.examples.templates import TEMPLATES, render
@@ -177,3 +179,53 @@ def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         rows.read("data", str(tmp_path / name), example_of, skip_bad=False)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """The generated tasks, a few items of each."""
+    writing.write(tmp_path / "tasks", train=8, test=4)
+    monkeypatch.setattr(generated, "cached", lambda: tmp_path / "tasks")
+    return tmp_path / "tasks"
+
+
+def test_generated_answers_are_asked_as_an_evaluation_asks(made, tokenizer):
+    found = rows.read("data", "generated:answers", dict, skip_bad=False).items
+    assert len(found) == 7 * 8
+    assert found == rows.read("data", "generated:answers", dict, skip_bad=False).items
+    config = yaml.safe_load((made / "lamina_sorting.yaml").read_text())
+    (right,) = {row["completion"] for row in found if row["prompt"].startswith("Sort the letters: ")} & {
+        f" {item['choices'][item['answer']]}" for item in generated._items(made / "lamina_sorting" / "train.jsonl")[:1]
+    }
+    assert sorted(right.split()) == right.split()
+    assert config["doc_to_text"] == "{{question}}\nAnswer:"  # and the harness puts a space before each choice
+    assert all(row["prompt"].endswith("\nAnswer:") and row["completion"].startswith(" ") for row in found)
+    assert example_of(found[0]) == Completion(**found[0])
+    test = rows.read("data", "generated:answers:book+blank@test", dict, skip_bad=False).items
+    assert len(test) == 2 * 4
+    assert not {row["prompt"] for row in test} & {row["prompt"] for row in found}
+
+
+def test_generated_preferences_have_a_right_and_another_answer(made):
+    found = rows.read("data", "generated:preferences", dict, skip_bad=False).items
+    right = {
+        row["prompt"]: row["completion"] for row in rows.read("d", "generated:answers", dict, skip_bad=False).items
+    }
+    assert all(row["chosen"] == right[row["prompt"]] for row in found)
+    assert all(row["rejected"].strip() != row["chosen"].strip() for row in found)
+    reordered = [row for row in found if sorted(row["rejected"].split()) == sorted(row["chosen"].split())]
+    assert 0 < len(reordered) < len(found)
+    assert all(preference_of(row) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("generated:answer", "unknown kind of data 'answer'.*answers"),
+        ("generated:answers:sort", "unknown task of data 'sort'.*sorting"),
+        ("generated:answers@dev", r"data: 'generated:answers@dev' \(allowed: generated:KIND"),
+    ],
+)
+def test_a_generated_source_that_does_not_exist_is_named(made, source, message):
+    with pytest.raises(UserError, match=message):
+        rows.read("data", source, dict, skip_bad=False)

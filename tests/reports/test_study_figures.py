@@ -199,3 +199,20 @@ def test_a_sweep_is_of_the_seeds_that_all_rates_have(tmp_path):
 def test_layers_are_numbers_and_coefficients_from_nothing_over_decades_are_texts():
     assert ordered_values(range(32)) == [float(layer) for layer in range(32)]
     assert ordered_values([0.0, 0.2, 2.0, 20.0]) == ["0", "0.2", "2", "20"]
+
+
+def test_each_stage_of_a_study_shows_its_own_value(tmp_path):
+    folder = write_claims_study(tmp_path / "study", then={"tasks": {"job": "eval"}})
+    first = pd.read_csv(folder / "results.csv").assign(stage="pretrain", score=float("nan"))
+    tuned = first[first["tuned"] & first["status"].eq("finished")]
+    tasks = tuned.assign(stage="tasks", eval_loss=float("nan"), score=30.0 + tuned["seed"], key=tuned["key"] + "-tasks")
+    pd.concat([first, tasks]).to_csv(folder / "results.csv", index=False)
+    study = read_folder(folder)
+    table = arms(study).set_index("label")
+    assert table.loc["keel, tasks", "mean"] == 32.0
+    assert table.loc["keel, pretrain", "mean"] == pytest.approx(tuned.query("placement == 'keel'")["eval_loss"].mean())
+    scores = KINDS["by_axis"](study, Request(kind="by_axis", x="placement", y="score"))
+    assert [panel.title for panel in scores.panels] == ["tasks"]
+    assert {value for series in scores.panels[0].series for value in series.y} == {32.0, 32.5}
+    (panel,) = sweep(study, Request(kind="sweep")).panels
+    assert len({series.label for series in panel.series}) == len(PLACEMENTS)

@@ -5,6 +5,10 @@ from pathlib import Path
 import yaml
 from training.tiny_runs import SMALL
 
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json
+from lamina.jobs.kinds import Kind
+
 CLAIMS = """
 from lamina.studies.judging import Finding, Verdict, claim
 
@@ -30,7 +34,17 @@ def write_study(
     }
     cpu["settings"].update(changed)
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({"study": name, "title": "A tiny study", "scales": {"cpu": cpu}}), encoding="utf-8")
+    study = {"study": name, "title": "A tiny study", "scales": {"cpu": cpu}}
+    file.write_text(yaml.safe_dump(study, sort_keys="then" not in scale), encoding="utf-8")
     text = CLAIMS.format(a="keel", name=name.replace("-", "_")) if claims is None else claims
     file.with_suffix(".py").write_text(text, encoding="utf-8")
     return file
+
+
+def run_here(trials, *, workers, ended, tick):
+    """An executor that runs its trials in this process."""
+    for name, task in trials.items():
+        with task.claim():
+            task.folder.mkdir(parents=True, exist_ok=True)
+            write_json(task.folder / "environment.json", environment(0, Kind.RUN))  # as a worker does
+            ended(name, task.run())

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,19 @@ import pytest
 
 from lamina.core import specs
 from lamina.errors import UserError
+from lamina.evaluation.generated.tasks import NAMES
 from lamina.jobs import columns
 from lamina.modeling.backbones.presets import PRESETS
 from lamina.placements import resolve
 from lamina.probes.engine.listing import listed
-from lamina.studies.catalog.arms import arms
+from lamina.studies.catalog.arms import arms, matches
 from lamina.studies.catalog.places import BASES, catalog_folder
 from lamina.studies.catalog.study import SCALES, read_study
 from lamina.studies.judging import Trials, differences, judge, load_claims, statistics, value_checks
 
 FILES = sorted(path for path in catalog_folder().glob("*.yaml") if path.name != BASES)
 WITHOUT_CLAIMS = {"calibration"}
+SCORES = ("score", "eval_reward", *(f"score_{name.removeprefix('lamina_')}" for name in NAMES))
 NUMBERS = {*columns.NUMBERS, "max_learning_rate"} - {"learning_rate", "seed"}
 
 
@@ -53,6 +56,8 @@ def test_a_study_has_all_scales_and_says_why_it_cannot_use_one(study):
 def test_its_trials_have_settings_and_placements_that_exist(study, monkeypatch):
     monkeypatch.setenv("LAMINA_PYTHON_FILES", "")
     for scale in scales(study):
+        for stage in scale.stages:
+            assert stage.trial(seed=0).to_dict()["seed"] == 0
         sweep = scale.rates or (scale.tuning.rates if scale.tuning else (None,))
         for arm in arms(scale):
             settings = arm.trial(scale, sweep[0], scale.seeds[0])
@@ -87,7 +92,8 @@ def made_up(study, scale):
     for arm in arms(scale):
         values = {axis: scale.axes[axis][label].get(axis, label) for axis, label in arm.values.items()}
         for rate in rates:
-            for seed in scale.seeds:
+            stages = [scale.job, *(stage.name for stage in scale.stages if not excluded(stage, arm))]
+            for seed, stage in product(scale.seeds, stages):
                 row = {
                     "placement": arm.settings.get("placement", "pre_ln"),
                     **values,
@@ -95,9 +101,16 @@ def made_up(study, scale):
                     "status": "finished",
                 }
                 row |= {"learning_rate": rate or arm.settings.get("learning_rate", 3e-3)}
+                row |= {"stage": stage} if scale.stages else {}
                 row |= {"tuned": scale.tuning is None or rate == rates[0], "key": str(len(rows))}
-                rows.append({column: 1.0 + random.random() for column in NUMBERS} | row)
-    return Trials(pd.DataFrame(rows), axes=list(scale.axes), scale=scale.name, measures=lambda *args: None)
+                rows.append({column: 1.0 + random.random() for column in (*NUMBERS, *SCORES)} | row)
+    return Trials(pd.DataFrame(rows), axes=list(scale.axis_names), scale=scale.name, measures=lambda *args: None)
+
+
+def excluded(stage, arm):
+    """Whether a stage has no trial of an arm."""
+    shared = any(arm.values[axis] != label for axis, label in stage.of.items())
+    return shared or any(matches(arm.values, pattern) for pattern in stage.skip)
 
 
 def missing(claim, trials):
@@ -121,7 +134,7 @@ def test_its_claims_ask_for_what_its_trials_measure(study, name, monkeypatch):
     monkeypatch.setattr(differences, "t_test", lambda *args, **options: 0.5)
     monkeypatch.setattr(value_checks, "bootstrap_interval", lambda values: (min(values), max(values)))
     trials = made_up(study, scale)
-    measured = {one for listed in scale.measures.values() for one in listed}
+    measured = {one for listed in scale.all_measures.values() for one in listed}
     measured |= {specs.parse(one, "probe")[0] for one in measured}
     for error in filter(None, (missing(claim, trials) for claim in load_claims(study.claims_file, trusted=True))):
         asked = re.search(r"does not measure (.+) (at (init|end)|as a training record) \(", error)

@@ -52,10 +52,14 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, 
         (folder / f"{task}.yaml").write_text(yaml.safe_dump(_config(task, place), sort_keys=False), encoding="utf-8")
 
 
+def version() -> str:
+    """A hash that changes whenever the items do: 32 hexadecimal digits."""
+    return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
+
+
 def cached(cache_dir: Path | str | None = None) -> Path:
     """The folder with the generated tasks, made on the first call. Raises as ``publish`` does."""
-    name = hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
-    folder = cache_root(cache_dir).resolve() / "tasks" / name
+    folder = cache_root(cache_dir).resolve() / "tasks" / version()
     if not is_whole(folder):
         publish(folder, lambda draft: write(draft, path=folder))
     return folder

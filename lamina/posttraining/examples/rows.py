@@ -13,12 +13,13 @@ from lamina.core.values import home
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_text import NotTextError, encodable_text, inner_suffix, open_text
 from lamina.errors import UserError
+from lamina.posttraining.examples import generated
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Fields = Mapping[str, Any]
-ALLOWED = "a .jsonl or .json file, also .gz, .xz or .zst, or hf:NAME[:CONFIG][@SPLIT]"
+ALLOWED = f"a .jsonl or .json file, also .gz, .xz or .zst, hf:NAME[:CONFIG][@SPLIT], or {generated.ALLOWED}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
 
     Args:
         name: of the setting, for the messages.
-        source: a file, or hf:NAME.
+        source: a file, hf:NAME, or generated:KIND.
         use: raises ValueError with the reason why a row can't be used.
         skip_bad: whether to leave such rows out and count them.
 
@@ -49,7 +50,7 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
     """
     items: list[T] = []
     skipped = 0
-    noun = "row" if hub_datasets.is_hub(source) else "line"
+    noun = "row" if hub_datasets.is_hub(source) or generated.is_generated(source) else "line"
     for number, row in _rows(name, source):
         try:
             if isinstance(row, ValueError):
@@ -77,6 +78,9 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
         except UserError as error:
             raise _of(name, error) from None
         yield from enumerate((dict(row) for row in data.dataset), start=1)
+        return
+    if generated.is_generated(source):
+        yield from enumerate(generated.rows(name, source), start=1)
         return
     path = home(name, source)
     if not path.is_file():

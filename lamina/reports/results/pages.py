@@ -13,6 +13,7 @@ from lamina.reports.studies.drawing import Drawing
 from lamina.reports.studies.folder import StudyFolder, arms
 from lamina.reports.studies.printed import FIGURES
 from lamina.reports.studies.splitting import title_of
+from lamina.studies.catalog.stages import STAGE
 from lamina.studies.catalog.study import Study
 
 PAPERS = {
@@ -135,7 +136,7 @@ def _arms(folder: StudyFolder) -> str:
         return ""
     several = folder.results["learning_rate"].nunique() > 1
     rate = "best learning rate:" if several else "learning rate:"
-    value = title_of(folder.value)
+    value = "score, reward or loss" if STAGE in folder.axes else title_of(folder.value)
     cells = [
         [
             plain(row["label"]),

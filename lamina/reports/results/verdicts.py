@@ -11,6 +11,8 @@ from lamina.studies.judging.findings import Verdict
 
 MEANINGS = {
     Verdict.HOLDS: "our trials show it",
+    Verdict.HOLDS_AT_ISO_LOSS: "our trials show it, and at equal loss of pretraining, too",
+    Verdict.EXPLAINED: "our trials show it, but at equal loss of pretraining it is gone",
     Verdict.FAILS: "our trials exclude it, at this scale",
     Verdict.INCONCLUSIVE: "the difference is inside the spread over seeds",
     Verdict.NEEDS_SCALE: "this scale cannot decide it; the note says which can",
@@ -36,6 +38,8 @@ def _numbers(by_claim: Sequence[Json]) -> str:
         f"**{number_of[verdict]}** {word[number_of[verdict] != 1]}"
         for verdict, word in (
             (Verdict.HOLDS, ("holds", "hold")),
+            (Verdict.HOLDS_AT_ISO_LOSS, ("holds at iso-loss", "hold at iso-loss")),
+            (Verdict.EXPLAINED, ("is explained by the loss", "are explained by the loss")),
             (Verdict.FAILS, ("fails", "fail")),
             (Verdict.INCONCLUSIVE, ("is inconclusive", "are inconclusive")),
             (Verdict.NEEDS_SCALE, ("needs a larger scale", "need a larger scale")),
@@ -48,7 +52,8 @@ def _numbers(by_claim: Sequence[Json]) -> str:
 
 def best(verdicts: Iterable[Json]) -> list[Json]:
     """One verdict per claim: of the largest scale that decided it, else the one that says most."""
-    order = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE, Verdict.FAILS, Verdict.HOLDS]
+    undecided = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE]
+    order = [*undecided, Verdict.FAILS, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
     scales = ["cpu", "gpu", "paper"]
 
     def rank(one: Json) -> tuple[int, int]:
@@ -68,6 +73,8 @@ def summary(verdicts: Sequence[Json]) -> str:
     sentences = []
     for verdict, head in (
         (Verdict.HOLDS, "Held"),
+        (Verdict.HOLDS_AT_ISO_LOSS, "Held at equal loss, too"),
+        (Verdict.EXPLAINED, "Explained by the loss"),
         (Verdict.FAILS, "Did not hold"),
         (Verdict.INCONCLUSIVE, "Not decided by these trials"),
         (Verdict.NEEDS_SCALE, "Not decidable at this scale"),

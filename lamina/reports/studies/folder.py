@@ -14,10 +14,13 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
+from lamina.studies.catalog.stages import STAGE
 from lamina.studies.judging.checks import TRAINED
+from lamina.studies.trials.scores import SCORE
 
 RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
 _NO_ARM = ("learning_rate", "seed")
+_OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,8 @@ class StudyFolder:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that the results have, those of the learning rate and the seed among them."""
-        return tuple(axis for axis in _mapping(self.definition_of_scale.get("axes")) if axis in self.results)
+        axes = [*_mapping(self.definition_of_scale.get("axes")), STAGE]
+        return tuple(axis for axis in axes if axis in self.results)
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
@@ -80,6 +84,14 @@ class StudyFolder:
         known = {*columns.names(), *self.axes, "key", "tuned"}
         numeric = self.results.select_dtypes("number")
         return next((str(name) for name in numeric if name not in known and numeric[name].notna().any()), "eval_loss")
+
+    @property
+    def first_stage(self) -> Frame:
+        """The trials that no other trial comes before; all of them, in a study without stages."""
+        if STAGE not in self.results:
+            return self.results
+        later = set(_mapping(self.definition_of_scale.get("then")))
+        return self.results[~self.results[STAGE].isin(later)]
 
     @property
     def tuned(self) -> Frame:
@@ -177,18 +189,38 @@ def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
     return pd.DataFrame(found)
 
 
+def by_stage(rows: Frame) -> list[Frame]:
+    """The rows of each stage, in the table's order; all together, in a study without stages."""
+    return [rows] if STAGE not in rows else [part for _, part in rows.groupby(STAGE, sort=False)]
+
+
+def value_of(rows: Frame, usual: str) -> str:
+    """The column that shows what the trials of one stage are for; of trials without a stage, the ``usual`` one."""
+    found = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
+    return usual if STAGE not in rows else next(found, usual)
+
+
+def measuring(rows: Frame, column: str) -> Frame:
+    """The rows of the stages that measure a column; all of them, in a study without stages."""
+    if STAGE not in rows or column not in rows:
+        return rows
+    return rows[rows.groupby(STAGE)[column].transform(lambda values: values.notna().any())]
+
+
 def arms(study: StudyFolder) -> Frame:
     """One row per arm, at its rate, in the order of the study: label, placement, learning_rate, and ``over_seeds``.
 
-    Where several rates are left (a sweep that a claim reads), the arm stands at the one with the lowest mean among
-    those at which the most seeds trained.
+    In a study with stages, each stage shows its own value: a score, a reward, or a loss. Where several rates are left
+    (a sweep that a claim reads), the arm stands at the one with the lowest mean among those at which the most seeds
+    trained.
     """
     rows = study.tuned
     if rows.empty:
         return pd.DataFrame()
     rows = rows.assign(label=[study.label(row, without=_NO_ARM) for row in rows_of(rows)])
     by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
-    table = over_seeds(rows, by, study.value)
+    table = pd.concat([over_seeds(part, by, value_of(part, study.value)) for part in by_stage(rows)])
+    table = table.reset_index(drop=True)
     share = table["trained"] / table["trials"]
     best = table.assign(share=share).sort_values(["share", "mean"], ascending=[False, True], kind="stable")
     kept = best.drop_duplicates([name for name in by if name != "learning_rate"]).index

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.studies import splitting
 from lamina.reports.studies.drawing import Axis, Drawing, Panel, Request, Series
-from lamina.reports.studies.folder import StudyFolder, arms, over_seeds
+from lamina.reports.studies.folder import StudyFolder, arms, measuring, over_seeds
 from lamina.reports.studies.measured import heatmap, lines_over_layers
 
 Kind = Callable[[StudyFolder, Request], Drawing | None]
@@ -19,7 +19,7 @@ _SPREAD = "Mean and standard deviation over the seeds that trained."
 
 def sweep(study: StudyFolder, request: Request) -> Drawing | None:
     """The value against the learning rate, one line per arm."""
-    rows = study.results
+    rows = study.first_stage
     if not study.has_sweep or rows[_value(study, request)].isna().all():
         return None
     by = list(dict.fromkeys(["placement", *study.varied, "learning_rate"]))
@@ -37,7 +37,8 @@ def _of_the_sweep(rows: Frame, arm: list[str]) -> Frame:
 def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     """The value of each arm at its rate, against one axis."""
     x = request.x or next((a for a in study.varied if a != "placement"), study.varied[0])
-    table = arms(study) if _value(study, request) == study.value else _other(study, request)
+    plain = _value(study, request) == study.value and "stage" not in study.axes
+    table = arms(study) if plain else _other(study, request)
     if table.empty or x not in table or table["mean"].isna().all():
         return None
     table = table.drop(columns="learning_rate") if x != "learning_rate" else table
@@ -127,10 +128,11 @@ def _value(study: StudyFolder, request: Request) -> str:
 def _other(study: StudyFolder, request: Request) -> Frame:
     """The arms with another column than the study's own value."""
     at = {(row["label"], row["learning_rate"]) for row in rows_of(arms(study))}
-    rows = study.tuned.assign(label=[study.label(row, without=("learning_rate",)) for row in rows_of(study.tuned)])
+    rows = measuring(study.tuned, value := _value(study, request))
+    rows = rows.assign(label=[study.label(row, without=("learning_rate",)) for row in rows_of(rows)])
     rows = rows[[(row["label"], row["learning_rate"]) in at for row in rows_of(rows)]]
     by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
-    return over_seeds(rows, by, request.y)
+    return over_seeds(rows, by, value)
 
 
 def _name(study: StudyFolder, *parts: str) -> str:

@@ -35,7 +35,7 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
     found = []
     for labels in product(*(scale.axes[axis] for axis in scale.axes)):
         values = dict(zip(scale.axes, labels, strict=True))
-        if any(_matches(values, pattern) for pattern in scale.skip):
+        if any(matches(values, pattern) for pattern in scale.skip):
             continue
         settings = {**scale.settings, **(changes or {})}
         for axis, label in values.items():
@@ -48,7 +48,8 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
     return found
 
 
-def _matches(values: Mapping[str, str], pattern: Json) -> bool:
+def matches(values: Mapping[str, str], pattern: Json) -> bool:
+    """Whether values on the axes are those of a pattern under ``skip``. Raises UserError for what is no axis."""
     for axis, label in pattern.items():
         if axis not in values:
             raise UserError(f"skip: {axis!r} is no axis (allowed: {', '.join(values)})")

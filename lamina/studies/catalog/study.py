@@ -11,16 +11,30 @@ from lamina.core.json_types import Json
 from lamina.core.values import is_finite, seed_number
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
+from lamina.studies.catalog.entries import known, mapping, text
 from lamina.studies.catalog.places import BASES, catalog_folder, find
 from lamina.studies.catalog.space import Search, read_search
+from lamina.studies.catalog.stages import RECORDS, STAGE, Stage, read_stages
 from lamina.studies.trials.jobs import JOBS, TrialJob
 
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
-RECORDS = ("metrics", "layers")
 _STUDY = {"study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes"}
-_SCALE = {"base", "settings", "axes", "measures", "job", "skip", "needs", "search", "notes", "figure", "figures"}
+_SCALE = {
+    "base",
+    "settings",
+    "axes",
+    "measures",
+    "job",
+    "skip",
+    "needs",
+    "search",
+    "then",
+    "notes",
+    "figure",
+    "figures",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,7 @@ class Scale:
         measures: per time (init, end, records), the probes or records.
         skip: combinations of axis values that are left out.
         search: how settings are searched, if they are.
+        stages: the jobs that follow, on the models that these trials leave.
         needs: why this scale cannot decide the claims; empty if it can.
         folder: of the study's file; placements that begin with ``./`` are relative to it.
     """
@@ -60,6 +75,7 @@ class Scale:
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip: tuple[Json, ...] = ()
     search: Search | None = None
+    stages: tuple[Stage, ...] = ()
     needs: str = ""
     folder: Path = Path()
 
@@ -67,6 +83,18 @@ class Scale:
     def record(self) -> TrialJob:
         """The job of this scale's trials."""
         return JOBS[self.job]
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes that a row has a value on, beside those of the rate and the seed."""
+        return (*self.axes, *((STAGE,) if self.stages else ()))
+
+    @property
+    def all_measures(self) -> Mapping[str, tuple[str, ...]]:
+        """Per time, what is measured on its trials or on those of a stage."""
+        records = [each.partition("/")[2] for stage in self.stages for each in stage.measures]
+        kept = dict.fromkeys([*self.measures.get("records", ()), *records])
+        return {**self.measures, "records": tuple(kept)} if kept else self.measures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +139,11 @@ def read_study(study: str | Path) -> Study:
     path = find(str(study))
     data = read_mapping(path)
     where = f"{path.name}: "
-    _known(where, data, _STUDY)
-    name = _text(where, data, "study")
+    known(where, data, _STUDY)
+    name = text(where, data, "study")
     if name != path.stem:
         raise UserError(f"{where}study: {name!r} (allowed: {path.stem!r}, the file's own name)")
-    paper = _text(where, data, "paper", default="field")
+    paper = text(where, data, "paper", default="field")
     if paper not in PAPERS:
         raise unknown(f"paper in {path.name}", paper, PAPERS)
     scales = data.get("scales")
@@ -127,8 +155,8 @@ def read_study(study: str | Path) -> Study:
     return Study(
         name=name,
         paper=paper,
-        source=_text(where, data, "source", default=""),
-        title=_text(where, data, "title", default=name),
+        source=text(where, data, "source", default=""),
+        title=text(where, data, "title", default=name),
         scales={key: _read_scale(f"{where}{key}: ", key, value, path.parent) for key, value in scales.items()},
         file=path,
         figures=tuple(figure for figure in data.get("figures", [data.get("figure")]) if figure),
@@ -138,29 +166,33 @@ def read_study(study: str | Path) -> Study:
 def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     if not isinstance(data, Mapping):
         raise UserError(f"{where}{data!r} (allowed: a mapping with base, settings, axes, ...)")
-    _known(where, data, _SCALE)
-    job = _text(where, data, "job", default="pretrain")
-    if job not in JOBS:
-        raise unknown("job", job, JOBS)
-    axes = dict(_mapping(where, data, "axes"))
+    known(where, data, _SCALE)
+    job = text(where, data, "job", default="pretrain")
+    if job not in (first := [each.name for each in JOBS.values() if not each.inputs]):
+        raise unknown("job", job, first)
+    axes = dict(mapping(where, data, "axes"))
     rates, tuning = _rates(where, axes.pop("learning_rate", None))
     seeds = _seeds(where, axes.pop("seed", 1))
-    settings = {**_base(where, data.get("base"), folder), **_mapping(where, data, "settings")}
+    settings = {**_base(where, data.get("base"), folder), **mapping(where, data, "settings")}
     steps = settings.get("steps")
+    points = {axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()}
     scale = Scale(
         name=name,
         job=job,
         settings=settings,
         search=read_search(where, data.get("search"), JOBS[job].settings_class().names(), steps),
-        axes={axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()},
+        axes=points,
         rates=rates,
         tuning=tuning,
         seeds=seeds,
-        measures=_measures(where, _mapping(where, data, "measures")),
+        measures=_measures(where, mapping(where, data, "measures")),
         skip=tuple(data.get("skip", ())),
-        needs=_text(where, data, "needs", default=""),
+        stages=read_stages(where, data, job, points, folder),
+        needs=text(where, data, "needs", default=""),
         folder=folder,
     )
+    if scale.search is not None and scale.stages:
+        raise UserError(f"{where}then: has no place beside a search (allowed: axes)")
     if scale.search is not None and (scale.axes or rates or tuning):
         raise UserError(f"{where}axes: with a search, only 'seed' (allowed: the others in the search's space)")
     if tuning is not None and tuning.seeds > len(seeds):
@@ -208,7 +240,7 @@ def _rates(where: str, given: object) -> tuple[tuple[float, ...], Tuning | None]
     if given is None:
         return (), None
     if isinstance(given, Mapping):
-        _known(f"{where}learning_rate: ", given, {"tune", "seeds"})
+        known(f"{where}learning_rate: ", given, {"tune", "seeds"})
         seeds = given.get("seeds", 1)
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
             raise UserError(f"{where}learning_rate: seeds: {seeds!r} (allowed: a whole number of at least 1)")
@@ -247,7 +279,7 @@ def _seeds(where: str, given: object) -> tuple[int, ...]:
 
 
 def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-    _known(f"{where}measures: ", given, set(TIMES))
+    known(f"{where}measures: ", given, set(TIMES))
     measures = {}
     for time, listed in given.items():
         if not isinstance(listed, Sequence) or isinstance(listed, str):
@@ -257,23 +289,3 @@ def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, .
                 raise unknown(f"record in {where.strip()}", str(name), RECORDS)
         measures[time] = tuple(str(name) for name in listed)
     return measures
-
-
-def _known(where: str, data: Mapping[str, object], allowed: set[str]) -> None:
-    for key in data:
-        if key not in allowed:
-            raise unknown(f"field in {where.strip().rstrip(':')}", str(key), allowed)
-
-
-def _mapping(where: str, data: Mapping[str, object], key: str) -> Mapping[str, object]:
-    value = data.get(key, {})
-    if not isinstance(value, Mapping):
-        raise UserError(f"{where}{key}: {value!r} (allowed: a mapping)")
-    return value
-
-
-def _text(where: str, data: Mapping[str, object], key: str, default: str | None = None) -> str:
-    value = data.get(key, default)
-    if not isinstance(value, str):
-        raise UserError(f"{where}{key}: {value!r} (allowed: a text)")
-    return value

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import ENDED
+from lamina.studies.engine.chains import blocked, runnable, without_model
 from lamina.studies.engine.plan import Plan
 from lamina.studies.running import Executor, run_tasks
 from lamina.studies.trials.store import Store
@@ -33,19 +34,19 @@ def run_plan(
     failed: dict[str, Json] = {}
 
     def known(trial: Trial) -> Json | None:
-        return failed.get(trial.key) or store.complete(trial)
+        return failed.get(trial.key) or store.complete(trial) or blocked(trial, failed)
 
     def result(trial: Trial) -> Json | None:
-        return store.result(trial) or failed.get(trial.key)
+        return store.result(trial) or failed.get(trial.key) or blocked(trial, failed)
 
     while True:
         wanted = plan.wanted(result)
-        todo = {trial.key: trial for trial in wanted if known(trial) is None}
+        todo = runnable(wanted, store, known)
         if not todo:
             return {trial.key: found for trial in wanted if (found := result(trial)) is not None}
         tasks = {trial.name: store.task(trial) for trial in todo.values()}
         keys = {trial.name: trial.key for trial in todo.values()}
-        done = len({trial.key for trial in wanted}) - len(todo)
+        done = len({trial.key for trial in wanted if known(trial) is not None})
 
         def one_ended(name: str, outcome: Json, keys: dict[str, str] = keys) -> None:
             if outcome["status"] not in ENDED:
@@ -54,6 +55,8 @@ def run_plan(
 
         run_tasks(tasks, done=done, workers=workers, bar=bar, ended=one_ended, execute=execute)
         failed.update(_unmeasured(todo, store, failed))
+        waiting = [trial for trial in wanted if known(trial) is None]
+        failed.update(without_model(todo, waiting, store))
 
 
 def _unmeasured(todo: Mapping[str, Trial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, severity
-from lamina.studies.catalog.arms import Arm, arms
+from lamina.studies.catalog.arms import Arm, arms, matches
+from lamina.studies.catalog.stages import STAGE, Stage
 from lamina.studies.catalog.study import Scale
 from lamina.studies.trials import measures
-from lamina.studies.trials.trial import Trial, make_trial
+from lamina.studies.trials.trial import Trial, make_chained, make_trial
 
 WIDENINGS = 2
 """How often a sweep is widened whose best rate is at its edge."""
@@ -40,7 +41,7 @@ class Plan:
     def __post_init__(self) -> None:
         self.arms = arms(self.scale, self.changes)
         self._measures = measures.names(self.scale.measures)
-        self._made: dict[tuple[int, float | None, int, bool], Trial] = {}
+        self._made: dict[tuple[int, float | None, int, bool | str], Trial] = {}
 
     def dry(self) -> dict[str, Settings]:
         """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
@@ -60,8 +61,9 @@ class Plan:
         if scale.tuning is None:
             for seed in scale.seeds:
                 for number, _ in enumerate(self.arms):
-                    wanted += [self._trial(number, rate, seed, measured=True) for rate in scale.rates or (None,)]
-            return wanted
+                    for rate in scale.rates or (None,):
+                        wanted += self._chain(number, rate, seed)
+            return wanted if not scale.stages else list({trial.key: trial for trial in wanted}.values())
         seeds = scale.seeds[: scale.tuning.seeds]
         rates = [self._rates(number, seeds, result) for number, _ in enumerate(self.arms)]
         for seed in seeds:
@@ -69,22 +71,55 @@ class Plan:
                 wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
         self.chosen = {number: best for number, (_, best) in enumerate(rates) if best is not None}
         for seed in scale.seeds:
-            wanted += [self._trial(number, rate, seed, measured=True) for number, rate in self.chosen.items()]
+            for number, rate in self.chosen.items():
+                wanted += self._chain(number, rate, seed)
         return list({(trial.key, trial.measures): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: Trial) -> bool:
         """Whether a trial has its arm's chosen rate; True in a study that tunes none."""
         if self.scale.tuning is None:
             return True
-        number = next(n for n, arm in enumerate(self.arms) if arm.values == trial.values)
+        stage = {STAGE: self.scale.job} if self.scale.stages else {}
+        number = next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
         return self.chosen.get(number) == trial.learning_rate
+
+    def _chain(self, number: int, rate: float | None, seed: int) -> list[Trial]:
+        """An arm's first trial and those of the stages after it, as far as they are known."""
+        stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
+        return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
+
+    def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> Trial | None:
+        """A stage's trial for an arm; None where it is left out, or where the arm that it is of has no rate yet."""
+        if stage.of:
+            values = {**self.arms[number].values, **stage.of}
+            number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)
+            rate = rate if self.scale.tuning is None else self.chosen.get(number)
+            if number < 0 or (rate is None and self.scale.tuning is not None):
+                return None
+        arm, place = self.arms[number], (number, rate, seed, stage.name)
+        if any(matches(arm.values, pattern) for pattern in stage.skip):
+            return None
+        if place in self._made:
+            return self._made[place]
+        earlier = {each.name: each for each in self.scale.stages}
+        root = self._trial(number, rate, seed, measured=True)
+        inputs: dict[str, Trial] = {}
+        for name, source in stage.inputs.items():
+            found = self._staged(earlier[source], number, rate, seed) if source in earlier else root
+            if found is None:
+                return None
+            inputs[name] = found
+        values, settings = {**arm.values, STAGE: stage.name}, stage.trial(seed)
+        self._made[place] = make_chained(stage.job, values, settings, stage.measures, inputs=inputs, root=root)
+        return self._made[place]
 
     def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> Trial:
         place = (number, rate, seed, measured)
         if place not in self._made:
             arm: Arm = self.arms[number]
             taken = self._measures if measured else ()
-            self._made[place] = make_trial(self.scale.job, arm.values, arm.trial(self.scale, rate, seed), taken)
+            values = {**arm.values, **({STAGE: self.scale.job} if self.scale.stages else {})}
+            self._made[place] = make_trial(self.scale.job, values, arm.trial(self.scale, rate, seed), taken)
         return self._made[place]
 
     def _rates(self, number: int, seeds: tuple[int, ...], result: Results) -> tuple[list[float], float | None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lamina.core.json_types import Json
 from lamina.jobs import columns
 from lamina.studies.engine.plan import Plan
+from lamina.studies.trials.jobs import JOBS
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.trial import Trial
 
@@ -25,7 +26,7 @@ def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = 
         result = failed.get(trial.key) or store.result(trial)
         if result is not None:
             found[trial.key] = result_row(trial, result, _values(plan, trial), tuned=plan.is_tuned(trial))
-    return as_table(found.values(), list(plan.scale.axes))
+    return as_table(found.values(), list(plan.scale.axis_names))
 
 
 def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
@@ -42,16 +43,16 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
 def result_row(trial: Trial, result: Json, values: Mapping[str, object], *, tuned: bool) -> Json:
     """A trial's row: its key, ``values`` (its place on the axes), and the numbers and texts of its result."""
     left_out = {*_NOTES, *values, "trial"}
-    scalars = {n: value for n, value in result.items() if n not in left_out and not isinstance(value, dict | list)}
-    placement = str(getattr(trial.settings, "placement", ""))
-    own: Json = {"key": trial.key, "placement": placement, **values, "seed": trial.seed}
+    numbers = JOBS[trial.job].numbers(result)
+    scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
+    own: Json = {"key": trial.key, "placement": trial.placement, **values, "seed": trial.seed}
     return {**scalars, **own, "learning_rate": trial.learning_rate, "tuned": tuned}
 
 
 def _values(plan: Plan, trial: Trial) -> Json:
     """A trial's value on each axis: a setting's value as it is written, or a label."""
     axes = plan.scale.axes
-    return {axis: axes[axis][label].get(axis, label) for axis, label in trial.values.items()}
+    return {axis: axes[axis][label].get(axis, label) if axis in axes else label for axis, label in trial.values.items()}
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:

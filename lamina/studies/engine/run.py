@@ -176,7 +176,7 @@ def _run(
         results = results_table(plan, store, failed)
         write_results(folder, results)
         write_study(folder, {**header, "trials": sorted(outcome)})
-        for measure in measures.names(plan.scale.measures):
+        for measure in measures.names(plan.scale.all_measures):
             if (rows := measured_table(results, store, measure)) is not None:
                 write_table(folder, measure, rows)
     write_json(folder / verdicts.CLAIMS, verdicts.judge_study(study, plan.scale, results, store))

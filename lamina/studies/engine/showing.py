@@ -6,6 +6,7 @@ from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
+from lamina.studies.catalog.stages import Stage
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.run import make_plan, store_of
@@ -41,6 +42,8 @@ def _trials(plan: Plan, settings: StudySettings) -> list[str]:
     lines = [f"scale {scale.name}: {len(plan.arms)} arms, {len(scale.seeds)} seeds, job {scale.job}"]
     for axis, values in scale.axes.items():
         lines.append(f"  {axis}: {', '.join(values)}")
+    if scale.stages:
+        lines.append(f"  then: {', '.join(_stage(stage) for stage in scale.stages)}")
     rates = tuning.rates if tuning else scale.rates
     if rates:
         how = f"tuned with {tuning.seeds} seeds, then widened at an edge" if tuning else "a sweep"
@@ -48,6 +51,11 @@ def _trials(plan: Plan, settings: StudySettings) -> list[str]:
     if measured := measures.names(scale.measures):
         lines.append(f"  measured: {', '.join(measured)}")
     return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
+
+
+def _stage(stage: Stage) -> str:
+    job = "" if stage.job == stage.name else f"{stage.job}, "
+    return f"{stage.name} ({job}from {' and '.join(stage.inputs.values())})"
 
 
 def dry_run_text(settings: StudySettings) -> str:

@@ -40,7 +40,7 @@ def judge_study(study: Study, scale: Scale, results: pd.DataFrame, store: Store)
     else:
         trials = Trials(
             results,
-            axes=list(scale.axes),
+            axes=list(scale.axis_names),
             scale=scale.name,
             measures=_reader(scale, store),
         )
@@ -52,7 +52,7 @@ def _reader(scale: Scale, store: Store) -> Reader:
     """Reads a trial's table under the name that a claim gives it: as in the YAML, or the probe's name alone."""
 
     def read(key: str, name: str, at: str) -> Frame | None:
-        listed = scale.measures.get(at, ())
+        listed = scale.all_measures.get(at, ())
         fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
         return store.table(key, f"{at}/{fits[0]}") if fits else None
 

@@ -13,6 +13,8 @@ from lamina.studies.judging.checks import (
 )
 from lamina.studies.judging.claims import Claim, Judged, claim, judge, load_claims
 from lamina.studies.judging.findings import Finding, Verdict, all_of, any_of, denied, needs_scale
+from lamina.studies.judging.frontiers import at_equal_kl, frontiers
+from lamina.studies.judging.iso_loss import Budget, at_loss, better_at_equal_loss, iso_loss
 from lamina.studies.judging.spreads import spreads
 from lamina.studies.judging.trials import NotMeasured, Trials
 from lamina.studies.judging.value_checks import (
@@ -27,6 +29,7 @@ from lamina.studies.judging.value_checks import (
 )
 
 __all__ = [
+    "Budget",
     "Claim",
     "Finding",
     "Judged",
@@ -36,7 +39,10 @@ __all__ = [
     "above",
     "all_of",
     "any_of",
+    "at_equal_kl",
+    "at_loss",
     "below",
+    "better_at_equal_loss",
     "claim",
     "close",
     "compare_values",
@@ -45,7 +51,9 @@ __all__ = [
     "equivalent_values",
     "fails_to_train",
     "fraction",
+    "frontiers",
     "higher",
+    "iso_loss",
     "judge",
     "load_claims",
     "lower",

@@ -140,7 +140,7 @@ def _missing_measures(claim: Claim) -> Iterator[None]:
 
 
 def _judged(claim: Claim, finding: Finding, p_holm: float | None) -> Judged:
-    if finding.verdict == Verdict.HOLDS and p_holm is not None and p_holm >= ALPHA:
+    if finding.verdict.shown and p_holm is not None and p_holm >= ALPHA:
         finding = replace(finding, verdict=Verdict.INCONCLUSIVE).noted(
             f"holds only before Holm's correction over the study's claims: p {finding.p:.2g}, corrected {p_holm:.2g}"
         )

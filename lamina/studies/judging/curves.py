@@ -20,6 +20,11 @@ def split(trials: Trials, axis: str) -> list[Trials]:
     return [trials.where(**{axis: value}) for value in trials.values(axis)]
 
 
+def at_stage(trials: Trials, stage: str) -> Trials:
+    """The trials of a stage; all of them, where the study has no stages."""
+    return trials.where(stage=stage) if "stage" in trials.axes else trials
+
+
 def trained(trials: Trials) -> Trials:
     """The trials that trained to the end; all of them, where nothing was trained. May be none."""
     if "status" not in trials.table or trials.table["status"].isna().all():

@@ -13,6 +13,8 @@ class Verdict(StrEnum):
 
     Attributes:
         HOLDS: the trials show it.
+        HOLDS_AT_ISO_LOSS: they show it at equal loss of pretraining, too.
+        EXPLAINED: they show it, and at equal loss of pretraining it is gone.
         FAILS: the trials exclude it.
         INCONCLUSIVE: inside the seeds' spread.
         NEEDS_SCALE: this scale cannot decide it; the note says which can.
@@ -20,6 +22,8 @@ class Verdict(StrEnum):
     """
 
     HOLDS = "holds"
+    HOLDS_AT_ISO_LOSS = "holds at iso-loss"
+    EXPLAINED = "explained by loss"
     FAILS = "fails"
     INCONCLUSIVE = "inconclusive"
     NEEDS_SCALE = "needs scale"
@@ -28,7 +32,12 @@ class Verdict(StrEnum):
     @property
     def decided(self) -> bool:
         """Whether it is an answer."""
-        return self in (Verdict.HOLDS, Verdict.FAILS)
+        return self.shown or self == Verdict.FAILS
+
+    @property
+    def shown(self) -> bool:
+        """Whether the trials show what the claim says, for whatever reason."""
+        return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +79,15 @@ def all_of(*findings: Finding) -> Finding:
     interval are those of the part that decides: the first that fails or is undecided, else the one of the largest p.
     """
     assert findings
-    for verdict in (Verdict.FAILS, Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE):
+    undecided = (Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE)
+    for verdict in (Verdict.FAILS, *undecided, Verdict.EXPLAINED):
         deciding = [finding for finding in findings if finding.verdict == verdict]
         if deciding:
             return _joined(findings, deciding[0], _largest_p(findings))
-    weakest = max(findings, key=lambda finding: -1.0 if finding.p is None else finding.p)
+    weakest = max(
+        [finding for finding in findings if finding.verdict == Verdict.HOLDS] or findings,
+        key=lambda finding: -1.0 if finding.p is None else finding.p,
+    )
     return _joined(findings, weakest, _largest_p(findings))
 
 
@@ -86,19 +99,20 @@ def any_of(*findings: Finding) -> Finding:
     assert findings
     ps = [finding.p for finding in findings if finding.p is not None]
     p = min(1.0, min(ps) * len(ps)) if ps else None
-    for verdict in (Verdict.HOLDS, Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN):
+    shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
+    for verdict in (*shown, Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN):
         deciding = [finding for finding in findings if finding.verdict == verdict]
         if deciding:
             best = min(deciding, key=lambda finding: 0.0 if finding.p is None else finding.p)
-            shown = (best,) if verdict == Verdict.HOLDS else findings
-            return _joined(shown, best, None if best.p is None else p)
+            parts = (best,) if verdict in shown else findings
+            return _joined(parts, best, None if best.p is None else p)
     return _joined(findings, findings[0], p)
 
 
 def denied(finding: Finding) -> Finding:
     """The opposite claim: what held fails, and what failed holds. Without a p, which was that of the claim denied."""
-    opposite = {Verdict.HOLDS: Verdict.FAILS, Verdict.FAILS: Verdict.HOLDS}
-    return replace(finding, verdict=opposite.get(finding.verdict, finding.verdict), p=None)
+    opposite = Verdict.FAILS if finding.verdict.shown else Verdict.HOLDS
+    return replace(finding, verdict=opposite if finding.verdict.decided else finding.verdict, p=None)
 
 
 def _largest_p(findings: tuple[Finding, ...]) -> float | None:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.data import Corpus
+from lamina.evaluation.generated.tasks import NAMES
+from lamina.evaluation.generated.writing import version
+from lamina.evaluation.task_sets import GENERATED
+from lamina.jobs.manifest import sha256
 from lamina.jobs.settings import Settings
 from lamina.placements import resolve
+from lamina.studies.trials.jobs import TrialJob
 from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
 
 NUMERICS = 1
@@ -66,6 +73,27 @@ def identity(job: str, settings: Settings) -> Json:
     }
 
 
+def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Json:
+    """Everything that decides the numbers of a trial that starts from others.
+
+    ``inputs``: by setting, the key of the trial whose folder it takes. Raises UserError for data that can't be read.
+    """
+    values, data = settings.to_dict(), {}
+    for name in job.files:
+        if (value := values.pop(name)) not in (None, ""):
+            data[name] = ",".join(_content(part.strip()) for part in str(value).split(","))
+    field = str(values.get("text_field", "text"))
+    texts = {name: _text(str(values[name]), field) for name in ("corpus", "eval_corpus") if values.get(name)}
+    left_out = {*OF_THE_MACHINE, *job.inputs, *job.free, *texts}
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in left_out and not (name in YOUNGER and value == YOUNGER[name])
+    }
+    identity: Json = {"job": job.name, "numerics": NUMERICS, "settings": kept, "inputs": dict(inputs), "data": data}
+    return {**identity, "texts": texts} if texts else identity
+
+
 def key(identity: Json) -> str:
     """The hash of an identity: 16 hexadecimal digits."""
     return _hash(identity)[:16]
@@ -98,6 +126,14 @@ def _changed(value: object) -> Json:
         else:
             found[entry.name] = _changed(held) if is_dataclass(held) else held
     return found
+
+
+def _content(source: str) -> str:
+    """What a name stands for: a file's hash, the version of what is generated, else the name itself."""
+    file, _, rest = source.rpartition(":") if ".py:" in source else (source, "", "")
+    if (path := Path(file).expanduser()).is_file():
+        return f"{sha256(path)} {rest}".strip()
+    return f"{source} {version()}" if source.partition(":")[0] in (GENERATED, *NAMES) else source
 
 
 def _hash(data: Json) -> str:

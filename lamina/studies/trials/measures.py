@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from lamina.errors import UserError
 from lamina.jobs.files import write_json, writing
+from lamina.posttraining import held_out
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
         if not parts:
             raise UserError("no layer records")
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
+    if name == "held_out":
+        return pd.DataFrame(held_out.read(folder / held_out.FILE))
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = pd.DataFrame([json.loads(line) for line in lines])
     return rows.drop(columns=["tokens_per_second"], errors="ignore")

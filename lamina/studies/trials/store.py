@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
-from lamina.jobs.status import ENDED
+from lamina.jobs.model_folder import MODEL
+from lamina.jobs.status import ENDED, Status
 from lamina.studies.trials import measures
 from lamina.studies.trials.records import Records
 from lamina.studies.trials.task import Task
@@ -16,6 +17,9 @@ from lamina.studies.trials.trial import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
+
+UNTRAINED = (Status.DIVERGED.value, Status.STUCK.value)
+"""How a model ended that no other trial starts from."""
 
 
 class Store:
@@ -34,7 +38,8 @@ class Store:
 
     def task(self, trial: Trial) -> Task:
         """The trial as a process runs it."""
-        changes: Json = {"output": str(self.folder / trial.key)}
+        places = {name: str((self.folder / source.key).absolute()) for name, source in trial.inputs.items()}
+        changes: Json = {"output": str(self.folder / trial.key), **places}
         if self.threads is not None:
             changes["threads"] = self.threads
         settings = replace(trial.settings, **changes)
@@ -46,10 +51,22 @@ class Store:
             return self._ended[trial.key]
         result = read_result(self.folder / trial.key) if (self.folder / trial.key).is_dir() else None
         if result is None or result["status"] not in ENDED:
-            result = self.records.rows.get(trial.key)
+            result = self.records.rows.get(trial.key) or self._inherited(trial)
         if result is not None:
             self._ended[trial.key] = result
         return result
+
+    def has_model(self, trial: Trial) -> bool:
+        """Whether a trial's model is here for other trials to start from."""
+        return (self.folder / trial.key / MODEL).is_dir()
+
+    def _inherited(self, trial: Trial) -> Json | None:
+        """The result of a trial whose model did not train: it has nothing to start from."""
+        for source in trial.inputs.values():
+            result = self.result(source)
+            if result is not None and result["status"] in UNTRAINED:
+                return {"status": str(result["status"]), "reason": f"it starts from a model that is {result['status']}"}
+        return None
 
     def complete(self, trial: Trial) -> Json | None:
         """The result of a trial that has ended and has all its measures; None for any other."""

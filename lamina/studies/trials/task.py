@@ -50,7 +50,7 @@ class Task:
     @property
     def steps(self) -> int:
         """What the trial counts for in a progress bar."""
-        return int(getattr(self.settings, "steps", 1)) if JOBS[self.job].trains else 1
+        return max(1, int(getattr(self.settings, "steps", 1))) if JOBS[self.job].trains else 1
 
     def to_request(self) -> Json:
         """The task as JSON."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
 from lamina.studies.trials import identity
+from lamina.studies.trials.jobs import JOBS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Trial:
         measures: what is measured on it, as "TIME/NAME".
         identity: all that decides its numbers.
         key: the hash of the identity.
+        inputs: by setting, the trial whose model it takes; empty for the first of a chain.
+        root: the first trial of the chain; None for that trial itself.
     """
 
     job: str
@@ -29,16 +32,28 @@ class Trial:
     measures: tuple[str, ...]
     identity: Json
     key: str
+    inputs: Mapping[str, Trial] = field(default_factory=dict)
+    root: Trial | None = None
+
+    @property
+    def first(self) -> Trial:
+        """The first trial of the chain."""
+        return self if self.root is None else self.root
+
+    @property
+    def placement(self) -> str:
+        """The placement of the model."""
+        return str(getattr(self.first.settings, "placement", ""))
 
     @property
     def learning_rate(self) -> float | None:
-        """The peak learning rate; None for a job without one."""
-        return getattr(self.settings, "learning_rate", None)
+        """The peak learning rate of the first trial; None for a job without one."""
+        return getattr(self.first.settings, "learning_rate", None)
 
     @property
     def seed(self) -> int:
-        """The seed."""
-        return int(getattr(self.settings, "seed", 0))
+        """The seed of the chain."""
+        return int(getattr(self.first.settings, "seed", 0))
 
     @property
     def name(self) -> str:
@@ -52,4 +67,27 @@ def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures
     decided = identity.identity(job, settings)
     return Trial(
         job=job, values=values, settings=settings, measures=measures, identity=decided, key=identity.key(decided)
+    )
+
+
+def make_chained(
+    job: str,
+    values: Mapping[str, str],
+    settings: Settings,
+    measures: tuple[str, ...],
+    *,
+    inputs: Mapping[str, Trial],
+    root: Trial,
+) -> Trial:
+    """A trial that starts from the models of other trials. Raises UserError for data that can't be read."""
+    decided = identity.chained(JOBS[job], settings, {name: trial.key for name, trial in inputs.items()})
+    return Trial(
+        job=job,
+        values=values,
+        settings=settings,
+        measures=measures,
+        identity=decided,
+        key=identity.key(decided),
+        inputs=inputs,
+        root=root,
     )

@@ -38,6 +38,7 @@ class ModelCard:
         result: of the run, as result.json holds it.
         command: the command line that trains the model again.
         base_model: the model that the training began with, if any.
+        measures: the title and the format of each measure to print; None for those of pretraining.
     """
 
     head: str
@@ -45,6 +46,7 @@ class ModelCard:
     result: Mapping[str, object]
     command: str
     base_model: str | None = None
+    measures: Mapping[str, tuple[str, str]] | None = None
 
     def write(self, model: PreTrainedModel, folder: Path) -> None:
         """Write the card and the placement's diagram into a model's folder."""
@@ -81,15 +83,18 @@ class ModelCard:
     def _results(self) -> dict[str, object]:
         """The run's measures in print, by their titles; those that it does not have are left out."""
         shown: dict[str, object] = {}
-        for column in RESULT_COLUMNS:
-            value = self.result.get(column.name)
-            if value is None or value != value or column.name not in (*_RESULTS, *_SCORES):
-                continue
-            shown[column.title] = f"{value:{column.format}}" if column.format else value
+        for name, (title, form) in (_MEASURES if self.measures is None else self.measures).items():
+            value = self.result.get(name)
+            if value is not None and value == value:
+                shown[title] = f"{value:{form}}"
         return shown
 
 
-_SCORES = tuple(column.name for column in RESULT_COLUMNS if "accuracy" in column.name)
+_MEASURES = {
+    column.name: (column.title, column.format or "")
+    for column in RESULT_COLUMNS
+    if column.name in _RESULTS or "accuracy" in column.name
+}
 
 
 def _source(plan: Plan) -> list[str]:

@@ -1,0 +1,105 @@
+"""The control of a better result after tuning: is it more than the lower loss of pretraining?
+
+An arm whose pretraining ended at a lower loss may be better in all that follows for that reason alone. So the other arm
+is also pretrained longer, and both are compared at one loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lamina.studies.judging.checks import higher, values_of
+from lamina.studies.judging.differences import BySeed
+from lamina.studies.judging.findings import Finding, Verdict
+from lamina.studies.judging.trials import Arm, Trials, label
+from lamina.studies.judging.value_checks import compare_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """An arm at one length of pretraining: by seed the loss after it, and the result after tuning."""
+
+    losses: BySeed
+    values: BySeed
+
+
+def better_at_equal_loss(
+    trials: Trials,
+    a: Arm,
+    *,
+    than: Arm,
+    longer: Sequence[Arm],
+    stage: str,
+    column: str = "score",
+    by: float = 1.0,
+    first: str = "pretrain",
+) -> Finding:
+    """Whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
+
+    ``longer``: the other arm with more pretraining; see ``iso_loss``. ``first``: the stage that has the losses.
+    """
+    tuned = trials.tuned()
+    after, before = tuned.where(stage=stage), tuned.where(stage=first)
+    raw = higher(after, a, than=than, column=column, by=by)
+    ours, *others = (
+        Budget(losses=values_of(before, arm), values=values_of(after, arm, column)) for arm in (a, than, *longer)
+    )
+    return iso_loss(raw, ours, others, by=by, names=(label(a), label(than)))
+
+
+def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
+    """A finding that our values are higher, in view of the same comparison at equal loss.
+
+    ``others``: the other arm at several lengths of pretraining; its value at our loss is interpolated (``at_loss``).
+
+    Returns:
+        ``raw`` where it does not hold. Else: ``holds at iso-loss`` if our values are higher at equal loss, too;
+        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` where that is open. The first rests
+        on both tests, so its p is the larger one.
+    """
+    matched = at_loss(others, ours.losses)
+    equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
+    lost = len(ours.losses.keys() & ours.values.keys()) - len(matched)
+    note = f"{lost} without a {names[1]} run of so low a loss, left out at equal loss" if lost > 0 else ""
+    joined = replace(raw, ours=f"{raw.ours}; {equal.ours}").noted("; ".join(filter(None, [equal.note, note])))
+    if raw.verdict != Verdict.HOLDS:
+        return joined
+    if equal.verdict == Verdict.HOLDS:
+        p = max(p for p in (raw.p, equal.p, 0.0) if p is not None)
+        verdict = Verdict.HOLDS_AT_ISO_LOSS
+        return replace(joined, verdict=verdict, margin=equal.margin, interval=equal.interval, p=p, seeds=equal.seeds)
+    if equal.verdict == Verdict.FAILS:
+        return replace(joined, verdict=Verdict.EXPLAINED, margin=equal.margin, interval=equal.interval)
+    return joined.noted("whether it is more than the lower loss is open")
+
+
+def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
+    """By seed, the value that an arm has at a loss: on the line through the two of its budgets around that loss.
+
+    A loss above all of the arm's gets the value at the highest of them: the arm is compared with what it reached at a
+    lower loss, which can only favor it. A loss below all of them is left out, for nothing says what it would give.
+    """
+    found: dict[int, float] = {}
+    for seed, loss in losses.items():
+        points = sorted((each.losses[seed], each.values[seed]) for each in budgets if _has(each, seed))
+        if points and loss >= points[0][0]:
+            found[seed] = interpolated(points, loss)
+    return found
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at x on the lines through points that are sorted by x; beyond them, that of the nearest point."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if x <= right:
+            return low if right == left else low + (high - low) * (x - left) / (right - left)
+    return points[-1][1]
+
+
+def _has(budget: Budget, seed: int) -> bool:
+    pair: Mapping[str, float | None] = {"loss": budget.losses.get(seed), "value": budget.values.get(seed)}
+    return all(number is not None and math.isfinite(number) for number in pair.values())
