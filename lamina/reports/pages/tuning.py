@@ -28,13 +28,17 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A quantity over the steps: ``trained`` and ``held_out`` are its names in metrics.jsonl."""
+    """A quantity over the steps: ``trained`` and ``held_out`` are its names in metrics.jsonl.
+
+    ``alone`` is the caption where nothing was held out.
+    """
 
     title: str
     trained: str
     held_out: str
     quantity: str
     caption: str
+    alone: str = ""
 
 
 CURVES = (
@@ -44,6 +48,7 @@ CURVES = (
         held_out="eval_loss",
         quantity="loss",
         caption="Points: held-out loss, over all held-out examples. Line: training loss, mean since the last record.",
+        alone="Training loss, mean since the last record. It says little of a policy: its reward and KL do.",
     ),
     Curve(
         title="Reward",
@@ -225,7 +230,9 @@ def _curve(curve: Curve, records: Sequence[Json]) -> str:
             Line(x=x, y=y, color=color, name=name, legend=True, markers=markers, width=1.4).draw(drawn)
     drawn.update_xaxes(title="step")
     drawn.update_yaxes(title=curve.quantity)
-    return figure(to_html(polish(drawn, 340)), curve.caption, curve.title)
+    return figure(
+        to_html(polish(drawn, 340)), curve.caption if held_out or not curve.alone else curve.alone, curve.title
+    )
 
 
 def _frontier(records: Sequence[Json]) -> str:
