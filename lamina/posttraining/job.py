@@ -84,7 +84,11 @@ def tune(
 
 def _open(stage: Stage[S], settings: S | Mapping[str, object], *, resume: Resume, overwrite: bool) -> Opened[S]:
     require_libraries(str(stage.kind))
-    given = settings if isinstance(settings, TuningSettings) else with_preset(dict(settings))
+    if isinstance(settings, TuningSettings):  # what is at its default may have been decided when the run began
+        whole = settings.to_dict()
+        given = {n: value for n, value in whole.items() if n in POLICY.free or value != settings.default(n)}
+    else:
+        given = with_preset(dict(settings))
     return open_job(
         stage.kind,
         stage.settings,

@@ -112,7 +112,6 @@ def test_an_interrupted_stage_goes_on_and_ends_as_an_uninterrupted_one(plan, sto
         run_here(later if {t.job for t in trials.values()} == {"sft"} else trials, **given)
 
     first = run_plan(made, other, workers=1, bar=False, execute=paused)
-    assert sorted(result["status"] for result in first.values())[:2] == ["finished", "finished"]
     assert sum(result["status"] == "interrupted" for result in first.values()) == 2
     again = run(made, Store(other.folder, other.records))
     pd.testing.assert_series_equal(whole.set_index("key")["eval_loss"], again.set_index("key")["eval_loss"])
