@@ -222,7 +222,7 @@ def test_a_damaged_reward_model_is_one_line(policy, judge, tmp_path, spoil, mess
 def test_a_reward_model_with_a_shorter_context_is_refused(policy, judge, tmp_path):
     shutil.copytree(judge[0] / "model", tmp_path / "judge", ignore=shutil.ignore_patterns("manifest.json"))
     config = json.loads((tmp_path / "judge" / "config.json").read_text())
-    config["backbone_config"]["max_position_embeddings"] = 64
+    config["max_position_embeddings"] = config["backbone_config"]["max_position_embeddings"] = 64
     (tmp_path / "judge" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"reads 64 tokens.*allowed: --sequence-length 64"):
         policy(reward_model=str(tmp_path / "judge"))

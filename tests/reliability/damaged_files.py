@@ -220,7 +220,7 @@ def called(act: Callable[[], Any]) -> Outcome:
     """Call the command line in this process and keep all that it says."""
     from lamina.training import source
 
-    source._read.cache_clear()  # what a process reads once
+    source._read_once.cache_clear()  # what a process reads once
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = logging.getLogger("lamina")

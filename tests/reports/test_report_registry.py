@@ -12,7 +12,7 @@ from lamina.reports import registry, report
 def test_the_kinds_with_a_page():
     assert registry.kinds() == [
         *("coord-check", "dpo", "evaluation", "max-lr", "preflight", "probing", "reward", "rlhf", "run", "sft"),
-        *("study", "transfer"),
+        *("study", "transfer", "watched"),
     ]
 
 

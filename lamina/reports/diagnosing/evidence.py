@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.jobs.files import read_result
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.training.monitoring.alarms import Alarm, Alarms
-from lamina.training.watching.records import check_version, read_about, read_alarms
+from lamina.training.watching.reading import check_version, read_about, read_alarms
 
 _BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
 _NATS, _DEVIATIONS = 0.15, 6.0

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.errors import UserError, one_line
-from lamina.jobs import digests
 from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import finite, write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, claim, in_use, lock
@@ -19,13 +17,11 @@ from lamina.training.monitoring.alarms import Alarm
 from lamina.training.monitoring.layers import Row
 from lamina.training.monitoring.series import spike_columns
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter
+from lamina.training.watching.reading import ALARMS, VERSION, WATCHED, check_version, read_alarms
 from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.tracking import Trackers
 
 logger = logging.getLogger(__name__)
-
-VERSION = 1
-WATCHED, ALARMS = "watched.json", "alarms.jsonl"
 
 
 class Records:
@@ -97,37 +93,3 @@ class Records:
             self.trackers.close()
         finally:
             self._held.close()
-
-
-def read_alarms(folder: Path) -> list[Json]:
-    """The alarms that a run gave, oldest first; none where the file is missing or damaged."""
-    try:
-        digests.require(folder / ALARMS)
-        lines = (folder / ALARMS).read_text(encoding="utf-8").splitlines()
-        return [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
-    except (OSError, ValueError):
-        return []
-
-
-def read_about(folder: Path) -> Json:
-    """watched.json: what was watched; empty where it is missing or damaged."""
-    try:
-        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def check_version(folder: Path) -> None:
-    """Raise UserError if a folder's records are of another version than this package writes."""
-    try:
-        version = json.loads((folder / WATCHED).read_text(encoding="utf-8")).get("record")
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)})") from None
-    if version != VERSION:
-        raise UserError(
-            f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
-            "lamina writes; another folder for a new run)"
-        )

@@ -1,0 +1,47 @@
+"""Reads what a watched run recorded, without torch: the pages need it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError, one_line
+from lamina.jobs import digests
+
+VERSION = 1
+WATCHED, ALARMS = "watched.json", "alarms.jsonl"
+
+
+def read_alarms(folder: Path) -> list[Json]:
+    """The alarms that a run gave, oldest first; none where the file is missing or damaged."""
+    try:
+        digests.require(folder / ALARMS)
+        lines = (folder / ALARMS).read_text(encoding="utf-8").splitlines()
+        return [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
+    except (OSError, ValueError):
+        return []
+
+
+def read_about(folder: Path) -> Json:
+    """watched.json: what was watched; empty where it is missing or damaged."""
+    try:
+        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def check_version(folder: Path) -> None:
+    """Raise UserError if a folder's records are of another version than this package writes."""
+    try:
+        version = json.loads((folder / WATCHED).read_text(encoding="utf-8")).get("record")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"record: {str(folder / WATCHED)!r} cannot be read ({one_line(error)})") from None
+    if version != VERSION:
+        raise UserError(
+            f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
+            "lamina writes; another folder for a new run)"
+        )
