@@ -9,7 +9,7 @@ from training.watching.loops import NanoGpt, Tokens
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.reports.diagnosing.advice import CAUSES
+from lamina.reports.diagnosing.advice import CAUSES, open_changes
 from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
 from lamina.reports.diagnosing.telling import diagnose
 
@@ -82,6 +82,17 @@ def test_where_a_loss_rises():
     assert loss_rise({**falling, 30: 9.0}) is None  # a single step is a spike, not a rise
     assert loss_rise({step: value + (2.0 if step >= 40 else 0.0) for step, value in falling.items()}) == 40
     assert loss_rise({**falling, 25: float("nan")}) == 25
+
+
+def test_what_a_run_has_already_is_not_advised():
+    cause = CAUSES["learning rate too high"]
+    assert any("beta2" in text for text in open_changes(cause, {}))
+    assert any("beta2" in text for text in open_changes(cause, {"beta2": 0.999}))
+    assert not any("beta2" in text for text in open_changes(cause, {"beta2": 0.95}))
+    assert len(open_changes(cause, {"beta2": 0.95})) == len(cause.changes) - 1
+    # no clipping is written as 0
+    assert any("clip" in text for text in open_changes(CAUSES["bad batch"], {"max_grad_norm": 0.0}))
+    assert not any("bfloat16" in text for text in open_changes(CAUSES["number range"], {"precision": "bf16"}))
 
 
 def test_every_claim_that_the_advice_cites_exists():

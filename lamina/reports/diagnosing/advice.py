@@ -9,6 +9,24 @@ from lamina.reports.diagnosing.evidence import Evidence
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change that a run may have already: where ``setting`` of its configuration is one of ``values``, or at most
+    ``most``.
+    """
+
+    text: str
+    setting: str
+    values: tuple[str, ...] = ()
+    most: float | None = None
+
+    def is_made(self, settings: Json) -> bool:
+        """Whether the run was made with it."""
+        value = settings.get(self.setting)
+        small = self.most is not None and isinstance(value, int | float) and 0 < value <= self.most
+        return small or value in self.values
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cause:
     """A kind of failure.
 
@@ -21,7 +39,7 @@ class Cause:
 
     name: str
     meaning: str
-    changes: tuple[str, ...]
+    changes: tuple[str | Change, ...]
     claims: tuple[str, ...] = ()
 
 
@@ -32,7 +50,11 @@ CAUSES = {
             name="number range",
             meaning="Values left the range of the number format before the loss showed it.",
             changes=(
-                "train in bfloat16 (--precision bf16): it has float32's range",
+                Change(
+                    text="train in bfloat16 (--precision bf16): it has float32's range",
+                    setting="precision",
+                    values=("bf16",),
+                ),
                 "put a norm on each sub-layer's output (Peri-LN, arXiv 2502.02732, Fig 11: its activations stay inside "
                 "float16 where Pre-LN's leave it)",
                 "lower the learning rate: largest magnitudes grow with it",
@@ -45,8 +67,12 @@ CAUSES = {
             changes=(
                 "lower the peak learning rate by a factor of 2 to 3, or find the limit with lamina max-lr",
                 "lengthen the warm-up (Peri-LN, App G.1)",
-                "beta2 of 0.95 instead of 0.999: the second moment then forgets a calm time sooner, and a burst of "
-                "gradients makes smaller updates",
+                Change(
+                    text="beta2 of 0.95 instead of 0.999: the second moment then forgets a calm time sooner, and a "
+                    "burst of gradients makes smaller updates",
+                    setting="beta2",
+                    most=0.95,
+                ),
                 "a placement that bears higher rates (Peri-LN, Keel): lamina compare on your text",
             ),
             claims=("peri-lr", "keel-maxlr", "peri-budget"),
@@ -66,7 +92,7 @@ CAUSES = {
             changes=(
                 "look at that step's batch: repeated text, wrong labels, another language or format",
                 "skip outliers: lamina.watch(..., skip_outliers=6) (OLMo-core's SkipStepOptimizer)",
-                "clip the gradient's norm (max_grad_norm=1.0)",
+                Change(text="clip the gradient's norm (max_grad_norm=1.0)", setting="max_grad_norm", most=1.0),
                 "go back to a checkpoint before it and skip the data, as PaLM did (arXiv 2204.02311, Sec 5.1); "
                 "--rollback does in lamina pretrain",
             ),
@@ -129,6 +155,12 @@ def cause_of(evidence: Evidence) -> Cause | None:
     if evidence.half:
         return CAUSES["number range"]
     return CAUSES[_METRICS.get(first.metric, "learning rate too high")]
+
+
+def open_changes(cause: Cause, settings: Json) -> list[str]:
+    """What is left to change in a run with these settings, most promising first."""
+    changes = [c if isinstance(c, Change) else Change(text=c, setting="") for c in cause.changes]
+    return [change.text for change in changes if not change.is_made(settings)]
 
 
 def studied(cause: Cause) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_result
+from lamina.jobs.files import read_result, read_yaml
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.training.monitoring.alarms import Alarm, Alarms
 from lamina.training.watching.reading import check_version, read_about, read_alarms
@@ -32,6 +33,7 @@ class Evidence:
         steps: the last recorded step.
         names: the layers' paths in the model.
         half: whether the model computes in float16.
+        settings: of the run, as its config.yaml says them; empty where it does not.
     """
 
     trial: Trial
@@ -42,6 +44,7 @@ class Evidence:
     steps: int
     names: Mapping[int, str]
     half: bool = False
+    settings: Json = field(default_factory=dict)
 
     @property
     def first(self) -> Alarm | None:
@@ -86,7 +89,15 @@ def gather(folder: Path) -> Evidence:
         steps=int(rows["step"].max()),
         names=names,
         half=bool(about.get("half")),
+        settings=_settings_of(folder),
     )
+
+
+def _settings_of(folder: Path) -> Json:
+    try:
+        return read_yaml(folder / "config.yaml")
+    except UserError:
+        return {}
 
 
 def judge(rows: Frame, *, half: bool = False) -> list[Alarm]:

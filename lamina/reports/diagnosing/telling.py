@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.diagnosing.advice import Cause, cause_of, studied
+from lamina.reports.diagnosing.advice import Cause, cause_of, open_changes, studied
 from lamina.reports.diagnosing.evidence import Evidence, gather, losses_of
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, write_page
@@ -49,7 +49,7 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
     if then:
         texts.append(f"Then: {'; '.join(describe(alarm) for alarm in then)}.")
     texts.append(f"Likely cause: {cause.name}. {cause.meaning}")
-    texts += [f"To change: {change}." for change in cause.changes]
+    texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
     texts += [f"Lamina's own study: {line}" for line in studied(cause)]
     return texts
 
