@@ -85,6 +85,18 @@ def test_measures_are_lines_over_layers_maps_and_curves(tmp_path):
     assert curve.y == pytest.approx((5.0, 4.2, 3.2))
 
 
+def test_steps_that_span_decades_from_the_start_are_numbers(tmp_path):
+    folder = write_claims_study(tmp_path / "study", tables=("metrics",))
+    path = folder / "tables" / "records-metrics.parquet"
+    rows = pd.read_parquet(path)
+    steps = {step: new for step, new in zip(sorted(rows["step"].unique()), (0, 1, 2000), strict=True)}
+    rows.assign(step=rows["step"].map(steps).astype("int64")).to_parquet(path, index=False)
+    drawing = drawn(read_folder(folder), "curves-loss")
+    assert drawing.panels[0].series[0].x == (0.0, 1.0, 2000.0)
+    (written,) = printed.write(drawing, tmp_path / "figures", formats=("svg",))
+    assert written.stat().st_size > 1000
+
+
 def test_the_yaml_chooses_the_first_figure_and_a_kind_that_is_none_is_left_out(tmp_path, caplog):
     wanted = [{"kind": "sweeep"}, {"kind": "curves", "y": "tokens"}]
     study = read_folder(write_claims_study(tmp_path / "study", tables=("metrics",), figures=wanted))

@@ -56,7 +56,7 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
 
 def _loss_sentence(evidence: Evidence) -> str:
     if evidence.rose is None:
-        return f"The loss did not rise in {evidence.steps} steps (status: {evidence.status})."
+        return f"The loss did not rise and stay up in {evidence.steps} steps (status: {evidence.status})."
     return f"The loss rose at step {evidence.rose} of {evidence.steps} (status: {evidence.status})."
 
 
@@ -91,7 +91,7 @@ def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
     html = "".join(figure(to_html(p), escape(c)) for p, c in zip(pictures, captions, strict=True) if p is not None)
     listed = "".join(f"<li>{escape(describe(alarm))}</li>" for alarm in evidence.alarms[:_SHOWN])
     more = len(evidence.alarms) - _SHOWN
-    listed += f"<li>and {more} more in alarms.jsonl</li>" if more > 0 else ""
+    listed += f"<li>and {more} more</li>" if more > 0 else ""
     return write_page(
         folder / PAGE,
         title=f"Diagnosis of {folder.resolve().name}",
@@ -129,6 +129,7 @@ def _series_figure(evidence: Evidence, first: Alarm) -> go.Figure | None:
         return None
     _marks(picture, evidence)
     picture.update_xaxes(title="step").update_yaxes(title=METRICS[first.metric].quantity)
+    picture.update_layout(showlegend=False)  # the caption says which is which, a layer's name stands at its points
     return charts.log_axis(polish(picture, 340))
 
 

@@ -67,7 +67,7 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
     color = splitting.color_axis(study, x, request.color)
 
     def series(part: Frame, label: str, look: splitting.Look) -> Series | None:
-        return splitting.line(part, x, label, look, band="range")
+        return splitting.line(part, x, label, look, band="range", numeric=True)
 
     drawn = splitting.panels(study, table, color, x, series)
     if not drawn:

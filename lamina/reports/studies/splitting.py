@@ -126,13 +126,15 @@ def point(value: object) -> Value:
     return float(value)
 
 
-def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std") -> Series | None:
+def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
     """A line through one row per point, as ``over_seeds`` makes them; None without a point.
 
-    ``band``: the spread is the standard deviation ("std") or the range ("range").
+    ``band``: the spread is the standard deviation ("std") or the range ("range"). ``numeric``: x stays a number even
+    where it spans decades from 0, as training steps do.
     """
     known = rows[rows["mean"].notna()]
-    order = {value: place for place, value in enumerate(ordered_values(rows[x]))}
+    values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])
+    order: dict[Value, int] = {value: place for place, value in enumerate(values)}
     known = known.assign(place=[order[_key(value, order)] for value in known[x]]).sort_values("place", kind="stable")
     lost = rows[rows["mean"].isna()]
     if known.empty and lost.empty:
