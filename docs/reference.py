@@ -36,7 +36,7 @@ def pages() -> dict[str, str]:
 def python_page() -> str:
     """A section per public name; mkdocstrings fills it from signature and docstring."""
     names = [name for name in lamina.__all__ if not name.startswith("_")]
-    jobs = [name for name, value in vars(lamina.api).items() if _is_job(name, value) and name not in names]
+    jobs = [name for name in getattr(lamina.api, "__all__", vars(lamina.api)) if _is_job(name) and name not in names]
     parts = [
         "# Python",
         "`import lamina` loads neither torch nor transformers; each name loads what it needs when it is first used. "
@@ -58,8 +58,9 @@ def _of_placements(name: str) -> str:
     return f"### lamina.placements.{name}\n\n`{name}{inspect.signature(value)}`\n\n{inspect.getdoc(value)}"
 
 
-def _is_job(name: str, value: object) -> bool:
-    return inspect.isfunction(value) and not name.startswith("_") and value.__module__ == "lamina.api"
+def _is_job(name: str) -> bool:
+    value = getattr(lamina.api, name)
+    return inspect.isfunction(value) and not name.startswith("_") and value.__module__.startswith("lamina.api")
 
 
 def command_line_page() -> str:

@@ -65,7 +65,6 @@ data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 61, (8, 8)
 args = TrainingArguments("trainer", max_steps=2, per_device_train_batch_size=4, report_to="none")
 batches = [{"input_ids": rows, "labels": rows} for rows in torch.randint(0, 61, (3, 4, 8))]
 optimizer = torch.optim.AdamW(model.parameters())
-import shutil; shutil.rmtree("runs/mine", ignore_errors=True)
 """,
     "studies.md": "from lamina.studies.judging import *\n",
 }
