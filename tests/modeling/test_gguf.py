@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen
 
 import lamina
 from lamina.cli import main
+from lamina.data.corpus import FileCorpus
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.modeling.backbones import gguf_file
@@ -161,24 +162,25 @@ def test_the_command_writes_one_file_and_verifies_it(saved, tmp_path, capsys):
     )
 
 
-def test_a_byte_level_bpe_goes_into_the_file(saved, tmp_path, capsys, monkeypatch):
-    tokenizer = load_tokenizer("bpe:280")
+def test_a_byte_level_bpe_goes_into_the_file(saved, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the norms of the layers are the norms of the streams\n" * 200)
+    tokenizer = load_tokenizer("bpe:280", corpus=FileCorpus(path=tmp_path / "text.txt"))
     tokenizer.save_pretrained(saved)
     assert main(["convert", str(saved), str(tmp_path / "out"), "--to", "gguf", "--no-verify"]) == 0
     assert "left out" not in capsys.readouterr().out
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     tokens = reader.get_field("tokenizer.ggml.tokens").contents()
     assert len(tokens) == 300
-    assert tokens[:280] == tokenizer.convert_ids_to_tokens(range(280))
-    assert len(reader.get_field("tokenizer.ggml.merges").contents()) == 280 - 257
+    assert tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert len(reader.get_field("tokenizer.ggml.merges").contents()) == len(tokenizer) - 257 > 10
     assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == tokenizer.eos_token_id
 
 
-def test_the_wrong_source_or_placement_is_refused(saved, tmp_path, capsys):
+def test_the_wrong_source_or_placement_is_refused(tmp_path, capsys):
     built("keel").save_pretrained(tmp_path / "keel")
     assert main(["convert", str(tmp_path / "keel"), str(tmp_path / "out"), "--to", "gguf"]) == 2
     assert "no architecture computes the placement 'keel'" in capsys.readouterr().err
-    equivalent(AutoModelForCausalLM.from_pretrained(saved)).save_pretrained(tmp_path / "glm")
-    assert main(["convert", str(tmp_path / "glm"), str(tmp_path / "out"), "--to", "gguf"]) == 2
+    equivalent(built("pre_ln")).save_pretrained(tmp_path / "llama")
+    assert main(["convert", str(tmp_path / "llama"), str(tmp_path / "out"), "--to", "gguf"]) == 2
     assert "convert_hf_to_gguf.py" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

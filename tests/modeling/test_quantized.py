@@ -2,7 +2,7 @@
 
 The logits are those of the same model with its weights rounded: nothing else changes. How far rounding moves them is
 compared with transformers' own Llama of the same sizes. Placements carry an error of the weights on differently: with
-the weights of these tests from 0.7 to 3 times as far as a Llama, so that five times is something else.
+the weights of these tests from 0.6 to 3 times as far as a Llama, so that five times is something else.
 """
 
 import pytest
