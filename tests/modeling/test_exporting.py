@@ -25,7 +25,7 @@ def quiet():
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", names())
 def test_an_exported_program_has_the_same_logits(placement, tmp_path):
-    model = built(placement, 4)
+    model = built(placement, 2)
     program = torch.export.export(model, (), {"input_ids": token_ids(), "use_cache": False})
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
@@ -35,7 +35,7 @@ def test_an_exported_program_has_the_same_logits(placement, tmp_path):
 
 @pytest.mark.parametrize("placement", ALL)
 def test_so_it_has_at_another_size(placement):
-    model = built(placement, 4)
+    model = built(placement, 2)
     arguments = {"input_ids": token_ids(), "use_cache": False}
     program = torch.export.export(model, (), arguments, dynamic_shapes=SHAPES).module()
     for batch, length in ((3, 17), (1, 5)):
@@ -50,7 +50,7 @@ def test_so_it_has_at_another_size(placement):
 def test_onnx_runtime_computes_the_same(placement, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = built(placement, 4)
+    model = built(placement, 2)
     torch.onnx.export(
         model,
         (),
@@ -65,5 +65,5 @@ def test_onnx_runtime_computes_the_same(placement, tmp_path):
     for batch, length in ((3, 17), (1, 5)):
         ids = token_ids(batch, length)
         (again,) = session.run(["logits"], {"input_ids": ids.numpy()})
-        # float32 in another order of sums, over four layers and logits of up to 5
+        # float32 in another order of sums, and logits of up to 5
         torch.testing.assert_close(torch.from_numpy(again), model(ids).logits, rtol=1e-4, atol=1e-4)

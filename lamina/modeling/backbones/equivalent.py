@@ -22,7 +22,7 @@ from lamina.core.architectures import conversions
 from lamina.errors import UserError
 from lamina.modeling.backbones.conversion import computed, to_transformers
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaNorm, LogitsStyle, Residual
+from lamina.modeling.modeling_lamina import Block, LaminaForCausalLM, LaminaNorm, LogitsStyle, Residual
 from lamina.placements import Norm, Plan, Sublayer, resolve
 
 # Backbones with the attention of Llama, but for biases and norms on queries and keys, and its feed-forward.
@@ -105,7 +105,8 @@ def equivalent(model: LaminaForCausalLM) -> PreTrainedModel:
     if extra or set(missing) - ({"lm_head.weight"} if tied else set()):
         raise UserError(f"source: its tensors are not those of {model_type!r} ({[*missing, *extra][0]!r})")
     found.tie_weights()
-    return nn.Module.to(found, model.device).eval()
+    nn.Module.to(found, model.device)
+    return found.eval()
 
 
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
@@ -115,10 +116,10 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
             f"plan: no model of transformers has this placement ({plan.placement!r}) on the backbone "
             f"{config.model_type!r} (allowed: its own placement, or of the backbones {', '.join(LLAMAS)})"
         )
-    attention = model.model.layers[0].attention.module
-    inner = _inner_norms(attention, plan)
-    bias = attention.q_proj.bias is not None
-    others = [m for block in model.model.layers for m in (block.attention.module.o_proj, *_linear(block))]
+    attention = _blocks(model)[0].attention.module
+    inner = _inner_norms(attention, plan, _head_dim(config))
+    bias = "q_proj.bias" in attention.state_dict()
+    others = [m for b in _blocks(model) for m in (*_linear(b.attention, "o_proj"), *_linear(b.feed_forward))]
     if any(linear.bias is not None for linear in others) or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
         raise UserError(
             f"plan: {plan.placement!r} on this backbone is no model of transformers: it has biases outside queries, "
@@ -140,11 +141,17 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     )
 
 
-def _linear(block: nn.Module) -> list[nn.Linear]:
-    return [m for m in block.get_submodule("feed_forward.module").modules() if isinstance(m, nn.Linear)]
+def _blocks(model: LaminaForCausalLM) -> list[Block]:
+    return [block for block in model.model.layers if isinstance(block, Block)]
 
 
-def _inner_norms(attention: nn.Module, plan: Plan) -> str:
+def _linear(residual: Residual, name: str = "") -> list[nn.Linear]:
+    """The linear layers of a sub-layer's module, or that of the name."""
+    named = residual.module.named_modules()
+    return [module for key, module in named if isinstance(module, nn.Linear) and name in ("", key)]
+
+
+def _inner_norms(attention: nn.Module, plan: Plan, head_dim: int) -> str:
     """The norms on queries and keys, the plan's or the attention's own: "off", "head", "full", or "other"."""
     rms = plan.qkv_norm is None or plan.qkv_norm.kind in ("backbone", "rms")
     if plan.v_norm != "off" or not rms:
@@ -152,8 +159,7 @@ def _inner_norms(attention: nn.Module, plan: Plan) -> str:
     norm = getattr(attention, "q_norm", None)
     if norm is None:
         return "off"
-    width = getattr(norm, "hidden_size", None) or norm.weight.shape[0]
-    return "head" if width == attention.head_dim else "full"
+    return "head" if len(_gain(norm)) == head_dim else "full"
 
 
 def _folded(plan: Plan) -> tuple[object, ...]:
@@ -184,10 +190,12 @@ def _renamed(model: LaminaForCausalLM, row: Equivalent) -> dict[str, torch.Tenso
     config = backbone_of(model.config)
     tensors = {
         "lm_head.weight": model.lm_head.weight,
-        "model.embed_tokens.weight": model.model._scaled_and_normed(model.get_input_embeddings().weight),
+        "model.embed_tokens.weight": model.model._scaled_and_normed(
+            model.get_input_embeddings().get_parameter("weight")
+        ),
         "model.norm.weight": _gain(model.model.norm),
     }
-    for index, block in enumerate(model.model.layers):
+    for index, block in enumerate(_blocks(model)):
         prefix = f"model.layers.{index}."
         for name, position in row.norms.items():
             part, _, norm = position.partition(".")
@@ -223,7 +231,6 @@ def in_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _gain(norm: nn.Module) -> torch.Tensor:
     """The gain of a norm [width]; the constant one where it is not learned."""
-    assert isinstance(norm, nn.Module)
     if isinstance(norm, LaminaNorm) and norm.weight is None:
         return torch.full((norm.hidden_size,), norm.initial_gain)
     return norm.get_parameter("weight")
