@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen
 
 import lamina
 from lamina.cli import main
-from lamina.data.corpus import FileCorpus
+from lamina.data.corpus import Corpus
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.modeling.backbones import gguf_file
@@ -164,7 +164,7 @@ def test_the_command_writes_one_file_and_verifies_it(saved, tmp_path, capsys):
 
 def test_a_byte_level_bpe_goes_into_the_file(saved, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the norms of the layers are the norms of the streams\n" * 200)
-    tokenizer = load_tokenizer("bpe:280", corpus=FileCorpus(path=tmp_path / "text.txt"))
+    tokenizer = load_tokenizer("bpe:280", corpus=Corpus.parse(str(tmp_path / "text.txt")))
     tokenizer.save_pretrained(saved)
     assert main(["convert", str(saved), str(tmp_path / "out"), "--to", "gguf", "--no-verify"]) == 0
     assert "left out" not in capsys.readouterr().out
