@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lamina import auto_classes as registering
+from lamina import auto_classes
+from lamina.core import peft_targets
 
 if TYPE_CHECKING:
     from lamina import data, evaluation, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
@@ -61,4 +62,5 @@ if not TYPE_CHECKING:  # else a misspelt name would be of type Any
         raise AttributeError(f"module 'lamina' has no attribute {name!r}")
 
 
-registering.register()
+auto_classes.register()
+peft_targets.register()

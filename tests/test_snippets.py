@@ -32,6 +32,7 @@ COVERED = {  # pages whose Python is run by the test of their own
     "own-placement.md": "tests/placements/test_own_placement_docs.py",
     "own-probe.md": "tests/probes/test_probes_docs.py",
     "probes.md": "tests/probes/test_probes_docs.py",
+    "serving.md": "tests/modeling/test_serving_docs.py",
     "wire.md": "tests/modeling/test_wire_docs.py",
 }
 NOT_RUN = {  # the beginning of a command or of a Python block: why it is only read
@@ -42,6 +43,7 @@ NOT_RUN = {  # the beginning of a command or of a Python block: why it is only r
     "pip install": "changes the environment; the extras are compared with pyproject.toml",
     "python tests/reliability/command_lines.py": "takes minutes; tests/reliability has its own tests",
     "ray up": "needs a cluster",
+    "vllm serve": "vLLM is not among what CI installs: a test does by hand what its sources do",
     "sbatch ": "needs Slurm: tests/training/test_distributed.py runs the script without it",
     "from transformers import AutoModelForCausalLM\nfrom transformers.distributed": (
         "needs two processes under torchrun: tests/modeling has tensor parallelism"
