@@ -234,9 +234,5 @@ def test_the_commands_of_a_tutorial_run_to_the_end(folder, capsys, page):
             argv += ["--workers", "1"] if argv[0] == "compare" else []
             argv += ["--output", f"out-{len(os.listdir())}"] if "--output" not in argv else []
         elif argv[0] in SMALL:
-            argv += {
-                "generate": ["--max-new-tokens", "2"],
-                "eval": ["--limit", "2"],
-                "probe": ["--sequences", "2"],
-            }.get(argv[0], ["--corpus", "words.txt", "--hidden-size", "16", "--num-heads", "2", "--num-layers", "2"])
+            argv += SMALL[argv[0]].split()
         assert main(argv) in (0, 1), (command, capsys.readouterr().err)
