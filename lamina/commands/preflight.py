@@ -35,8 +35,6 @@ def run(argv: list[str]) -> int:
 
     parser = make_parser("preflight", DESCRIPTION, EXAMPLES)
     add_settings(parser, PreflightSettings)
-    parser.add_argument("--placement", type=str, default=None, help="the same as --placements")
-    parser.add_argument("--learning-rate", type=str, default=None, help="the same as --learning-rates")
     parser.add_argument("--json", action="store_true", help="print the table as JSON, with every measured number")
     parser.add_argument("--strict", action="store_true", help='exit with 1 if a verdict is "will not train"')
     parser.add_argument("--overwrite", action="store_true", help="first delete what the output folder holds")

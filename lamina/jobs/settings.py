@@ -15,6 +15,7 @@ Records are composed from smaller ones by inheritance. A record overrides an inh
 from __future__ import annotations
 
 import copy
+import inspect
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -76,10 +77,13 @@ class Settings:
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does
     not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts; the others follow base by base, the record's own last.
+    files and help texts; the others follow base by base, the record's own last. ``group`` is the heading of a group's
+    flags in ``--help all``; a command's own record has none. ``main`` names the ten settings that ``--help`` shows.
     """
 
     command_name: ClassVar[str] = ""
+    group: ClassVar[str] = ""
+    main: ClassVar[tuple[str, ...]] = ()
     without: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[tuple[str, ...]] = ()
 
@@ -122,6 +126,12 @@ class Settings:
     def kind(cls, name: str) -> object:
         """A field's type."""
         return _hints(cls)[name]
+
+    @classmethod
+    def group_of(cls, name: str) -> str:
+        """The heading under which a field's flag stands; empty for one of the command's own."""
+        declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
+        return str(declaring[-1].__dict__.get("group", ""))
 
     def to_dict(self) -> Json:
         """The settings as config.yaml holds them."""

@@ -179,7 +179,7 @@ def test_every_command_has_a_help_with_an_example(command, capsys):
         main([command, "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert f"  lamina {command}" in out.split("examples:")[1]
+    assert f"  lamina {command}" in out.split("\nexamples:")[1]
 
 
 @pytest.mark.parametrize("argv", [["--help"], [], ["--version"], ["no-such-command"]])
