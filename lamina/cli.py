@@ -32,6 +32,7 @@ COMMANDS = {
     "report": "write again the page of a folder: a run's, a study's, an evaluation's or a probed checkpoint's",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
+    "completion": "print the script with which bash, zsh or tcsh completes commands and flags",
 }
 
 # Errors of the user's paths and disk; any other is our fault and keeps its traceback.

@@ -140,7 +140,11 @@ def add_settings(
             parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=help)
         else:
             value = value_name(settings, name)
-            parser.add_argument(flag, *SHORTER.get(name, ()), type=kind, default=default, help=help, metavar=value)
+            action = parser.add_argument(
+                flag, *SHORTER.get(name, ()), type=kind, default=default, help=help, metavar=value
+            )
+            if get_origin(settings.kind(name)) is Literal:
+                action.__dict__["words"] = get_args(settings.kind(name))
 
 
 def value_name(settings: type[Settings], name: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args,
 
 from lamina.core.json_types import Json
 from lamina.core.values import mapping, number, one_of, switch, text, whole_number
-from lamina.errors import unknown
+from lamina.errors import UserError, unknown
 
 T = TypeVar("T")
 # Takes a field's name and a value, returns the value to store; raises UserError for a value that is not allowed.
@@ -79,11 +79,14 @@ class Settings:
     not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
     files and help texts; the others follow base by base, the record's own last. ``group`` is the heading of a group's
     flags in ``--help all``; a command's own record has none. ``main`` names the ten settings that ``--help`` shows.
+    ``needed`` are those without which the job can't begin; ``needs_backbone``: whether a check loads the backbone.
     """
 
     command_name: ClassVar[str] = ""
     group: ClassVar[str] = ""
     main: ClassVar[tuple[str, ...]] = ()
+    needed: ClassVar[tuple[str, ...]] = ()
+    needs_backbone: ClassVar[bool] = False
     without: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[tuple[str, ...]] = ()
 
@@ -126,6 +129,18 @@ class Settings:
     def kind(cls, name: str) -> object:
         """A field's type."""
         return _hints(cls)[name]
+
+    @classmethod
+    def check_of(cls, name: str) -> Check | None:
+        """A field's check; None if its type decides."""
+        return _detail(cls, name, "check")
+
+    def require(self, *names: str) -> None:
+        """Raise UserError for the first of these settings that has no value."""
+        for name in names:
+            if getattr(self, name) is None:
+                flag = "from" if name == "from_model" else name.replace("_", "-")
+                raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
 
     @classmethod
     def group_of(cls, name: str) -> str:

@@ -97,6 +97,7 @@ class TuningSettings(
         )
     )
     order: ClassVar[tuple[str, ...]] = ("from_model", "data")
+    needed: ClassVar[tuple[str, ...]] = ("from_model", "data")
 
     from_model: str | None = changed(
         None,
@@ -129,13 +130,6 @@ class TuningSettings(
         shared = {name: value for name, value in self.shared_with(PretrainSettings).items() if name != "from_model"}
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
         return PretrainSettings.from_dict(shared)
-
-    def require(self, *names: str) -> None:
-        """Raise UserError for the first of these settings that has no value."""
-        for name in names:
-            if getattr(self, name) is None:
-                flag = "from" if name == "from_model" else name.replace("_", "-")
-                raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
 
 
 @dataclass(frozen=True, kw_only=True)

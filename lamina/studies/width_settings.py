@@ -111,6 +111,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     """A transfer: learning rates are tried on a narrow proxy and carried over to a wide target."""
 
     command_name = "transfer"
+    needs_backbone = True
     main = (
         *("placement", "backbone", "hidden_size", "proxy_width", "learning_rates", "verify_rates"),
         *("steps", "seeds", "corpus", "output"),
