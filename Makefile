@@ -80,7 +80,7 @@ results: $(VENV)/.development
 	$(MAKE) results-docs
 
 pictures: $(VENV)/.development
-	$(BIN)/lamina placements post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel --num-layers 4 --svg docs/placements.svg
+	$(BIN)/lamina placements post_ln,pre_ln,peri_ln,keel --num-layers 4 --svg docs/placements.svg
 	$(BIN)/lamina placements --num-layers 4 --svg docs/all-placements.svg
 	$(BIN)/python docs/tables.py
 	$(BIN)/lamina report $(DEMO) --screenshot docs/report.png

@@ -11,10 +11,12 @@ from typing import Any
 import pandas as pd
 
 from lamina.core.architectures import conversions, verified
+from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/convert.md", "docs/probes.md", "docs/reliability.md")
+_OF_DOCS = ("benchmarks", "convert", "placements", "probes", "reliability", "run-folder")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
 
@@ -26,6 +28,16 @@ def placements_table() -> str:
         equation = "<br>".join(f"`{re.sub(r'  +', ' ', line)}`" for line in placement.equation)
         rows.append(f"| `{name}` {placement.title} | {equation} | {placement.source} |")
     return "\n".join(rows)
+
+
+def columns_table() -> str:
+    """One row per column of a run's result."""
+    rows = [
+        f"| `{column.name}` | {column.title or column.name.replace('_', ' ')} | "
+        f"{'number' if column.is_number else 'text'} | {'where it applies' if column.optional else 'always'} |"
+        for column in RESULT_COLUMNS
+    ]
+    return "\n".join(["| column | on the pages | kind | there |", "|---|---|---|---|", *rows])
 
 
 def conversions_table() -> str:
@@ -147,37 +159,33 @@ def tuned_table() -> str:
     return "\n".join([*lines, "", where])
 
 
-def seeds_table() -> str:
-    """The study of the four seeds and Pre-LN: each at its best rate, its difference to Pre-LN, and the sweep."""
+def seeds_table(*, sweep: bool = False) -> str:
+    """The study of the four seeds and Pre-LN: each at its best rate, or with ``sweep`` at each rate of the sweep."""
     folder = ROOT / "studies" / "records" / "seeds-tuned-cpu"
     trials = pd.read_csv(folder / "results.csv")
     claims = {claim["claim"]: claim for claim in json.loads((folder / "claims.json").read_text(encoding="utf-8"))}
-    sweep = trials[trials["seed"] < 3]
-    rates = sorted(rate for rate, part in sweep.groupby("learning_rate") if part["placement"].nunique() == 5)
+    tried = trials[trials["seed"] < 3]
+    rates = sorted(rate for rate, part in tried.groupby("learning_rate") if part["placement"].nunique() == 5)
     rows = []
     for name, group in trials[trials["tuned"]].groupby("placement"):
         trained = group[group["status"].isin(("finished", "short"))]["eval_loss"]
-        claim = claims.get(f"seeds-tuned/{name.replace('_', '-')}")
-        cells = [f"`{name}`", f"{group['learning_rate'].iloc[0]:g}"]
-        cells += [f"{trained.mean():.2f} ± {trained.std():.2f}", f"{len(trained)} of {len(group)}"]
-        cells += ["" if claim is None else _paired(claim), "" if claim is None else claim["verdict"]]
-        cells += [_at_rate(sweep[(sweep["placement"] == name) & (sweep["learning_rate"] == rate)]) for rate in rates]
+        if sweep:
+            at_rates = [tried[(tried["placement"] == name) & (tried["learning_rate"] == rate)] for rate in rates]
+            cells = [f"`{name}`", *(_at_rate(part) for part in at_rates)]
+        else:
+            claim = claims.get(f"seeds-tuned/{name.replace('_', '-')}")
+            cells = [f"`{name}`", f"{group['learning_rate'].iloc[0]:g}"]
+            cells += [f"{trained.mean():.2f} ± {trained.std():.2f}", f"{len(trained)} of {len(group)}"]
+            cells += ["", ""] if claim is None else [_paired(claim), claim["verdict"]]
         rows.append((trained.mean(), cells))
-    heads = [
-        "placement",
-        "best rate",
-        "eval loss, mean ± std",
-        "seeds that trained",
-        "less Pre-LN's (95 %)",
-        "below Pre-LN's?",
-    ]
-    lines = [f"| {' | '.join([*heads, *(f'{rate:g}' for rate in rates)])} |", f"|{'---|' * (len(heads) + len(rates))}"]
+    best = ["best rate", "eval loss, mean ± std", "seeds that trained", "minus Pre-LN's (95 %)", "below Pre-LN's?"]
+    heads = ["placement", *([f"{rate:g}" for rate in rates] if sweep else best)]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines += [f"| {' | '.join(cells)} |" for _, cells in sorted(rows, key=lambda row: row[0])]
     one = claims["seeds-tuned"]
     where = (
-        "One initialization for all (`scaled`). The columns of rates are means over the first three seeds, on which "
-        "the rates were tuned; they turned out easier than the other five. `lamina study run "
-        f"seeds-tuned`: {len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}."
+        f"One initialization for all (`scaled`). `lamina study run seeds-tuned`: {len(trials)} trials; "
+        f"{one['machine']}; {one['date']}, revision {one['revision']}."
     )
     return "\n".join([*lines, "", where])
 
@@ -236,8 +244,7 @@ def families_sentence() -> str:
         f"models with random weights: each probe's numbers equal independent formulas, or it says in one line why it "
         f"does not apply there. {len(found['refused'])} more are refused as a whole, in one line, "
         f"{unrun} of them because a model so small does not run on tokens or images alone. "
-        f"[docs/probes.md](docs/probes.md#verified-families) lists both. {record['date']}, "
-        f"revision {record['revision']}."
+        f"{record['date']}, revision {record['revision']}."
     )
 
 
@@ -299,8 +306,10 @@ def tables() -> dict[str, str]:
     found |= {
         "tuned": tuned_table(),
         "seeds": seeds_table(),
+        "seeds-sweep": seeds_table(sweep=True),
         "verified": f"{verified()}.",
         "conversions": conversions_table(),
+        "columns": columns_table(),
     }
     found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):

@@ -5,14 +5,18 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import lamina
+from lamina.placements import names
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+HOME = PROJECT["urls"]["Repository"]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -58,9 +62,23 @@ def test_a_python_example_runs_as_it_stands(code, tmp_path):
     assert "failed" not in run_as_a_script(code, tmp_path)
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
-def test_every_local_link_leads_somewhere(link):
-    assert (ROOT / link).exists()
+def test_every_link_leads_to_a_file_by_its_address_in_the_public_home():
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert len(links) > 20
+    for link in links:
+        found = re.fullmatch(rf"{re.escape(HOME)}/(?:blob|raw)/main/([^#]+)(?:#.*)?", link)
+        assert found, f"{link}: a package index shows the README, so a link has to be absolute"
+        assert (ROOT / found[1]).is_file(), link
+
+
+def test_the_public_home_is_one():
+    """It is said in pyproject.toml, and repeated by these alone."""
+    assert all(address.startswith(HOME) for address in PROJECT["urls"].values())
+    assert set(re.findall(r"https://[\w.]*example[^\s)]*?/lamina", README)) == {HOME}
+
+
+def test_the_number_of_placements_is_right():
+    assert f"any of {len(names())} norm placements" in README
 
 
 def test_the_version_is_one():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = r"""["']?(?:https?:)?//"""
@@ -48,11 +49,12 @@ def test_the_search_runs_from_files(site):
     assert "iframe-worker.js" in (site / "compare.html").read_text("utf-8")
 
 
-def test_the_readme_is_the_first_page_and_its_links_are_those_of_the_site(site):
+def test_the_readme_is_the_first_page_and_its_links_are_those_of_the_site(site, hooks):
     first = (site / "index.html").read_text("utf-8")
     assert 'href="own-placement.html"' in first
     assert 'src="placements.svg"' in first
     assert 'href="contributing.html"' in first
+    assert f'href="{hooks.HOME}' not in first
     assert "<code>" in first
 
 
@@ -69,12 +71,15 @@ def files_of(hooks, *paths):
         ("docs/results/mix.md", "[a](../compare.md)", "[a](../compare.md)"),
         ("docs/compare.md", "[a](../README.md)", "[a](index.md)"),
         ("docs/compare.md", "[`rules`](../pyproject.toml)", "`rules`"),
+        ("README.md", "[a](HOME/blob/main/docs/compare.md#x)", "[a](compare.md#x)"),
+        ("README.md", "[a](HOME/blob/main/LICENSE) [b](HOME/issues)", "a [b](HOME/issues)"),
         ("docs/compare.md", "`[a](nowhere.md)` [a](https://x.org) [a](#here)", None),
         ("docs/compare.md", "```\n[a](nowhere.md)\n```", None),
     ],
 )
 def test_links_of_the_repository_become_links_of_the_site(hooks, caplog, source, markdown, expected):
     files = files_of(hooks, "index.md", "compare.md", "results/mix.md")
+    markdown, expected = (text and text.replace("HOME", hooks.HOME) for text in (markdown, expected))
     assert hooks.site_links(markdown, source, files) == (expected or markdown)
     assert not caplog.records
 
@@ -86,17 +91,65 @@ def test_a_link_that_leads_nowhere_is_a_warning_which_the_strict_build_counts(ho
     assert caplog.records[0].name.startswith("mkdocs.")
 
 
-def test_the_results_are_those_of_the_records(tmp_path):
-    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    pages = module.write(tmp_path, draw=False)
+    return module
+
+
+def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
+    advice = tmp_path / "advice" / "which-placement.md"
+    advice.parent.mkdir()
+    pages = loaded("results").write(tmp_path, draw=False, advice=advice)
+    assert advice.read_text("utf-8") == (ROOT / "docs" / advice.name).read_text("utf-8"), "run make results-docs"
     committed = ROOT / "docs" / "results"
     assert {page.name for page in pages} == {page.name for page in committed.glob("*.md")}
     stale = [page.name for page in pages if page.read_text("utf-8") != (committed / page.name).read_text("utf-8")]
     assert not stale, "run make results-docs"
     pictures = {found for page in pages for found in re.findall(r"\((figures/[^)]+)\)", page.read_text("utf-8"))}
     assert all((committed / picture).is_file() for picture in pictures), "run make results-docs"
+
+
+def one(claim, verdict, **more):
+    study = claim.split("/")[0]
+    return {"claim": claim, "study": study, "scale": "cpu", "verdict": verdict, "says": f"{claim} says", **more}
+
+
+def advice(verdict, monkeypatch, tmp_path, **more):
+    """The page of one question whose only rule is about a claim with this verdict."""
+    module = loaded("decisions")
+    rules = "- if: Speed\n  else: Measure it.\n  rules: [{claim: a/b, holds: Take A., fails: Leave A.}]\n"
+    (tmp_path / "decisions.yaml").write_text(rules, encoding="utf-8")
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    return module.page([one("a/b", verdict, paper="+3", **more)], "Small.")
+
+
+def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
+    measured = {"ours": "a 1 vs b 2: difference -0.5", "margin": -0.5, "interval": [-0.7, -0.3], "seeds": 5}
+    held = advice("holds", monkeypatch, tmp_path, **measured)
+    assert "Take A. ([holds](results/a.md), difference −0.5, 95 % −0.7 to −0.3, 5 seeds)" in held
+    assert "Leave A." not in held
+    assert "Leave A. ([fails](results/a.md)" in advice("fails", monkeypatch, tmp_path)
+    for verdict, head in (("inconclusive", "Tried, and still open"), ("not run yet", "Not tried yet")):
+        undecided = advice(verdict, monkeypatch, tmp_path)
+        assert "Nothing is decided here yet. Measure it." in undecided
+        assert f"{head}: [a/b says](results/a.md)" in undecided
+        assert "Take A." not in undecided
+    explained = advice("explained by loss", monkeypatch, tmp_path)
+    assert "Take A." not in explained
+    assert "explained by a lower loss" in explained
+
+
+def test_advice_is_about_claims_of_the_catalog():
+    from lamina.studies.engine.verdicts import all_verdicts
+
+    claims = {verdict["claim"] for verdict in all_verdicts()}
+    questions = yaml.safe_load((ROOT / "docs" / "decisions.yaml").read_text("utf-8"))
+    rules = [rule for question in questions for rule in question["rules"]]
+    assert {rule["claim"] for rule in rules} <= claims
+    assert all(set(rule) == {"claim", "holds"} or set(rule) == {"claim", "holds", "fails"} for rule in rules)
+    assert all(set(question) == {"if", "else", "rules"} for question in questions)
 
 
 def test_a_figure_with_its_data_beside_it_is_interactive(hooks, tmp_path, monkeypatch):

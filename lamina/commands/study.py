@@ -67,7 +67,9 @@ def _list(argv: list[str]) -> int:
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return 0
     for one in found:
-        print(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {one['ours'] or one.get('note') or ''}")
+        parts = one.get("parts") or [one["ours"]]
+        said = f"{parts[0]} (and {len(parts) - 1} more)" if len(parts) > 1 else parts[0] or one.get("note") or ""
+        print(f"{one['verdict']:<13} {one['claim']:<28} {one['scale']:<5} {said}")
     counts: dict[str, int] = {}
     for one in found:
         counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
@@ -112,7 +114,8 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> Non
     print(f"\n{settings['study']}: {len(outcome.results)} trials")
     for one in outcome.claims:
         print(f"  {one['verdict']:<13} {one['claim']}: {one['says']}")
-        for label, text in (("ours", one.get("ours")), ("paper", one.get("paper")), ("note", one.get("note"))):
+        ours = [("ours", part) for part in one.get("parts") or [one.get("ours")]]
+        for label, text in (*ours, ("paper", one.get("paper")), ("note", one.get("note"))):
             if text:
                 print(f"  {'':<13} {label}: {text}")
     print(f"the page: {outcome.folder / 'report.html'}")

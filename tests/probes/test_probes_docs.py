@@ -14,6 +14,8 @@ from lamina.probes.engine.listing import listed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "probes.md").read_text(encoding="utf-8")
+OWN = (DOCS / "own-probe.md").read_text(encoding="utf-8")
+GALLERY = (DOCS / "gallery.md").read_text(encoding="utf-8")
 
 
 def test_every_probe_has_its_heading_and_no_other():
@@ -28,7 +30,7 @@ def test_the_python_example_runs():
 
 
 def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama):
-    code = re.findall(r"<!-- own probe -->\n```python\n(.*?)```", TEXT, re.S)[0]
+    code = re.findall(r"<!-- own probe -->\n```python\n(.*?)```", OWN, re.S)[0]
     (tmp_path / "small_values.py").write_text(code, encoding="utf-8")
     model = LlamaForCausalLM(tiny_llama).eval()
     blocks = torch.randint(0, 61, (4, 8))
@@ -45,6 +47,6 @@ def test_the_probe_of_ones_own_measures_what_it_says(tmp_path, tiny_llama):
         registry.make(spec.replace("limit", "limt"))
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", TEXT))))
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"!\[[^]]*\]\((?!http)([^)#]+)\)", GALLERY))))
 def test_every_picture_is_there_and_small(link):
     assert (DOCS / link).stat().st_size < 150_000

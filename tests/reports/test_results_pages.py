@@ -8,6 +8,7 @@ from synthetic_claims import CLAIMS, write_claims_study
 
 from lamina.reports.results import write_results
 from lamina.reports.results.markdown import plain
+from lamina.reports.results.verdicts import ours
 
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):
@@ -54,6 +55,13 @@ def results(tmp_path_factory):
 
 def page(results, name: str) -> str:
     return (results / "docs" / f"{name}.md").read_text("utf-8")
+
+
+def test_numbers_stand_on_lines_of_their_own_and_the_first_page_shows_what_decides():
+    one = {"verdict": "fails", "parts": ["a < b", "c", "d"], "ours": "a < b; c; d"}
+    assert ours(one) == "a &lt; b<br>c<br>d"
+    assert ours(one, most=2) == "a &lt; b<br>c<br>and 1 more"
+    assert ours({"verdict": "fails", "ours": "x"}, most=2) == "x"  # of an older record
 
 
 def test_the_first_page_counts_the_claims_and_has_all_of_them_by_paper(results):

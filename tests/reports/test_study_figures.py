@@ -89,7 +89,7 @@ def test_steps_that_span_decades_from_the_start_are_numbers(tmp_path):
     folder = write_claims_study(tmp_path / "study", tables=("metrics",))
     path = folder / "tables" / "records-metrics.parquet"
     rows = pd.read_parquet(path)
-    steps = {step: new for step, new in zip(sorted(rows["step"].unique()), (0, 1, 2000), strict=True)}
+    steps = dict(zip(sorted(rows["step"].unique()), (0, 1, 2000), strict=True))
     rows.assign(step=rows["step"].map(steps).astype("int64")).to_parquet(path, index=False)
     drawing = drawn(read_folder(folder), "curves-loss")
     assert drawing.panels[0].series[0].x == (0.0, 1.0, 2000.0)

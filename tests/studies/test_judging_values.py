@@ -88,8 +88,10 @@ def finding(verdict, p=None, ours="", seeds=5, margin=None, note=""):
 
 def test_all_of_is_as_strong_as_its_weakest_part():
     both = all_of(finding("holds", 0.01, margin=1.0), finding("holds", 0.04, "b", seeds=3, margin=2.0))
-    assert (both.verdict, both.p, both.margin, both.seeds, both.ours) == ("holds", 0.04, 2.0, 3, "holds; b")
+    assert (both.verdict, both.p, both.margin, both.seeds, both.ours) == ("holds", 0.04, 2.0, 3, "b; holds")
     assert all_of(finding("holds"), finding("inconclusive"), finding("fails")).verdict == "fails"
+    nested = all_of(both, finding("fails", ours="c"))
+    assert nested.parts == ("c", "b", "holds")  # what decides comes first, and each finding stays a line of its own
     assert all_of(finding("holds"), finding("inconclusive")).verdict == "inconclusive"
     assert all_of(finding("holds"), needs_scale("gpu", "too shallow here")).verdict == "needs scale"
 

@@ -57,6 +57,14 @@ def test_a_dead_sublayer_and_one_apart_from_its_peers_are_named():
     assert Alarms().see([row(1, 10.0**layer, layer=layer) for layer in range(2)]) == []
 
 
+@pytest.mark.parametrize("value", [30.0, 1 / 30])
+def test_weights_apart_from_their_peers_are_named(value):
+    weights = [row(1, value if layer == 2 else 1.0, layer=layer, metric="weight_norm") for layer in range(4)]
+    assert [(a.rule, a.layer, a.metric) for a in Alarms().see(weights)] == [("apart", 2, "weight_norm")]
+    scaled = [row(1, (layer + 1) ** -0.5, layer=layer, metric="weight_norm") for layer in range(48)]
+    assert Alarms().see(scaled) == []  # a depth-scaled initializer
+
+
 def test_an_alarm_says_where_and_how_much():
     (alarm,) = run([*[1.0] * 20, 12.0], sublayer="feed_forward")
     assert describe(alarm) == "step 21, layer 1 (feed-forward): gradient norm is 12 times its recent median"

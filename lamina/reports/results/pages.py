@@ -32,6 +32,7 @@ _SCALE = (
     "those of scale cpu, on more than a hundred thousand times more text: what fails here may hold there, and what "
     "holds here may not."
 )
+_SHOWN = 2  # numbers of a claim on the page of all; its own page has the rest
 _GENERATED = "<!-- Made from studies/records by `make results-docs`. -->"
 
 
@@ -102,7 +103,7 @@ def _claim(study: Study, one: Json) -> list[str]:
     return [
         f"{link}<br>{says}" if "/" in str(one["claim"]) else f"**{link}**<br>{says}",
         f"**{one['verdict']}**",
-        said.ours(one),
+        said.ours(one, most=_SHOWN),
         plain(one.get("paper") or NONE),
         str(one.get("seeds") or NONE),
         str(one["scale"]),

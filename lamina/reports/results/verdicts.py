@@ -91,13 +91,16 @@ def command(study: str, scale: str) -> str:
     return f"lamina study run {study}" + ("" if scale == "cpu" else f" --scale {scale}")
 
 
-def ours(one: Json) -> str:
-    """What we found, or how to find it."""
+def ours(one: Json, *, most: int | None = None) -> str:
+    """What we found, or how to find it: a line for each part of it, ``most`` of them, what decides first."""
     if one["verdict"] == Verdict.NOT_RUN:
         return code(command(one["study"], one["scale"]))
     if one["verdict"] == Verdict.NEEDS_SCALE:
         return plain(one.get("note") or NONE)
-    return plain(one.get("ours") or NONE)
+    parts = one.get("parts") or [one.get("ours") or NONE]
+    shown = [plain(part) for part in parts[:most]]
+    more = len(parts) - len(shown)
+    return "<br>".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def row(one: Json) -> list[str]:

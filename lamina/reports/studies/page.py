@@ -48,7 +48,7 @@ def _verdicts(study: StudyFolder) -> str:
     fields = [
         Field(title="claim", cell=_claim, kind="reason"),
         Field(title="verdict", cell=lambda row: chip(str(row["verdict"]))),
-        Field(title="ours", cell=lambda row: escape(str(row.get("ours") or "–")), kind="reason"),
+        Field(title="ours", cell=_ours, kind="reason"),
         Field(title="paper", cell=lambda row: escape(str(row.get("paper") or "–")), kind="reason"),
         Field(title="margin", cell=_margin, kind="number"),
         Field(title="p (Holm)", cell=lambda row: in_form(row.get("p_holm"), ".2g"), kind="number"),
@@ -56,6 +56,11 @@ def _verdicts(study: StudyFolder) -> str:
         Field(title="note", cell=lambda row: escape(str(row.get("note") or "")), kind="reason"),
     ]
     return Table(fields=fields, rows=study.claims, kind="trials").html() + f'<p class="source">{escape(_HOW)}</p>'
+
+
+def _ours(row: Row) -> str:
+    parts = row.get("parts") or [row.get("ours") or "–"]
+    return "<br>".join(escape(str(part)) for part in parts)
 
 
 def _claim(row: Row) -> str:

@@ -43,6 +43,7 @@ class Judged:
     says: str
     verdict: Verdict
     ours: str
+    parts: tuple[str, ...]
     paper: str
     margin: float | None
     interval: tuple[float, float] | None
@@ -53,7 +54,7 @@ class Judged:
 
     def record(self) -> Json:
         """As plain values for JSON: no number that JSON does not have."""
-        values = asdict(self) | {"verdict": self.verdict.value}
+        values = asdict(self) | {"verdict": self.verdict.value, "parts": list(self.parts)}
         values["interval"] = None if self.interval is None else [_plain(end) for end in self.interval]
         return values | {"margin": _plain(self.margin), "p": _plain(self.p), "p_holm": _plain(self.p_holm)}
 
@@ -149,6 +150,7 @@ def _judged(claim: Claim, finding: Finding, p_holm: float | None) -> Judged:
         says=claim.says,
         verdict=finding.verdict,
         ours=finding.ours,
+        parts=finding.parts,
         paper=claim.paper,
         margin=finding.margin,
         interval=finding.interval,

@@ -46,7 +46,8 @@ class Finding:
 
     Attributes:
         verdict: what the check decided, before Holm's correction over the study's claims.
-        ours: the numbers in one short line.
+        ours: the numbers in one line.
+        parts: the same, a line for each finding that this one is made of; what decides comes first.
         margin: the difference that was judged, or by how much a value lies above the claimed one, in the column's unit.
         interval: the margin's 95 % interval.
         p: two-sided, of no difference; None where the verdict rests on no test (a count of runs, an exact formula).
@@ -61,6 +62,11 @@ class Finding:
     p: float | None = None
     seeds: int = 0
     note: str = ""
+    parts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            object.__setattr__(self, "parts", (self.ours,))
 
     def noted(self, note: str) -> Finding:
         """The same finding with one more note."""
@@ -121,9 +127,11 @@ def _largest_p(findings: tuple[Finding, ...]) -> float | None:
 
 def _joined(findings: tuple[Finding, ...], deciding: Finding, p: float | None) -> Finding:
     notes = dict.fromkeys(finding.note for finding in findings if finding.note)
+    parts = tuple(dict.fromkeys(part for finding in (deciding, *findings) for part in finding.parts))
     return replace(
         deciding,
-        ours="; ".join(dict.fromkeys(finding.ours for finding in findings)),
+        ours="; ".join(parts),
+        parts=parts,
         p=p,
         seeds=min((finding.seeds for finding in findings if finding.seeds), default=0),
         note="; ".join(notes),

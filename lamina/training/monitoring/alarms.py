@@ -37,6 +37,7 @@ LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023
 CALM_LOGIT = 10.0  # below it attention is still learning to choose, and grows fast in the first steps
 FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
+WEIGHTS = 15.0  # the same for weights, either way; experts beside a dense feed-forward reach 6, depth-scaled ones 8
 RATIO = 0.06  # of an update to its weights; around 0.001 is usual, and tiny models in warm-up reach 0.02
 
 
@@ -112,8 +113,10 @@ class Alarms:
             recent.append(scaled)
 
     def _compare(self, rows: Sequence[Row]) -> list[Alarm]:
-        """Sub-layers whose gradient is zero, or far above that of the same sub-layers of the other layers."""
-        found: list[Alarm] = []
+        """Sub-layers whose gradient is zero, or whose gradient or weights are far from those of the same sub-layers of
+        the other layers.
+        """
+        found = self._compare_weights(rows)
         groups: dict[tuple[str, str], list[Row]] = {}
         for row in rows:
             if row[5] == "gradient_norm" and row[1] >= 0 and row[2] != "block" and row[3] == "all":
@@ -127,6 +130,20 @@ class Alarms:
                     found += self._once(
                         "apart", row, usual, left=row[6] > PEERS * max(statistics.median(others), usual)
                     )
+        return found
+
+    def _compare_weights(self, rows: Sequence[Row]) -> list[Alarm]:
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if row[5] == "weight_norm" and row[1] >= 0 and row[2] != "block" and row[3] == "all":
+                groups.setdefault((row[2], row[3]), []).append(row)
+        found: list[Alarm] = []
+        for members in groups.values():
+            usual = statistics.median(row[6] for row in members)
+            if len(members) >= 3 and usual > 0:
+                for row in members:
+                    left = not usual / WEIGHTS <= row[6] <= usual * WEIGHTS
+                    found += self._once("apart", row, usual, left=left)
         return found
 
     def _once(self, rule: str, row: Row, usual: float, *, left: bool) -> list[Alarm]:

@@ -1,0 +1,97 @@
+"""Writes docs/which-placement.md from docs/decisions.yaml and the verdicts of the studies: ``python docs/results.py``.
+
+Each piece of advice hangs on one claim, and is on the page only with the verdict that it is written for. So a new
+record changes the page, and an old sentence cannot outlive its verdict.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from lamina.core.json_types import Json
+from lamina.reports.results.markdown import number, plain
+from lamina.reports.results.verdicts import best
+from lamina.studies.judging.findings import Verdict
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE / "which-placement.md"
+Question: TypeAlias = Json
+_HELD = (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS)
+_UNDECIDED = (
+    ("Seen, but explained by a lower loss of pretraining", (Verdict.EXPLAINED,)),
+    ("Tried, and still open", (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE)),
+    ("Not tried yet", (Verdict.NOT_RUN,)),
+)
+_GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
+
+
+def page(verdicts: list[Json], scale: str) -> str:
+    """The page of advice; ``scale`` says of what size the trials are."""
+    known = {str(one["claim"]): one for one in best(verdicts)}
+    questions: list[Question] = yaml.safe_load((HERE / "decisions.yaml").read_text(encoding="utf-8"))
+    rows, sections = [], []
+    for question in questions:
+        anchor = "-".join("".join(c for c in question["if"].lower() if c.isalnum() or c in " -").split())
+        advice = _advice(question, known)
+        first = advice[0] if advice else f"Nothing is decided here yet. {question['else']}"
+        rows.append(f"| [{question['if']}](#{anchor}) | {first} |")
+        sections.append(_section(question, advice, known))
+    return "\n\n".join([_GENERATED, _introduction(scale), "\n".join([*_HEAD, *rows]), *sections, _RULES]) + "\n"
+
+
+_HEAD = ("| you want | our trials say |", "|---|---|")
+_RULES = """## How this page is made
+
+Each piece of advice is written for one verdict on one claim, and stands here only while the records of the studies give
+that verdict: `make results-docs` writes this page from them. A claim that no trial has decided gives no advice; it is
+listed as open. [The results](results/index.md) have every claim, with its numbers and the paper's.
+
+To ask the question for your own model and text, run [`lamina compare`](compare.md) with several rates and seeds. To run
+one of these studies again, on your text or at a larger scale, see [Run and write studies](studies.md)."""
+
+
+def _introduction(scale: str) -> str:
+    return f"""# Which placement should I use?
+
+Every sentence of advice on this page ends with the verdict that it rests on. {scale} Take the advice as
+what to compare first, not as what to ship."""
+
+
+def _advice(question: Question, known: dict[str, Json]) -> list[str]:
+    """The sentences whose claims have the verdict that they are written for, each with its link."""
+    sentences = []
+    for rule in question["rules"]:
+        one = known[rule["claim"]]
+        text = rule.get("holds" if one["verdict"] in _HELD else "fails" if one["verdict"] == Verdict.FAILS else "")
+        if text:
+            sentences.append(f"{text} ({_evidence(one)})")
+    return sentences
+
+
+def _section(question: Question, advice: list[str], known: dict[str, Json]) -> str:
+    parts = [f"## {question['if']}"]
+    parts += ["\n".join(f"- {sentence}" for sentence in advice)] if advice else [question["else"]]
+    claims = [known[rule["claim"]] for rule in question["rules"]]
+    for head, verdicts in _UNDECIDED:
+        if here := [one for one in claims if one["verdict"] in verdicts]:
+            parts.append(f"{head}: {'; '.join(_open(one) for one in here)}.")
+    return "\n\n".join(parts)
+
+
+def _evidence(one: Json) -> str:
+    """The verdict as a link, and what it rests on."""
+    facts = [f"[{one['verdict']}](results/{one['study']}.md)"]
+    interval, ours = one.get("interval"), str(one.get("ours"))
+    if interval and "difference" in ours and ";" not in ours:  # of several parts the margin is the closest one's
+        low, high = (number(end, ".2g") for end in interval)
+        facts.append(f"difference {number(one['margin'], '.2g')}, 95 % {low} to {high}")
+    facts += [f"{one['seeds']} seeds"] if one.get("seeds") else []
+    return ", ".join(facts)
+
+
+def _open(one: Json) -> str:
+    paper = f", where the paper has {plain(one['paper'])}" if one["verdict"] != Verdict.NOT_RUN and one["paper"] else ""
+    return f"[{plain(one['says']).rstrip('.')}](results/{one['study']}.md){paper}"
