@@ -11,8 +11,8 @@ Trains tiny Llamas on a Markov chain and breaks them on purpose, with seeds:
 Each has a healthy twin: the same seed, unbroken. The loss has risen at the first step at which the loss of a fixed
 batch, computed before the update, is not finite, or lies 0.15 nats above the twin's and stays there for three steps.
 "Before" means: an alarm at a step of the failure, and before that one. Failures after which the loss never leaves the
-twin's are counted apart. Healthy runs count false alarms by step. `python benchmarks/alarms.py --output runs/alarms`
-prints the table.
+twin's are counted apart. Healthy runs count false alarms by step. `python benchmarks/alarms.py` prints the
+counts.
 
 The rules were tuned on seeds below 100; the figures of merit are those of the seeds from 100 on.
 """
@@ -23,13 +23,16 @@ import argparse
 import json
 import logging
 import math
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from common import settings_of_machine, write_record
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -194,7 +197,7 @@ def twin_losses(seed: int, steps: int) -> list[float]:
     return [step.held for step in step_through(Failure(seed), model, optimizer, seed, steps)]
 
 
-def train(failure: Failure, seed: int, steps: int, folder: Path) -> dict[str, object]:
+def train(failure: Failure, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """One run; returns whether its alarms came before the loss of a fixed batch rose."""
     model, optimizer = make(failure, seed)
     broken = failure.name != "healthy"
@@ -218,7 +221,7 @@ def rise(losses: list[float], twin: list[float]) -> int | None:
     return None
 
 
-def judged(failure: Failure, seed: int, steps: int, folder: Path, rose: int | None) -> dict[str, object]:
+def judged(failure: Failure, seed: int, steps: int, folder: Path, rose: int | None) -> dict[str, Any]:
     """What the run's alarms are worth."""
     evidence = gather(folder)
     alarms = [alarm for alarm in evidence.alarms if alarm.step >= failure.starts]
@@ -238,46 +241,61 @@ def judged(failure: Failure, seed: int, steps: int, folder: Path, rose: int | No
     }
 
 
-def told(rows: list[dict[str, object]]) -> str:
-    """The failures of one kind in a line."""
+def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """What the alarms of failures were worth."""
     rose = [row for row in rows if row["rose"] is not None]
-    calm = [row for row in rows if row["rose"] is None]
-    text = f"{sum(bool(row['early']) for row in rose)} of {len(rose)} alarms before the loss rose"
-    seen = sum(bool(row["early"]) for row in calm)
-    text += f", {seen} alarms in {len(calm)} runs whose loss never did" if calm else ""
-    right = sum(row["cause"] == CAUSES[str(row["failure"])] for row in rows)
-    return f"{text}; cause named in {right} of {len(rows)}"
+    return {
+        "runs": len(rows),
+        "rose": len(rose),
+        "early": sum(row["early"] for row in rose),
+        "seen": sum(row["first"] is not None for row in rows),
+        "named": sum(row["cause"] == CAUSES[row["failure"]] for row in rows),
+        "median_lead": int(statistics.median([row["rose"] - row["first"] for row in rose if row["first"]] or [0])),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=100)
     parser.add_argument("--healthy-steps", type=int, default=10_000, help="in runs of 1000 steps")
-    parser.add_argument("--output", type=Path, default=None, help="folder for the runs and alarms.json")
+    parser.add_argument("--runs", type=Path, default=None, help="folder for the runs (default: one that is deleted)")
+    parser.add_argument("--output", type=Path, default=None, help="the record, as JSON")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    folder = options.output or Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as unused:
+        rows = measured(options, options.runs or Path(unused))
+    broken = [row for row in rows if row["failure"] != "healthy"]
+    kinds = {name: [row for row in broken if row["failure"] == name] for name in CAUSES}
+    record = {
+        "benchmark": "alarms",
+        "what": "alarms of the layer monitor before the loss rises, in runs broken on purpose, and in healthy ones",
+        "targets": {"early": 0.8, "false_alarms_in_10000_steps": 1},
+        "failures": {name: counts(these) for name, these in kinds.items() if these},
+        "all": counts(broken),
+        "healthy_steps": sum(row["healthy_steps"] for row in rows),
+        "false_alarms": sum(len(row["false"]) for row in rows),
+        "runs": rows,
+        "settings": {name: getattr(options, name) for name in ("seeds", "first_seed")},
+        **settings_of_machine(),
+    }
+    print(json.dumps({name: record[name] for name in ("failures", "all", "healthy_steps", "false_alarms")}, indent=1))
+    if options.output:
+        write_record(options.output, record)
+
+
+def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """All runs, a row for each."""
     rows = []
-    kinds: list[tuple[Callable[[int], Failure], int, int]] = [
-        (kind, options.seeds, 100) for kind in (Rate, Batch, Half, Dead, Init)
-    ]
     length = min(1000, options.healthy_steps)
+    kinds = [(kind, options.seeds, 100) for kind in (Rate, Batch, Half, Dead, Init)]
     for kind, seeds, steps in [*kinds, (Failure, options.healthy_steps // length, length)]:
         for seed in range(options.first_seed, options.first_seed + seeds):
             failure = kind(seed)
             rows.append(train(failure, seed, steps, folder / f"{failure.name}-{seed}"))
             print(json.dumps(rows[-1]), flush=True)
-            (folder / "alarms.json").write_text(json.dumps(rows, indent=1) + "\n")
-    broken = [row for row in rows if row["failure"] != "healthy"]
-    steps = sum(int(str(row["healthy_steps"])) for row in rows)
-    false = sum(len(row["false"]) for row in rows)  # type: ignore[arg-type]
-    for name in dict.fromkeys(row["failure"] for row in broken):
-        these = [row for row in broken if row["failure"] == name]
-        print(f"{name:<8} {told(these)}")
-    print(f"all      {told(broken)}; {false} false alarms in {steps} steps")
+    return rows
 
 
 if __name__ == "__main__":

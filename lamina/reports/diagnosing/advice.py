@@ -145,7 +145,10 @@ def cause_of(evidence: Evidence) -> Cause | None:
         return None
     if first.rule == "not_finite":
         return CAUSES["number range"]
-    if first.rule == "apart" and first.metric == "gradient_norm" and first.step > _START:
+    if first.rule == "apart" and first.metric == "weight_norm":
+        grown = first.step > evidence.first_weights
+        return CAUSES[("number range" if evidence.half else "learning rate too high") if grown else "initialization"]
+    if first.rule == "apart" and first.step > _START:
         return CAUSES["bad batch"]
     if first.rule in _RULES:
         return CAUSES[_RULES[first.rule]]

@@ -58,6 +58,13 @@ class Evidence:
         return near[0] if near else self.alarms[0]
 
     @property
+    def first_weights(self) -> int:
+        """The first step at which weights were recorded; 0 if they never were."""
+        rows = self.trial.layers
+        steps = rows[rows["metric"] == "weight_norm"]["step"]
+        return 0 if steps.empty else int(steps.min())
+
+    @property
     def lead(self) -> int | None:
         """How many steps before the loss rose the first alarm was."""
         return None if self.rose is None or self.first is None else self.rose - self.first.step

@@ -37,7 +37,9 @@ LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023
 CALM_LOGIT = 10.0  # below it attention is still learning to choose, and grows fast in the first steps
 FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
-WEIGHTS = 15.0  # the same for weights, either way; experts beside a dense feed-forward reach 6, depth-scaled ones 8
+WEIGHTS = 6.0  # the same for weights, either way; DeepSeek-V3's experts beside its dense feed-forwards reach 5.3
+FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
+SHARE = 2.0  # times its block's usual gradient, which a sub-layer's must reach to be told at its first step
 RATIO = 0.06  # of an update to its weights; around 0.001 is usual, and tiny models in warm-up reach 0.02
 
 
@@ -83,6 +85,7 @@ class Alarms:
     window: int = WINDOW
     _recent: dict[Series, deque[float]] = field(default_factory=dict)
     _out: set[tuple[str, Series]] = field(default_factory=set)
+    _high: set[Series] = field(default_factory=set)  # gradients that were high at the step before
 
     def see(self, rows: Sequence[Row], rate: float | None = None) -> list[Alarm]:
         """The alarms of one step's rows; ``rate``: its learning rate, by which updates are divided."""
@@ -109,8 +112,24 @@ class Alarms:
             recent = self._recent.setdefault(series, deque(maxlen=self.window))
             usual, left = _leaves(scaled, recent, FACTORS[metric], FEWEST.get(metric, RECORDS))
             left = left and (metric != "attention_logit" or value > CALM_LOGIT)
+            if metric in ("gradient_norm", "first_moment"):
+                left = self._counts(series, value, left)
             yield from self._once("rise", row, usual * (value / scaled if scaled else 1.0), left=left)
             recent.append(scaled)
+
+    def _counts(self, series: Series, value: float, left: bool) -> bool:
+        """Whether a gradient that left its range is told: at once if its block's would show it, else if it stays up.
+
+        In healthy training a sub-layer with a small part of its block's gradient has a tenfold one for a single step,
+        once in some hundred steps; block and model do not notice.
+        """
+        layer, sublayer, role, metric = series
+        stays = series in self._high
+        (self._high.add if left else self._high.discard)(series)
+        block = self._recent.get((layer, "block", role, metric))
+        if not left or stays or layer < 0 or sublayer == "block" or not block:
+            return left
+        return value > SHARE * statistics.median(block)
 
     def _compare(self, rows: Sequence[Row]) -> list[Alarm]:
         """Sub-layers whose gradient is zero, or whose gradient or weights are far from those of the same sub-layers of
@@ -140,10 +159,10 @@ class Alarms:
         found: list[Alarm] = []
         for members in groups.values():
             usual = statistics.median(row[6] for row in members)
-            if len(members) >= 3 and usual > 0:
+            apart = {row[1] for row in members if not usual / WEIGHTS <= row[6] <= usual * WEIGHTS}
+            if len(members) >= 3 and usual > 0 and len(apart) <= max(1, FEW * len(members)):
                 for row in members:
-                    left = not usual / WEIGHTS <= row[6] <= usual * WEIGHTS
-                    found += self._once("apart", row, usual, left=left)
+                    found += self._once("apart", row, usual, left=row[1] in apart)
         return found
 
     def _once(self, rule: str, row: Row, usual: float, *, left: bool) -> list[Alarm]:

@@ -1,0 +1,115 @@
+"""What `lamina.watch` costs: a training loop watched at its default interval against the same loop left alone.
+
+Two Llamas of transformers with the same weights train on the same batches in one process, in alternating turns of one
+interval each, so that every watched turn holds one record. The ratio of a turn's time to that of the bare turn beside
+it is what users pay. `python benchmarks/watching.py --output benchmarks/results/watching.json`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import SIZES, llama_config, settings_of_machine, write_record
+
+TARGET = 1.03
+
+
+class Loop:
+    """A model in training, watched or not; ``turn`` takes one interval's steps and returns their seconds."""
+
+    def __init__(self, arguments: argparse.Namespace, watched: Path | None, held: ExitStack):
+        import torch
+        from transformers import LlamaForCausalLM
+
+        import lamina
+
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(llama_config(arguments.size, arguments.sequence_length)).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        shape = (arguments.batch_size, arguments.sequence_length)
+        self.ids = torch.randint(0, self.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        self.monitor: Any = None
+        if watched is not None:
+            settings: dict[str, Any] = {} if arguments.every is None else {"every": arguments.every}
+            self.monitor = held.enter_context(lamina.watch(self.model, self.optimizer, output=str(watched), **settings))
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        """Wall and CPU seconds of so many steps."""
+        import torch
+
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.monitor is not None:
+                self.monitor.step(loss)
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The ratios of all turns."""
+    from lamina.training.watching.settings import WatchSettings
+
+    interval = arguments.every or WatchSettings.from_dict({"output": "unused"}).every
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
+        bare, watched = (Loop(arguments, place, held) for place in (None, Path(folder) / "watched"))
+        for loop in (bare, watched):
+            loop.turn(2 * interval)  # the layers are found in the first step
+        turns = []
+        for number in range(arguments.turns):
+            order = (bare, watched) if number % 2 == 0 else (watched, bare)
+            seconds = {loop is watched: loop.turn(interval) for loop in order}
+            turns.append(
+                (seconds[True][0] / seconds[False][0], seconds[True][1] / seconds[False][1], seconds[False][0])
+            )
+        same = all(
+            mine.equal(other) for mine, other in zip(bare.model.parameters(), watched.model.parameters(), strict=True)
+        )
+    return {
+        "every": interval,
+        "step_seconds": round(statistics.median(turn[2] for turn in turns) / interval, 4),
+        "time_ratio": round(statistics.median(turn[0] for turn in turns), 4),
+        "time_ratios": [round(turn[0], 4) for turn in turns],
+        "cpu_time_ratio": round(statistics.median(turn[1] for turn in turns), 4),
+        "weights_equal": same,
+    }
+
+
+def main() -> None:
+    """Measure and print, or write, one JSON record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="8m")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--every", type=int, default=None, help="steps between records (default: that of lamina.watch)")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    import torch
+
+    settings = {name: getattr(arguments, name) for name in ("size", "batch_size", "sequence_length", "turns")}
+    record = {
+        "benchmark": "watching",
+        "what": "a watched training loop against the same loop left alone",
+        "targets": {"time_ratio": TARGET},
+        **measure(arguments),
+        "settings": {"threads": torch.get_num_threads(), **settings},
+        **settings_of_machine(),
+    }
+    print(json.dumps(record, indent=2))
+    if arguments.output:
+        write_record(arguments.output, record)
+
+
+if __name__ == "__main__":
+    main()
