@@ -11,11 +11,12 @@ from typing import Any
 import pandas as pd
 
 from lamina.core.architectures import conversions, verified
+from lamina.jobs import aliases
 from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
-_OF_DOCS = ("benchmarks", "convert", "placements", "probes", "reliability", "run-folder")
+_OF_DOCS = ("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder")
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
@@ -300,6 +301,16 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
     )
 
 
+def other_names_table() -> str:
+    """A row per name of another tool: Lamina's, and how it differs."""
+    rows = ["| name | Lamina's | taken, or how it differs |", "|---|---|---|"]
+    for name, alias in aliases.listed():
+        ours = " or ".join(f"`{setting}`" for setting in alias.settings)
+        what = f"{alias.differs}" if alias.differs else f"sets it to `{alias.switch}`" if alias.switch else "taken"
+        rows.append(f"| `{name}` | {ours} | {what} |")
+    return "\n".join(rows)
+
+
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
@@ -310,6 +321,7 @@ def tables() -> dict[str, str]:
         "verified": f"{verified()}.",
         "conversions": conversions_table(),
         "columns": columns_table(),
+        "other-names": other_names_table(),
     }
     found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.catalog import COMMANDS
 from lamina.commands.help import named
 from lamina.errors import UserError, unknown
 
@@ -36,8 +37,6 @@ def run(argv: list[str]) -> int:
     shell = parser().parse_args(argv).shell
     if shell not in SHELLS:
         raise unknown("shell", shell, SHELLS)
-    from lamina.cli import COMMANDS
-
     print(script(shell, COMMANDS))
     return 0
 

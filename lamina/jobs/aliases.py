@@ -204,6 +204,11 @@ _TABLE |= {
 NAMES = tuple(_TABLE)
 
 
+def listed() -> list[tuple[str, Alias]]:
+    """Every other name with what it stands for, by name; a name may have one row per kind of command."""
+    return [(name, alias) for name in sorted(_TABLE) for alias in _TABLE[name]]
+
+
 def meaning(name: str, offered: Collection[str]) -> tuple[Alias, str] | None:
     """What a name stands for where the settings ``offered`` exist, and which of them; None for an unknown name."""
     for alias in _TABLE.get(name, ()):

@@ -125,7 +125,7 @@ def read(path):
 
 def test_a_corpus_may_be_texts_paths_or_a_data_set(tmp_path):
     for name in ("a.txt", "b.txt"):
-        Path(name).write_text(f"text of {name}\n")
+        Path(name).write_text(f"text of {name}")
     assert as_settings({"corpus": Path("a.txt"), "output": Path("out")}) == {"corpus": "a.txt", "output": "out"}
     assert as_settings({"corpus": ["a.txt"]}) == {"corpus": "a.txt"}
     texts = as_settings({"corpus": ["one text", "another"]})["corpus"]
