@@ -20,8 +20,6 @@ HOME = {
 }
 """Which module of this package has which public names."""
 
-__all__ = sorted(name for names in HOME.values() for name in names)
-
 
 def __getattr__(name: str) -> object:
     for module, names in HOME.items():
@@ -31,4 +29,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *(name for names in HOME.values() for name in names)})

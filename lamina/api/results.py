@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lamina.core.json_types import Json
 
@@ -46,8 +46,8 @@ class Comparison:
         """The path of the page; ``show`` opens it in the browser."""
         return _open(self.folder / PAGE, show)
 
-    def __getitem__(self, key: object) -> pd.DataFrame:
-        return self.results[key]  # type: ignore[index]
+    def __getitem__(self, key: Any) -> Any:
+        return self.results[key]
 
     def __len__(self) -> int:
         return len(self.results)
@@ -55,7 +55,7 @@ class Comparison:
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self.results)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "results":
             raise AttributeError(name)
         return getattr(self.results, name)

@@ -30,7 +30,7 @@ class Parser(ArgumentParser):
     Attributes:
         examples: command lines, for the help.
         main: the settings that ``--help`` shows.
-        groups: the headings of the settings' flags.
+        headings: of the settings' flags, by setting.
         full_help: whether to show all.
     """
 
@@ -40,7 +40,7 @@ class Parser(ArgumentParser):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.groups: dict[str, str] = {}
+        self.headings: dict[str, str] = {}
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Namespace:  # type: ignore[override]
         """Parse a command line, of which other tools' names have become Lamina's."""
@@ -59,9 +59,11 @@ class Parser(ArgumentParser):
                 kept.append("--help" if word == "--help=all" else word)
         return kept
 
-    def format_help(self) -> str:
+    def format_help(self, formatter: object = None) -> str:
         """The help, with the flags that matter or, after ``--help all``, with all."""
-        actions = [(self.groups.get(action.dest, OUTSIDE if self.groups else OWN), action) for action in self._actions]
+        actions = [
+            (self.headings.get(action.dest, OUTSIDE if self.headings else OWN), action) for action in self._actions
+        ]
         text = help_text(
             self.prog,
             str(self.usage),
@@ -131,7 +133,7 @@ def add_settings(
     for name in settings.names():
         default, kind, help = settings.default(name), parsed_kind(settings.kind(name)), settings.help(name)
         flag = f"--{name.replace('_', '-')}"
-        parser.groups[name] = settings.group_of(name) or OWN
+        parser.headings[name] = settings.group_of(name) or OWN
         if name in positional:
             parser.add_argument(name, nargs="?", type=str, default=default, help=help)
         elif name == several:

@@ -16,11 +16,20 @@ from lamina.training.settings import PretrainSettings
 from lamina.training.trainer_options import OPTIONS, check_together, check_value, try_out
 
 _OFFERED = PretrainSettings.names()
-# the setting of a run that decides an argument
+
+
+def _deciding(argument: str) -> str | None:
+    """The setting of a run that decides an argument of the Trainer; None if none does."""
+    if argument in _OFFERED:
+        return argument
+    found = meaning(argument, _OFFERED)
+    return None if found is None or found[1].startswith("trainer.") else found[1]
+
+
 _OURS = {
-    name: name if name in _OFFERED else found[1]
-    for name in (entry.name for entry in fields(TrainingArguments) if entry.init)
-    if name in _OFFERED or ((found := meaning(name, _OFFERED)) and found[1].partition(".")[0] != "trainer")
+    entry.name: setting
+    for entry in fields(TrainingArguments)
+    if entry.init and (setting := _deciding(entry.name)) is not None
 }
 _FIXED = (
     *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
