@@ -28,14 +28,26 @@ def main() -> int:
     parser.add_argument("--placements", default=",".join(PLACEMENTS))
     parser.add_argument("--corpus", default="mnist", help="mnist, or the path of mnist_5k.csv.gz")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/mnist"))
     given = parser.parse_args()
     recipe, rows = yaml.safe_load(RECIPE.read_text(encoding="utf-8")), []
     for placement in given.placements.split(","):
-        settings = {**recipe, "placement": placement, "corpus": given.corpus, "seed": given.seed, "threads": 2}
-        began = time.monotonic()
+        settings = {
+            **recipe,
+            "placement": placement,
+            "corpus": given.corpus,
+            "seed": given.seed,
+            "threads": given.threads,
+        }
+        began, busy = time.monotonic(), time.process_time()
         result = lamina.pretrain(**settings, output=str(given.output / placement), overwrite=True)
-        row = {"placement": placement, "minutes": (time.monotonic() - began) / 60, "status": result["status"]}
+        row = {
+            "placement": placement,
+            "minutes": (time.monotonic() - began) / 60,
+            "cpu_minutes": (time.process_time() - busy) / 60,
+            "status": result["status"],
+        }
         rows.append({**row, "accuracy": result.get("accuracy"), "eval_loss": result.get("eval_loss")})
         print(json.dumps(rows[-1]))
     reached = [row["minutes"] < MINUTES and (row["accuracy"] or 0.0) >= ACCURACY for row in rows]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from watch_tables import alarms_table, watching_sentence
 
 from lamina.core.architectures import conversions, verified
 from lamina.jobs import aliases
@@ -16,7 +17,10 @@ from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
-_OF_DOCS = ("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder")
+_OF_DOCS = (
+    *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "watch"),
+    "loss-spiked",
+)
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
@@ -323,6 +327,9 @@ def tables() -> dict[str, str]:
         "columns": columns_table(),
         "other-names": other_names_table(),
     }
+    for name, table in (("alarms", alarms_table), ("watching", watching_sentence)):
+        record = _record(name)
+        found[name] = table(record, _where(record, None) if record else "")
     found |= {"families": families_sentence(), "families-list": families_list()}
     for device in ("cpu", "gpu"):
         found |= {f"{kind}-{device}": training_table(f"{kind}-{device}") for kind in ("training", "placements")}

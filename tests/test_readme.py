@@ -20,7 +20,8 @@ HOME = PROJECT["urls"]["Repository"]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_generated_tables_are_up_to_date():
+def test_the_generated_tables_are_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "docs" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

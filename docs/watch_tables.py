@@ -1,0 +1,53 @@
+"""What docs/tables.py fills in of the layer monitor: what its alarms were worth, and what watching costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BROKEN = {
+    "rate": "the learning rate grows a hundredfold in 20 steps",
+    "batch": "three batches of random labels under a loss 30 times as heavy",
+    "fp16": "a projection grows by 60 % a step, until float16 overflows",
+    "dead": "a feed-forward's projections are all zero from the start",
+    "init": "one layer starts with weights 30 times too large",
+}
+
+
+def alarms_table(record: dict[str, Any] | None, where: str) -> str:
+    """A row per failure, then the counts that the targets are about."""
+    if record is None:
+        return _unmeasured("alarms")
+    lines = [
+        "| failure | seeds | loss rose | alarm before it rose | median lead | any alarm | cause named |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, counts in record["failures"].items():
+        lead = f"{counts['median_lead']} steps" if counts["rose"] else ""
+        early = f"{counts['early']} of {counts['rose']}" if counts["rose"] else ""
+        lines.append(
+            f"| {BROKEN[name]} | {counts['runs']} | {counts['rose']} | {early} | {lead} | "
+            f"{counts['seen']} of {counts['runs']} | {counts['named']} of {counts['runs']} |"
+        )
+    whole = record["all"]
+    summary = (
+        f"Before the loss rose in {whole['early']} of {whole['rose']} runs in which it did; "
+        f"{record['false_alarms']} false alarms in {record['healthy_steps']:,} healthy steps."
+    )
+    return "\n".join([*lines, "", summary, "", where])
+
+
+def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
+    """How much longer a watched loop takes."""
+    if record is None:
+        return _unmeasured("watching")
+    settings, ratios = record["settings"], record["time_ratios"]
+    return (
+        f"A watched loop takes {100 * (record['time_ratio'] - 1):.1f} % longer than the same loop left alone, with a "
+        f"record every {record['every']} steps (median of {len(ratios)} turns, {min(ratios):.3f} to {max(ratios):.3f} "
+        f"times; a Llama of size {settings['size']}, batch {settings['batch_size']} × {settings['sequence_length']}). "
+        "The smaller the model, the more it costs. " + where
+    )
+
+
+def _unmeasured(name: str) -> str:
+    return f"Not measured yet: there is no benchmarks/results/{name}.json (`python benchmarks/{name}.py`)."
