@@ -15,6 +15,11 @@ from lamina.training.execution.devices import device_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer_options import OPTIONS, check_together, check_value, try_out
 
+_FIXED = (
+    *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
+    *("ignore_data_skip", "dataloader_drop_last", "average_tokens_across_devices", "save_only_model"),
+    *("auto_find_batch_size", "ddp_backend", "load_best_model_at_end"),
+)
 _OFFERED = PretrainSettings.names()
 
 
@@ -29,15 +34,8 @@ def _deciding(argument: str) -> str | None:
 _OURS = {
     entry.name: setting
     for entry in fields(TrainingArguments)
-    if entry.init and (setting := _deciding(entry.name)) is not None
+    if entry.init and entry.name not in _FIXED and (setting := _deciding(entry.name)) is not None
 }
-_FIXED = (
-    *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
-    *("ignore_data_skip", "dataloader_drop_last", "average_tokens_across_devices", "save_only_model"),
-    *("auto_find_batch_size", "ddp_backend", "load_best_model_at_end"),
-)
-
-
 A = TypeVar("A", bound=TrainingArguments)
 
 
