@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lamina import auto_classes as registering
+from lamina import auto_classes
+from lamina.core import peft_targets
 
 if TYPE_CHECKING:
     from lamina import (  # noqa: F401
@@ -108,4 +109,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PACKAGES})
 
 
-registering.register()
+auto_classes.register()
+peft_targets.register()

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from lamina.api.results import Diagnosis
-from lamina.core.values import number, path, seed_number, whole_number
+from lamina.core.architectures import Target
+from lamina.core.values import number, one_of, path, seed_number, whole_number
 from lamina.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lamina.core.architectures import Target
     from lamina.modeling.backbones.conversion_job import ConversionRecord
     from lamina.modeling.generation import Speaker
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def generate(
@@ -78,7 +81,7 @@ def convert(
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: "lamina" or "transformers"; by default the one that the source is not.
+        to: "lamina", "transformers" or "gguf"; by default the one of the first two that the source is not.
         dtype: of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete what Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's.
@@ -87,6 +90,9 @@ def convert(
         UserError: (a ValueError) for a model that can't be read or converted, or an output folder in use.
     """
     place, folder = path("source", source), path("output", output)
+    if to is not None:
+        one_of("to", to, get_args(Target))
+    one_of("dtype", dtype, DTYPES)
     from lamina.core.hub_access import local_when_unreachable
     from lamina.modeling.backbones.conversion_job import convert as run
 

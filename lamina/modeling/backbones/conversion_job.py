@@ -20,8 +20,10 @@ from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import model_folder
-from lamina.modeling.backbones import conversion
+from lamina.modeling.backbones import conversion, gguf_file
+from lamina.modeling.backbones.equivalent import equivalent
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.modeling.modeling_lamina import LaminaForCausalLM
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -32,7 +34,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json."""
+    """The content of conversion.json. ``tokenizer``: whether a GGUF file holds it, None for other targets."""
 
     source: str
     to: Target
@@ -42,6 +44,7 @@ class ConversionRecord(TypedDict):
     num_layers: int
     dtype: str
     largest_difference: float | None
+    tokenizer: bool | None
 
 
 def convert(
@@ -64,16 +67,21 @@ def convert(
     logging.disable_progress_bar()
     to = _target(source, to)
     model = conversion.load(source, dtype=dtype)
-    converted = conversion.from_transformers(model) if to == "lamina" else conversion.to_transformers(model)
+    converted = _converted(model, to)
     record = _record(source, to, model, converted if to == "lamina" else model)
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
-        converted.save_pretrained(draft)
-        del converted  # never more than two copies of the weights
         _copy_tokenizer(source, draft)
+        if to == "gguf":
+            record["tokenizer"] = gguf_file.write(converted, draft / gguf_file.FILE, draft)
+        else:
+            converted.save_pretrained(draft)
+        written = converted.config
+        del converted  # never more than two copies of the weights
         if verify:
-            record["largest_difference"] = _verified_difference(model, draft, record["model_type"])
+            again = gguf_file.read(draft / gguf_file.FILE, written) if to == "gguf" else conversion.load(draft)
+            record["largest_difference"] = _verified_difference(model, again, record["model_type"])
         write_json(draft / "conversion.json", record)
         write_json(draft / "environment.json", environment(seed=0, kind=Kind.MODEL))
         with job_folder.lock(output):
@@ -88,6 +96,14 @@ def convert(
 def _target(source: str, to: Target | None) -> Target:
     """The form to convert to. Raises UserError, before the weights are read, if the source cannot be converted."""
     config = conversion.read_config(source)
+    if to == "gguf":
+        gguf_file.require_gguf()
+        if not isinstance(config, LaminaConfig):
+            raise UserError(
+                f"--to: {source!r} is a transformers checkpoint (allowed: a Lamina checkpoint; for transformers' own, "
+                "llama.cpp has convert_hf_to_gguf.py)"
+            )
+        return to
     form: Target = "lamina" if isinstance(config, LaminaConfig) else "transformers"
     other: Target = "transformers" if form == "lamina" else "lamina"
     if to == form:
@@ -95,6 +111,17 @@ def _target(source: str, to: Target | None) -> Target:
     if isinstance(config, LaminaConfig):
         conversion.check_plan(config)
     return other
+
+
+def _converted(model: PreTrainedModel, to: Target) -> PreTrainedModel:
+    if to == "lamina":
+        return conversion.from_transformers(model)
+    if to == "transformers":
+        return conversion.to_transformers(model)
+    assert isinstance(model, LaminaForCausalLM)
+    same = equivalent(model)
+    gguf_file.check(same.config)
+    return same
 
 
 def _record(source: str, to: Target, model: PreTrainedModel, lamina_model: PreTrainedModel) -> ConversionRecord:
@@ -110,6 +137,7 @@ def _record(source: str, to: Target, model: PreTrainedModel, lamina_model: PreTr
         "num_layers": len(config.plan["layers"]),
         "dtype": str(model.dtype).removeprefix("torch."),
         "largest_difference": None,
+        "tokenizer": None,
     }
 
 
@@ -137,15 +165,14 @@ def largest_difference(
     return difference, largest
 
 
-def _verified_difference(model: PreTrainedModel, written: Path, model_type: str) -> float:
+def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, model_type: str) -> float:
     """The largest difference between the source's logits and the written model's. Raises UserError if it is large."""
-    again = conversion.load(written)
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
             "verify: the logits are not finite, so they cannot be compared (--no-verify converts unchecked)"
         )
-    half = model.dtype.itemsize < 4 and conversions()[model_type].gain_in_float32
+    half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[model_type].gain_in_float32)
     if difference > largest * (HALF_TOLERANCE if half else TOLERANCE):
         raise UserError(
             f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}); nothing was written "

@@ -25,7 +25,7 @@ class LayerMonitor(TrainerCallback):
     >>> trainer.train()
 
     With ``on_divergence="stop"``, training ends after the step at which the guard finds a divergence. A run that
-    Trainer resumes from a checkpoint continues its records.
+    Trainer resumes from a checkpoint continues its records; where they cannot be continued, one line says so.
 
     Args:
         output: the folder of the records.
@@ -62,6 +62,8 @@ class LayerMonitor(TrainerCallback):
         self.monitor = open_monitor(
             model, [optimizer], self.settings, resume=resume, overwrite=overwrite, step=state.global_step
         )
+        if self.monitor is None:
+            return
         self.monitor.instruments.half |= bool(args.fp16)
         self.monitor.alarms.half = self.monitor.instruments.half
         self.monitor.instruments.scales_losses = bool(args.fp16)
@@ -71,7 +73,8 @@ class LayerMonitor(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        assert self.monitor is not None
+        if self.monitor is None:
+            return
         instruments = self.monitor.instruments
         summed = instruments.summed
         loss = instruments.take_loss()

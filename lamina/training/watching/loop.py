@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -10,7 +11,7 @@ import torch
 from torch import distributed, nn
 
 from lamina.core.json_types import Json
-from lamina.errors import one_line
+from lamina.errors import UserError, one_line
 from lamina.jobs.folder import Resume
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
@@ -19,6 +20,8 @@ from lamina.training.watching.monitor import Monitor
 from lamina.training.watching.records import Records
 from lamina.training.watching.settings import WatchSettings
 
+logger = logging.getLogger(__name__)
+
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
@@ -26,7 +29,7 @@ class Watch:
     """The context of ``lamina.watch``.
 
     Attributes:
-        monitor: while the context is open.
+        monitor: while the context is open; None where the records cannot be continued (``open_monitor``).
         diverged: the guard's verdict, once it has one.
     """
 
@@ -43,10 +46,12 @@ class Watch:
         self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self.model, self.settings, self._first_step = model, settings, step
         self._modes: Json = {"resume": resume, "overwrite": overwrite}
+        self._open = False
         self.monitor: Monitor | None = None
 
     def __enter__(self) -> Self:
         self.monitor = open_monitor(self.model, self.optimizers, self.settings, step=self._first_step, **self._modes)
+        self._open = True
         return self
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
@@ -55,8 +60,9 @@ class Watch:
         Does not wait for the device but where a record is due (every ``every``-th step). With
         ``on_divergence="stop"``, a divergence ends the ``with`` block here.
         """
-        assert self.monitor is not None, "monitor.step() belongs into the with block of lamina.watch"
-        self.monitor.end_step(loss)
+        assert self._open, "monitor.step() belongs into the with block of lamina.watch"
+        if self.monitor is not None:
+            self.monitor.end_step(loss)
 
     @property
     def diverged(self) -> Diverged | None:
@@ -66,7 +72,8 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        assert self.monitor is not None
+        if self.monitor is None:
+            return False
         if isinstance(error, Diverged) and error is self.monitor.diverged:
             self.monitor.close(Status.DIVERGED, error.reason)
             return True
@@ -108,7 +115,8 @@ def watch(
         model: the model that is trained.
         optimizer: its optimizer, or a list of several that step together.
         output: the folder of the records.
-        resume: continue the records of ``output`` after ``step``; "auto": if there are any.
+        resume: continue the records of ``output`` after ``step``; "auto": if there are any. A training that goes on
+            after a step does so without records then, where they cannot be continued (another version's).
         overwrite: replace them.
         step: the steps that were done before.
         settings: see ``WatchSettings``: every, layers, attention, on_divergence, divergence_margin,
@@ -129,15 +137,26 @@ def open_monitor(
     resume: Resume = False,
     overwrite: bool = False,
     step: int = 0,
-) -> Monitor:
-    """A monitor that has begun; all processes of a run call it. Raises UserError."""
+) -> Monitor | None:
+    """A monitor that has begun; all processes of a run call it.
+
+    None where ``resume="auto"`` finds records after ``step`` steps that cannot be continued, which is said in one line:
+    a training that has begun does not end for its records. Raises UserError otherwise.
+    """
     processes = these_processes()
 
     def claimed() -> Records:
         return Records(settings, resume=resume, overwrite=overwrite, step=step)
 
     records: list[Records] = []
-    processes.by_first(lambda: records.append(claimed()))
+    try:
+        processes.by_first(lambda: records.append(claimed()))
+    except UserError as error:
+        if resume != "auto" or not step:
+            raise
+        if processes.first:
+            logger.warning("lamina.watch: %s; training goes on without records", error)
+        return None
     monitor = Monitor(model, optimizers, settings, records[0] if records else None, processes, step=step)
     monitor.begin()
     return monitor

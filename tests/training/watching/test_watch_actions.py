@@ -126,6 +126,21 @@ def test_a_record_of_another_version_is_refused_in_one_line(tmp_path):
         loop(NanoGpt(), tmp_path / "run", steps=2, resume=True)
 
 
+def test_a_training_that_goes_on_does_not_end_for_its_records(tmp_path, caplog):
+    loop(NanoGpt(), tmp_path / "run", steps=2)
+    record = json.loads((tmp_path / "run" / "watched.json").read_text())
+    (tmp_path / "run" / "watched.json").write_text(json.dumps({**record, "record": 99}))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with caplog.at_level(logging.WARNING):
+        monitor = loop(NanoGpt(), tmp_path / "run", steps=2, resume="auto", step=2)
+    said = [r.getMessage() for r in caplog.records if "lamina.watch" in r.getMessage()]
+    assert len(said) == 1
+    assert "records of version 99" in said[0]
+    assert "training goes on without records" in said[0]
+    assert monitor.diverged is None
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
 def poison(at):
     def spoil(step, model):
         if step == at:

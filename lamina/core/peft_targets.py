@@ -1,0 +1,52 @@
+"""PEFT's defaults for Lamina models: `LoraConfig()` and its kin need no ``target_modules``.
+
+PEFT looks a model up by its type, in one table per method; "lamina" is one type with many backbones. Its row has what
+the method adapts in a Llama, role by role, under every name that a backbone of core/architectures.py gives that role.
+No name means another thing elsewhere, and PEFT skips those that a model lacks. A new method's table gets its row
+likewise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from types import ModuleType
+
+from lamina.core.late_imports import when_imported
+
+# One projection may have several roles.
+_STACKED = {
+    "query_key_value": ("query", "key", "value"),
+    "key_value": ("key", "value"),
+    "gate_and_in": ("gate", "feed_forward_in"),
+}
+# Not the final norm: where a plan has none there is an Identity in its place, at which PEFT fails.
+_NORMS = ("pre_norm", "out_norm", "post_norm", "embedding_norm")
+
+
+def targets(of_llama: Iterable[str]) -> list[str]:
+    """The names in Lamina models of what PEFT adapts in a Llama: its linear layers and norms by name."""
+    from lamina.core.architectures import ROLES  # here, so that `import lamina` stays light
+
+    names: set[str] = set()
+    for adapted in of_llama:
+        role = ROLES.get(adapted)
+        if role is None:
+            names.update(_NORMS)  # Llama has nothing else but linear layers and norms
+        for name, own in ROLES.items():
+            if role in (own, *_STACKED.get(own, ())):
+                names.add(name.replace(".", ".module."))  # "attention.Wo": the module is inside the residual
+    return sorted(names)
+
+
+def put_rows(module: ModuleType) -> None:
+    """Put a row for "lamina" into each of PEFT's tables that has one for "llama"."""
+    for name, table in vars(module).items():
+        of_llama = table.get("llama") if isinstance(table, dict) else None
+        if re.fullmatch(r"TRANSFORMERS_MODELS_TO_\w+_MODULES_MAPPING", name) and isinstance(of_llama, list):
+            table.setdefault("lamina", targets(of_llama))
+
+
+def register() -> None:
+    """Do it now where PEFT is imported, else when it is."""
+    when_imported("peft.utils.constants", put_rows)
