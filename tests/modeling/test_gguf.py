@@ -1,4 +1,4 @@
-"""GGUF: placements that equal an architecture of llama.cpp. llama.cpp itself is not run here.
+"""GGUF: placements that equal an architecture of llama.cpp, which test_llama_cpp.py runs itself.
 
 Its equation is that of transformers' model of the same name, on which the logits are compared; the file is read back by
 transformers' own loader where it knows the architecture, and tensor by tensor elsewhere.
