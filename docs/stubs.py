@@ -53,7 +53,9 @@ def declaration(name: str, signature: inspect.Signature) -> str:
         f"    {p.name}: {written(p.annotation)} = {p.default!r},".replace("'", '"')
         for p in signature.parameters.values()
     ]
-    return "\n".join([f"def {name}(", "    *,", *lines, f") -> {written(signature.return_annotation)}: ..."]) + "\n"
+    about = str(getattr(lamina.api, name).__doc__)
+    head = [f"def {name}(", "    *,", *lines, f") -> {written(signature.return_annotation)}:"]
+    return "\n".join([*head, f'    """{about}"""']) + "\n"
 
 
 def written(kind: object) -> str:

@@ -88,7 +88,7 @@ def training_table(name: str) -> str:
             f"**{part['size'].upper()}**: d {part['hidden_size']}, {part['num_hidden_layers']} layers, vocabulary "
             f"{part['vocab_size']:,}, batch {part['batch_size']} × {part['sequence_length']}",
             "",
-            "| contender | tokens/s | speed | utilisation | of bf16 products | peak memory | memory | first step |",
+            "| contender | tokens/s | speed | utilization | of bf16 products | peak memory | memory | first step |",
             "|---|---|---|---|---|---|---|---|",
         ]
         rows = [row for row in part["results"] if "absent" not in row]

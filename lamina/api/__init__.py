@@ -20,6 +20,31 @@ HOME = {
 }
 """Which module of this package has which public names."""
 
+__all__ = [
+    "Comparison",
+    "Diagnosis",
+    "RunResult",
+    "StudyOutcome",
+    "backbones",
+    "compare",
+    "convert",
+    "coord_check",
+    "diagnose",
+    "dpo",
+    "evaluate",
+    "generate",
+    "max_lr",
+    "preflight",
+    "pretrain",
+    "probe_folder",
+    "report",
+    "reward",
+    "rlhf",
+    "sft",
+    "study",
+    "transfer",
+]
+
 
 def __getattr__(name: str) -> object:
     for module, names in HOME.items():
@@ -29,4 +54,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(name for names in HOME.values() for name in names)})
+    return sorted({*globals(), *__all__})

@@ -101,7 +101,23 @@ def compare(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> Comparison: ...
+) -> Comparison:
+    """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
+
+    Returns the rows of results.csv and the page, OUTPUT/report.html. ``placements``, ``learning_rates`` and ``seeds``
+    may also be lists, ``corpus`` a path, a list of paths or texts, or a datasets.Dataset. The worker processes do not
+    import the calling script.
+
+    >>> import lamina
+    >>> lamina.compare(placements=["pre_ln", "kel"])
+    Traceback (most recent call last):
+    ...
+    lamina.errors.UserError: unknown placement 'kel'; did you mean 'keel'? (allowed: admin, ...)
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
 
 def study(
     *,
@@ -123,7 +139,15 @@ def study(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> StudyOutcome: ...
+) -> StudyOutcome:
+    """Run a study and judge its claims, as `lamina study run` does; ``settings`` are its flags with underscores.
+
+    ``study`` is a name of the catalog or the YAML file of your own; OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
+            output folder in use, a claim over something that was not measured.
+    """
 
 def max_lr(
     *,
@@ -200,7 +224,16 @@ def max_lr(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> Comparison: ...
+) -> Comparison:
+    """Find the largest learning rate that each placement bears, as `lamina max-lr` does; ``settings`` are its flags.
+
+    Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and
+    seed) and the page, OUTPUT/report.html. ``placements`` and ``seeds`` may also be lists.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
 
 def coord_check(
     *,
@@ -234,7 +267,14 @@ def coord_check(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> Comparison: ...
+) -> Comparison:
+    """Check whether any module's output grows with the width, as `lamina coord-check` does.
+
+    Returns the rows of slopes.csv and the page, OUTPUT/report.html; OUTPUT/result.json has the verdict.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+    """
 
 def transfer(
     *,
@@ -317,7 +357,16 @@ def transfer(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> Comparison: ...
+) -> Comparison:
+    """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
+
+    Returns the rows of results.csv and the page, OUTPUT/report.html; OUTPUT/transfer.json holds the interval, the
+    target's rates and the risk.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
 
 def pretrain(
     *,
@@ -405,7 +454,15 @@ def pretrain(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page. ``corpus`` may also be a
+    path, a list of paths or texts, or a datasets.Dataset.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+    """
 
 def preflight(
     *,
@@ -445,7 +502,16 @@ def preflight(
     flops: float | None = None,
     overwrite: bool = False,
     bar: bool = True,
-) -> pd.DataFrame: ...
+) -> pd.DataFrame:
+    """Say whether planned runs will train, as `lamina preflight` does; ``settings`` are its flags.
+
+    Returns one row per planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
+    change, and the numbers behind them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv,
+    layers.parquet, preflight.json (from which `lamina report` makes the page) and report.html.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+    """
 
 def sft(
     *,
@@ -499,7 +565,15 @@ def sft(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Fine-tune a model, as `lamina sft` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
 
 def reward(
     *,
@@ -549,7 +623,15 @@ def reward(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Train a reward model, as `lamina reward` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
 
 def rlhf(
     *,
@@ -608,7 +690,15 @@ def rlhf(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Train a policy by reinforcement learning, as `lamina rlhf` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
 
 def dpo(
     *,
@@ -659,7 +749,15 @@ def dpo(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Train a policy on preferences, as `lamina dpo` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
 
 def evaluate(
     *,
@@ -684,7 +782,16 @@ def evaluate(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Evaluate models, as `lamina eval` does; ``settings`` are its flags with underscores.
+
+    ``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns what result.json holds;
+    OUTPUT/results.csv has every number, OUTPUT/table.csv the table, OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read, an
+            output folder in use.
+    """
 
 def probe_folder(
     *,
@@ -707,4 +814,13 @@ def probe_folder(
     resume: Resume = False,
     overwrite: bool = False,
     bar: bool = True,
-) -> RunResult: ...
+) -> RunResult:
+    """Measure a checkpoint and write a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds. OUTPUT/report.html is the page; OUTPUT/NAME.parquet is the table of the probe NAME.
+    ``lamina.probe`` returns only the tables and writes nothing.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
+            folder in use.
+    """
