@@ -8,6 +8,7 @@ PEER_PACKAGES := litgpt==0.5.13 lightning==2.6.6 lightning-utilities==0.15.3 tor
 	x-transformers==2.31.10 torch-einops-utils==0.2.0 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 loguru==0.7.3
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs lamina examples benchmarks recipes studies Makefile
 SUITES := command_lines damaged_files models kills families
 SEED ?= 0
 
@@ -27,6 +28,7 @@ check: $(VENV)/.development
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/codespell $(PROSE)
 	$(MKDOCS) --quiet
 
 # The site: open site/index.html, no server is needed.

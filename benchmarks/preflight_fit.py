@@ -207,7 +207,7 @@ def _end(record: Record) -> Features:
 
 
 def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, Any]:
-    """A logistic regression, penalised and with the signs that the features must have, on every measurement.
+    """A logistic regression, penalized and with the signs that the features must have, on every measurement.
 
     The target is soft: a run that ended on the border to stuck counts half, one 0.03 nats off it three quarters or one.
     """

@@ -2,7 +2,7 @@
 
 Each contender is a process of its own that waits while another one trains; turns alternate, figures are medians over
 the rounds, and ratios are taken round by round, so that they hold when the machine's speed drifts. Matrix products
-timed between the turns are the yardstick of the model-FLOPs utilisation.
+timed between the turns are the yardstick of the model-FLOPs utilization.
 
     python benchmarks/training.py --suite cpu --output benchmarks/results/training-cpu.json
     python benchmarks/training.py --suite gpu --output benchmarks/results/training-gpu.json

@@ -7,6 +7,7 @@ package index shows too, links to files by their address in the project's public
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import posixpath
@@ -60,11 +61,34 @@ def _with_results(nav: list[Any]) -> list[Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand at the root of the repository, and what draws the figures of the results."""
+    """Add the pages from the root of the repository, those that are generated, and what draws the figures."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     files.append(File.generated(config, PLOTLY, content=get_plotlyjs()))
+    notebooks = {f"notebooks/{path.stem}.md": notebook_page(path) for path in (DOCS / "notebooks").glob("*.ipynb")}
+    for page, text in (_reference() | notebooks).items():
+        files.append(File.generated(config, page, content=text))
     return files
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as Markdown: its texts, its code, and a link to the file."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    parts = [
+        "".join(cell["source"]) if cell["cell_type"] == "markdown" else f"```python\n{''.join(cell['source'])}\n```"
+        for cell in cells
+    ]
+    return "\n\n".join([*parts, f"[Download this notebook]({path.name})"]) + "\n"
+
+
+def _reference() -> dict[str, str]:
+    """The generated pages of the reference."""
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.pages()
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -21,6 +21,11 @@ BANNED = {
     "bits a byte": r"\b(bits|nats|tokens|bytes) an? (byte|token|second|step|parameter)\b",
     "take up": r"\b(take|takes|took|taken|taking) up\b",
     "gone on from": r"\bgone on (from|with)\b",
+    "iteration": r"\btraining iterations?\b",
+    "towards": r"\b([Tt]owards|[Aa]mongst|[Ww]hilst)\b",
+    "in order to": r"\b[Ii]n order to\b",
+    "marketing": r"\b([Ss]imply|[Ee]asily|[Ss]eamless(ly)?|[Pp]owerful|[Bb]lazing(ly)?|[Ee]ffortless(ly)?|"
+    r"[Cc]utting-edge|[Ss]tate-of-the-art|[Ww]orld-class|[Ll]everag(e|es|ing)|[Uu]tiliz(e|es|ed|ing))\b",
 }
 
 
@@ -39,8 +44,8 @@ def prose(path: Path) -> str:
 
 
 def files() -> list[Path]:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [*pages, *sorted((ROOT / "lamina").rglob("*.py"))]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [*pages, *sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "lamina").rglob("*.py"))]
 
 
 @pytest.mark.parametrize("word", BANNED)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lamina
 from lamina.placements import names
@@ -80,6 +81,18 @@ def test_the_public_home_is_one():
 
 def test_the_number_of_placements_is_right():
     assert f"any of {len(names())} norm placements" in README
+
+
+def test_the_files_of_a_public_forge_are_read():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == lamina.__version__
+    assert citation["repository-code"] == HOME
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    for form in (yaml.safe_load(path.read_text("utf-8")) for path in forms if path.stem != "config"):
+        assert {"name", "description", "body"} <= set(form)
+        assert all(part["type"] in ("textarea", "input") and part["attributes"]["label"] for part in form["body"])
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text("utf-8"))
+    assert {"run": ".ci/run"}.items() <= workflow["jobs"]["check"]["steps"][-1].items()
 
 
 def test_the_version_is_one():

@@ -30,7 +30,7 @@ def site(hooks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=120
+        words, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -42,6 +42,27 @@ def test_no_page_asks_anything_of_a_server(site):
     asked = {f"{page.name}: {found[0]}" for page in pages for found in FROM_A_SERVER.finditer(page.read_text("utf-8"))}
     assert not asked
     assert FROM_A_SERVER.search('<script src="https://unpkg.com/x">')
+
+
+def test_the_reference_is_generated_from_the_program(site):
+    import lamina
+    from lamina.cli import COMMANDS
+
+    python, commands, settings = (
+        (site / "reference" / f"{name}.html").read_text("utf-8") for name in ("python", "command-line", "settings")
+    )
+    assert all(f'id="lamina.{name}"' in python for name in lamina.__all__ if name not in ("__version__", "placements"))
+    assert all(f'id="lamina-{name}"' in commands for name in COMMANDS)
+    assert "--num-layers" in commands
+    assert "<code>num_layers</code>" in settings
+    assert "Could not" not in python
+
+
+def test_a_notebook_is_a_page_and_a_file(site):
+    page = (site / "notebooks" / "probe.html").read_text("utf-8")
+    assert "Probe a model in a notebook" in page
+    assert 'href="probe.ipynb"' in page
+    assert (site / "notebooks" / "probe.ipynb").is_file()
 
 
 def test_the_search_runs_from_files(site):

@@ -152,7 +152,7 @@ def _longer(numbers: Features, case: Case, deciding: int) -> str:
 
 
 def _by(deciding: int, case: Case) -> str:
-    return f"by step {deciding}" if deciding < case.steps else "only towards the end or not at all"
+    return f"by step {deciding}" if deciding < case.steps else "only toward the end or not at all"
 
 
 def _calmer(case: Case) -> str:

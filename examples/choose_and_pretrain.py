@@ -1,0 +1,56 @@
+"""From a question to a model: compare placements at several rates, then pretrain the best one for longer.
+
+    python examples/choose_and_pretrain.py [--corpus my_texts/] [--folder runs/chosen] [--scale 1]
+
+What to expect at --scale 1: about ten minutes on two cores for the comparison, and as much for the run. Stop it at any
+time and run it again: what has ended is not trained again. --scale 0.02 is a trial run, too short to rank anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from lamina import api
+
+PLACEMENTS = ["pre_ln", "peri_ln", "fusenorm"]
+RATES = [2.5e-3, 5e-3, 1e-2]
+SIZE = {"num_layers": 16, "hidden_size": 48, "num_heads": 2, "sequence_length": 64}
+
+
+def best(results: pd.DataFrame) -> tuple[str, float]:
+    """The placement and the rate with the lowest mean loss over the seeds, of those where every seed trained."""
+    trained = results["status"].isin(("finished", "short"))
+    arms = results.assign(trained=trained).groupby(["placement", "learning_rate"])
+    means = arms.agg(loss=("eval_loss", "mean"), all=("trained", "all"))
+    if not means["all"].any():
+        raise SystemExit("no arm trained with every seed: take more steps (--scale) or lower rates")
+    placement, rate = means[means["all"]]["loss"].idxmin()
+    return str(placement), float(rate)
+
+
+def main() -> None:
+    """Compare, choose, pretrain."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--corpus", default="embedded")
+    parser.add_argument("--folder", type=Path, default=Path("runs/chosen"))
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the steps")
+    options = parser.parse_args()
+    study = options.folder / "study"
+    api.compare(
+        placements=PLACEMENTS, learning_rates=RATES, seeds=[0, 1], corpus=options.corpus, resume="auto",
+        steps=max(4, round(200 * options.scale)), output=str(study), **SIZE,
+    )  # fmt: skip
+    placement, rate = best(pd.read_csv(study / "results.csv"))
+    print(f"{placement} at {rate:g} has the lowest loss")
+    result = api.pretrain(
+        placement=placement, learning_rate=rate, corpus=options.corpus, resume="auto", save_steps=100,
+        steps=max(4, round(2000 * options.scale)), output=str(options.folder / "run"), **SIZE,
+    )  # fmt: skip
+    print(f"{result['status']}: eval loss {result['eval_loss']:.3f}; the model is {options.folder / 'run' / 'model'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The notebooks run from top to bottom, and the scripts of examples/, each at a size that takes seconds."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "compare": """
+placements = ["pre_ln", "peri_ln"]
+size = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2, "workers": 1}
+size |= {"eval_blocks": 4}
+steps, corpus, output = 3, "words.txt", "runs/notebook"
+""",
+    "probe": "sequences, length = 2, 8",
+    "watch": "steps = 30",
+}
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(path, as_version=4)
+    (at,) = (at for at, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ()))
+    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(TINY[path.stem]))
+    (tmp_path / "words.txt").write_text("The norm sits before, after and between.\n" * 400, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    client.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(str(cell.get("outputs", "")) for cell in notebook.cells)
+    assert {"compare": "eval_loss", "probe": "angular", "watch": "the page"}[path.stem] in printed
+
+
+def test_notebooks_are_committed_without_outputs():
+    nbformat = pytest.importorskip("nbformat")
+    assert len(NOTEBOOKS) == len(TINY) == 3
+    for path in NOTEBOOKS:
+        cells = nbformat.read(path, as_version=4).cells
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path.name
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_has_a_test():
+    here = Path(__file__).read_text("utf-8") + (ROOT / "tests/posttraining/test_whole_path.py").read_text("utf-8")
+    assert all(path.stem in here for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_watch_a_loop_trains_and_writes_the_page(tmp_path, monkeypatch, capsys):
+    arguments = ["--folder", str(tmp_path / "run"), "--steps", "3", "--num-layers", "2", "--placement", "keel"]
+    monkeypatch.setattr(sys, "argv", ["watch_a_loop.py", *arguments])
+    script("watch_a_loop").main()
+    assert re.search(r"loss \d\.\d+; the page is ", capsys.readouterr().out)
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_choose_and_pretrain_trains_what_it_chose(tmp_path, monkeypatch, capsys):
+    module = script("choose_and_pretrain")
+    size = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 2}
+    monkeypatch.setattr(module, "SIZE", {**size, "eval_blocks": 4})
+    monkeypatch.setattr(module, "best", lambda results: tuple(results.iloc[0][["placement", "learning_rate"]]))
+    words = tmp_path / "words.txt"
+    words.write_text("The norm sits before, after and between.\n" * 400, encoding="utf-8")
+    arguments = ["--corpus", str(words), "--folder", str(tmp_path / "runs"), "--scale", "0.01"]
+    monkeypatch.setattr(sys, "argv", ["choose_and_pretrain.py", *arguments])
+    module.main()
+    assert "the model is" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "run" / "model" / "config.json").is_file()
+
+
+def test_what_is_chosen_has_trained_with_every_seed():
+    import pandas as pd
+
+    rows = [("a", 1e-3, "finished", 2.0), ("a", 1e-3, "short", 2.2), ("b", 1e-3, "finished", 1.0)]
+    rows += [("b", 1e-3, "stuck", 3.0), ("a", 1e-2, "finished", 2.4), ("a", 1e-2, "finished", 2.5)]
+    results = pd.DataFrame(rows, columns=["placement", "learning_rate", "status", "eval_loss"])
+    assert script("choose_and_pretrain").best(results) == ("a", 1e-3)
+    with pytest.raises(SystemExit, match="more steps"):
+        script("choose_and_pretrain").best(results[results["placement"] == "b"])
