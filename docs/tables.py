@@ -12,11 +12,15 @@ import pandas as pd
 from watch_tables import alarms_table, watching_sentence
 
 from lamina.core.architectures import conversions, verified
+from lamina.jobs import aliases
 from lamina.jobs.columns import RESULT_COLUMNS
 from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
-_OF_DOCS = ("benchmarks", "convert", "placements", "probes", "reliability", "run-folder", "watch", "loss-spiked")
+_OF_DOCS = (
+    *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "watch"),
+    "loss-spiked",
+)
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
 
@@ -301,6 +305,16 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
     )
 
 
+def other_names_table() -> str:
+    """A row per name of another tool: Lamina's, and how it differs."""
+    rows = ["| name | Lamina's | taken, or how it differs |", "|---|---|---|"]
+    for name, alias in aliases.listed():
+        ours = " or ".join(f"`{setting}`" for setting in alias.settings)
+        what = f"{alias.differs}" if alias.differs else f"sets it to `{alias.switch}`" if alias.switch else "taken"
+        rows.append(f"| `{name}` | {ours} | {what} |")
+    return "\n".join(rows)
+
+
 def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
@@ -311,6 +325,7 @@ def tables() -> dict[str, str]:
         "verified": f"{verified()}.",
         "conversions": conversions_table(),
         "columns": columns_table(),
+        "other-names": other_names_table(),
     }
     for name, table in (("alarms", alarms_table), ("watching", watching_sentence)):
         record = _record(name)

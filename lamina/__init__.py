@@ -6,60 +6,107 @@ Importing this package loads neither torch nor transformers; the functions do wh
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lamina import auto_classes
 from lamina.core import peft_targets
 
 if TYPE_CHECKING:
-    from lamina import data, evaluation, modeling, placements, preflights, probes, reports, studies, training  # noqa: F401
-    from lamina.api import compare, evaluate, max_lr, preflight, pretrain, study
+    from lamina import (  # noqa: F401
+        api,
+        data,
+        evaluation,
+        modeling,
+        placements,
+        preflights,
+        probes,
+        reports,
+        studies,
+        training,
+    )
+    from lamina.api import (
+        backbones,
+        compare,
+        convert,
+        coord_check,
+        diagnose,
+        dpo,
+        evaluate,
+        generate,
+        max_lr,
+        preflight,
+        pretrain,
+        probe_folder,
+        report,
+        reward,
+        rlhf,
+        sft,
+        study,
+        transfer,
+    )
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
     from lamina.training.watching.callback import LayerMonitor
     from lamina.training.watching.loop import watch
 
+    eval = evaluate
+
 __version__ = "0.1.0"
 __all__ = [
     "LayerMonitor",
     "__version__",
+    "backbones",
     "build",
     "compare",
+    "convert",
+    "coord_check",
+    "diagnose",
+    "dpo",
+    "eval",
     "evaluate",
+    "generate",
     "max_lr",
     "placements",
     "preflight",
     "pretrain",
     "probe",
+    "probe_folder",
+    "report",
+    "reward",
+    "rlhf",
+    "sft",
     "study",
+    "transfer",
     "watch",
     "wire",
 ]
 
-_LAZY = {
+_ELSEWHERE = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
-    "compare": "lamina.api",
-    "evaluate": "lamina.api",
-    "max_lr": "lamina.api",
-    "preflight": "lamina.api",
-    "pretrain": "lamina.api",
-    "study": "lamina.api",
     "probe": "lamina.probes.engine.measure",
     "LayerMonitor": "lamina.training.watching.callback",
     "watch": "lamina.training.watching.loop",
 }
-_PACKAGES = ("placements", "modeling", "data", "probes", "training", "evaluation", "preflights", "studies", "reports")
+_PACKAGES = (
+    *("api", "placements", "modeling", "data", "probes", "training", "evaluation", "preflights", "studies", "reports"),
+    "posttraining",
+)
 
 
 if not TYPE_CHECKING:  # else a misspelt name would be of type Any
 
-    def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            return getattr(importlib.import_module(_LAZY[name]), name)
+    def __getattr__(name: str) -> object:
         if name in _PACKAGES:
             return importlib.import_module(f"lamina.{name}")
+        if name in __all__:
+            home = importlib.import_module(_ELSEWHERE.get(name, "lamina.api"))
+            return getattr(home, "evaluate" if name == "eval" else name)
         raise AttributeError(f"module 'lamina' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
 
 
 auto_classes.register()

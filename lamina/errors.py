@@ -11,8 +11,13 @@ from typing import Any
 class UserError(ValueError):
     """An invalid input from the user. The message names the field, the value and what is allowed.
 
-    The command line prints it as one line and exits with code 2; from Python it is a ValueError.
+    The command line prints it as one line and exits with code 2; from Python it is a ValueError. A notebook shows the
+    line without the frames that led to it.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class TrialsFailed(UserError):

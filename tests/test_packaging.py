@@ -17,7 +17,8 @@ from typing import assert_type
 import lamina
 from lamina.placements import Plan, resolve
 
-assert_type(lamina.compare(steps=5), pandas.DataFrame)
+assert_type(lamina.compare(steps=5), lamina.api.Comparison)
+assert_type(lamina.compare(steps=5).results, pandas.DataFrame)
 assert_type(lamina.build("llama-nano", "keel"), PreTrainedModel)
 assert_type(resolve("keel", 2), Plan)
 assert_type(lamina.placements.names(), list[str])

@@ -4,27 +4,80 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
+from lamina.commands.help import OUTSIDE, OWN, help_text
+from lamina.commands.translation import nearest_flag, translated
 from lamina.core.values import path
-from lamina.errors import UserError, nearest
+from lamina.errors import UserError
+from lamina.jobs.aliases import in_our_words, suggestion
 from lamina.jobs.settings import Settings
 
 # "from" is a keyword of Python, so no field can have that name.
-ALIASES = {"from_model": ("--from",)}
+SHORTER = {"from_model": ("--from",)}
+KINDS = {int: "N", float: "X"}
 
 
 class Parser(ArgumentParser):
-    """An ArgumentParser whose errors are one UserError that suggests the nearest option."""
+    """An ArgumentParser that takes other tools' names, and whose errors are one UserError with the nearest option.
+
+    Attributes:
+        examples: command lines, for the help.
+        main: the settings that ``--help`` shows.
+        headings: of the settings' flags, by setting.
+        full_help: whether to show all.
+    """
+
+    examples: str = ""
+    main: tuple[str, ...] = ()
+    full_help: bool = False
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.headings: dict[str, str] = {}
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Namespace:  # type: ignore[override]
+        """Parse a command line, of which other tools' names have become Lamina's."""
+        words = self._without_all(sys.argv[1:] if args is None else args)
+        positionals = [action.dest for action in self._actions if not action.option_strings]
+        words = translated(words, self._option_string_actions, positionals)
+        return super().parse_args(words, *more, **named)
+
+    def _without_all(self, words: Sequence[str]) -> list[str]:
+        """The words without the ``all`` of ``--help all``."""
+        kept: list[str] = []
+        for word in words:
+            after = bool(kept) and kept[-1] in ("-h", "--help")
+            self.full_help |= (after and word == "all") or word == "--help=all"
+            if not (after and word == "all"):
+                kept.append("--help" if word == "--help=all" else word)
+        return kept
+
+    def format_help(self, formatter: object = None) -> str:
+        """The help, with the flags that matter or, after ``--help all``, with all."""
+        actions = [
+            (self.headings.get(action.dest, OUTSIDE if self.headings else OWN), action) for action in self._actions
+        ]
+        text = help_text(
+            self.prog,
+            str(self.usage),
+            str(self.description),
+            actions,
+            self.examples,
+            main=self.main,
+            full=self.full_help,
+        )
+        self.full_help = False
+        return text
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         """Raise UserError instead of printing the usage."""
-        options = [o for action in self._actions for o in action.option_strings if o.startswith("--")]
         line = " ".join(str(message).split())
         unknown = re.search(
             r"(?:[Uu]nrecognized arguments?:|does not accept nested key|[Nn]o action for key)\s*(\S+)", line
@@ -32,7 +85,9 @@ class Parser(ArgumentParser):
         if unknown:
             name = unknown[1].strip("'\"").split("=")[0]
             option = name if name.startswith("-") else f"--{name.replace('_', '-')}"
-            raise UserError(f"unknown option {option}{nearest(option, options)} (see `{self.prog} --help`)")
+            hint = nearest_flag(option, self._option_string_actions)
+            every = " all" if self.main else ""
+            raise UserError(f"unknown option {option}{hint} (see `{self.prog} --help{every}`)")
         value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value: (.*)", line)
         key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
         if value and key:
@@ -54,26 +109,16 @@ def make_parser(command: str, description: str, examples: str, positional: str =
     from jsonargparse import set_parsing_settings
 
     set_parsing_settings(parse_optionals_as_positionals=False)
-    return Parser(
+    parser = Parser(
         prog=f"lamina {command}",
         usage=f"lamina {command} {positional}[OPTIONS]",
-        description=f"{description}\n\nexamples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}",
-        formatter_class=_formatter(),
+        description=description,
         exit_on_error=True,
         default_env=False,
         allow_abbrev=False,
     )
-
-
-def _formatter() -> Any:
-    from argparse import RawDescriptionHelpFormatter
-
-    from jsonargparse import DefaultHelpFormatter
-
-    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-        """Keeps the examples' line breaks."""
-
-    return Formatter
+    parser.examples = inspect.cleandoc(examples)
+    return parser
 
 
 def add_settings(
@@ -81,16 +126,14 @@ def add_settings(
 ) -> None:
     """Add a flag for every field of a settings record: ``--num-layers`` for ``num_layers``; ``--config`` reads YAML.
 
-    A command's own flags come first, then those of all training runs. The fields in ``positional`` have no flag; the
-    field ``several`` has none either, and takes any number of words.
+    The fields in ``positional`` have no flag; the field ``several`` has none either, and takes any number of words.
     """
-    from lamina.training.settings import RunSettings
-
     parser.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
-    general = RunSettings.names() if issubclass(settings, RunSettings) else ()
-    for name in sorted(settings.names(), key=lambda name: name in general):
+    parser.main = settings.main
+    for name in settings.names():
         default, kind, help = settings.default(name), parsed_kind(settings.kind(name)), settings.help(name)
         flag = f"--{name.replace('_', '-')}"
+        parser.headings[name] = settings.group_of(name) or OWN
         if name in positional:
             parser.add_argument(name, nargs="?", type=str, default=default, help=help)
         elif name == several:
@@ -98,7 +141,23 @@ def add_settings(
         elif kind is bool:
             parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=help)
         else:
-            parser.add_argument(flag, *ALIASES.get(name, ()), type=kind, default=default, help=help)
+            value = value_name(settings, name)
+            action = parser.add_argument(
+                flag, *SHORTER.get(name, ()), type=kind, default=default, help=help, metavar=value
+            )
+            if get_origin(settings.kind(name)) is Literal:
+                action.__dict__["words"] = get_args(settings.kind(name))
+
+
+def value_name(settings: type[Settings], name: str) -> str:
+    """What the help calls a field's value: N, X, WORD, PLACE, or a key of its own."""
+    kind = settings.kind(name)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if any(get_origin(part) is dict for part in kinds) and str not in kinds:
+        return ".KEY VALUE"
+    if any(get_origin(part) is Literal for part in kinds):
+        return "WORD"
+    return next((KINDS[part] for part in kinds if part in KINDS), "TEXT") if str not in kinds else "TEXT"
 
 
 def parsed_kind(kind: object) -> object:
@@ -144,9 +203,12 @@ def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str,
     data = read_yaml(file)
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
-    known = {action.dest for action in parser._actions} - {"config", "help", *others}
+    known = {action.dest.replace("-", "_") for action in parser._actions} - {"config", "help", *others}
+    data = in_our_words({str(key): value for key, value in data.items()}, known, file=str(file))
     for key in data:
         if key not in known:
-            raise UserError(f"{str(file)!r}: unknown setting {key!r}{nearest(str(key), known)}")
+            near = suggestion(key, known)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UserError(f"{str(file)!r}: unknown setting {key!r}{hint}")
     checked = parser.parse_object({k: v for k, v in data.items() if v is not None}, defaults=False).as_dict()
     return {k: checked.get(k, v) for k, v in data.items()}

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from lamina.commands.arguments import make_parser
+from lamina.commands.arguments import Parser, make_parser
+
+
+def parser() -> Parser:
+    """The command's flags."""
+    return make_parser("backbones", "List the backbones that a placement can be put on.", "  lamina backbones")
 
 
 def run(argv: list[str]) -> int:
     """Print the presets with their sizes and parameters."""
-    parser = make_parser("backbones", "List the backbones that a placement can be put on.", "  lamina backbones")
-    parser.parse_args(argv)
-    from lamina.modeling.backbones import PRESETS, count_parameters
+    parser().parse_args(argv)
+    from lamina.api import backbones
     from lamina.modeling.modeling_lamina import ADAPTERS
 
     print(
         f"{'name':<21} {'type':<11} {'layers':>6} {'width':>6} {'FFN':>6} {'heads':>5} {'vocabulary':>10} "
         f"{'total':>8} {'active':>8}  source"
     )
-    for preset in PRESETS.values():
-        c = preset.config()
-        count = count_parameters(c)
+    for row in backbones().to_dict("records"):
+        vocabulary = "-" if row["vocabulary"] != row["vocabulary"] else int(row["vocabulary"])
         print(
-            f"{preset.name:<21} {preset.model_type:<11} {c.num_hidden_layers:>6} {c.hidden_size:>6} "
-            f"{c.intermediate_size:>6} {c.num_attention_heads:>5} {getattr(c, 'vocab_size', '-'):>10} "
-            f"{_short(count.total):>8} {_short(count.active):>8}  {preset.source}"
+            f"{row['name']:<21} {row['type']:<11} {row['layers']:>6} {row['width']:>6} {row['FFN']:>6} "
+            f"{row['heads']:>5} {vocabulary:>10} {_short(row['total']):>8} {_short(row['active']):>8}  {row['source']}"
         )
     print(
         "\ntotal: transformers' own model, embeddings and head included; active: the same, counting only the routed "

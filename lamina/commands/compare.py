@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.api import compare
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.errors import TrialsFailed
+from lamina.studies.settings import CompareSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,21 +24,24 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Parse, train, write the page, print the ranking and the page's path."""
-    from lamina.studies.settings import CompareSettings
-
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "compare",
         "Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.",
         EXAMPLES,
     )
-    add_settings(parser, CompareSettings)
-    add_output_modes(parser, "continue the study in the output folder")
-    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    add_settings(flags, CompareSettings)
+    add_output_modes(flags, "continue the study in the output folder")
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Parse, train, write the page, print the ranking and the page's path."""
+    typed, others = given_settings(parser(), argv, "resume", "overwrite")
     folder = Path(typed.get("output", CompareSettings.output))
     try:
-        results, failure = compare(**typed, resume=others.resume, overwrite=others.overwrite), None
+        results, failure = compare(**typed, resume=others.resume, overwrite=others.overwrite).results, None
     except TrialsFailed as error:
         results, failure = error.results, error
     print(summary(results))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from jsonargparse import ActionYesNo
 
-from lamina.commands.arguments import make_parser
+from lamina.api.models import DTYPES
+from lamina.commands.arguments import Parser, make_parser
 from lamina.core.architectures import Target, convertible
 from lamina.core.values import path
 from lamina.errors import unknown
@@ -25,12 +26,11 @@ EXAMPLES = """
 """
 
 TARGETS = get_args(Target)
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def run(argv: list[str]) -> int:
-    """Convert, compare the two models' logits, then move the result into place."""
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "convert",
         "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits, or back;\n"
         "or a Lamina model into a GGUF file, where llama.cpp has an architecture that computes the same.\n"
@@ -38,22 +38,25 @@ def run(argv: list[str]) -> int:
         EXAMPLES,
         "SOURCE OUTPUT ",
     )
-    parser.add_argument(
-        "source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub"
-    )
-    parser.add_argument("output", help="a new or empty folder")
-    parser.add_argument(
+    flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
+    flags.add_argument("output", help="a new or empty folder")
+    flags.add_argument(
         "--to", type=str, default=None, help="lamina, transformers (default: the one that SOURCE is not) or gguf"
     )
-    parser.add_argument("--dtype", type=str, default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
-    parser.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
-    parser.add_argument(
+    flags.add_argument("--dtype", type=str, default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
+    flags.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
+    flags.add_argument(
         "--verify",
         action=ActionYesNo(no_prefix="no-"),
         default=True,
         help="load the result and compare its logits with SOURCE's",
     )
-    options = parser.parse_args(argv)
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Convert, compare the two models' logits, then move the result into place."""
+    options = parser().parse_args(argv)
     for name in ("source", "output"):
         path(name, options[name])
     if options.to is not None and options.to not in TARGETS:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.api import coord_check
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.studies.width_settings import CoordCheckSettings
 
 EXAMPLES = """
   lamina coord-check
@@ -16,20 +17,23 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Parse, measure, write the page, print the exponents and the verdict."""
-    from lamina.studies.width_settings import CoordCheckSettings
-
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "coord-check",
         "Train several widths for a few steps on one batch and see whether any module's output grows with the width.\n"
         "Prints the exponent e of mean |x| ~ width^e: 0 is right; above 0, a wide model will blow up.",
         EXAMPLES,
     )
-    add_settings(parser, CoordCheckSettings)
-    add_output_modes(parser, "skip the widths and seeds that the folder already holds")
-    typed, others = given_settings(parser, argv, "resume", "overwrite")
-    slopes = coord_check(**typed, resume=others.resume, overwrite=others.overwrite)
+    add_settings(flags, CoordCheckSettings)
+    add_output_modes(flags, "skip the widths and seeds that the folder already holds")
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Parse, measure, write the page, print the exponents and the verdict."""
+    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    slopes = coord_check(**typed, resume=others.resume, overwrite=others.overwrite).results
     folder = Path(typed.get("output", CoordCheckSettings.output))
     sizes: Any = slopes[slopes["metric"] == "size"]
     last = int(sizes["step"].max())

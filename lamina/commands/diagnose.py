@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import make_parser
+from lamina.commands.arguments import Parser, make_parser
 from lamina.core.values import path
 
 EXAMPLES = """
@@ -14,17 +14,22 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Print the sentences and write the page."""
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "diagnose",
         "Say what left its usual range first in a run, in which layer and step, how early that could be seen, and what "
         "papers and Lamina's studies say to change. For a run of Lamina's, of lamina.LayerMonitor or of lamina.watch.",
         EXAMPLES,
         "RUN ",
     )
-    parser.add_argument("run", help="the run's folder")
-    options = parser.parse_args(argv)
+    flags.add_argument("run", help="the run's folder")
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Print the sentences and write the page."""
+    options = parser().parse_args(argv)
     path("run", options.run)
     from lamina.reports.diagnosing.telling import diagnose
 

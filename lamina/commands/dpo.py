@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lamina.api import dpo
-from lamina.commands.tuning import run_command
+from lamina.commands.arguments import Parser
+from lamina.commands.tuning import run_command, tuning_parser
+from lamina.posttraining.settings import DpoSettings
 
 EXAMPLES = """
   lamina dpo --from runs/keel-64-sft --data preferences.jsonl --output runs/keel-64-dpo
@@ -12,9 +14,12 @@ EXAMPLES = """
 """
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    about = "Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model."
+    return tuning_parser(about, EXAMPLES, DpoSettings)
+
+
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
-    from lamina.posttraining.settings import DpoSettings
-
-    about = "Train a policy on preferences (prompt, chosen, rejected) directly, without a reward model."
-    return run_command(argv, about, EXAMPLES, DpoSettings, dpo)
+    return run_command(argv, parser(), DpoSettings, dpo)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.evaluation.settings import EvalSettings
 
 EXAMPLES = """
   lamina eval runs/keel-64 --corpus my_text.txt
@@ -27,15 +28,18 @@ hold the table as the papers print it, results.csv every number, items/ every qu
 """
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser("eval", DESCRIPTION + listing(), EXAMPLES, "MODEL... ")
+    add_settings(flags, EvalSettings, several="models")
+    flags.add_argument("--list", action="store_true", help="list the sets with their tasks, and exit")
+    add_output_modes(flags, "evaluate only what is not finished")
+    return flags
+
+
 def run(argv: list[str]) -> int:
     """Parse, evaluate, write the page, print the table and the page's path."""
-    from lamina.evaluation.settings import EvalSettings
-
-    parser = make_parser("eval", DESCRIPTION + listing(), EXAMPLES, "MODEL... ")
-    add_settings(parser, EvalSettings, several="models")
-    parser.add_argument("--list", action="store_true", help="list the sets with their tasks, and exit")
-    add_output_modes(parser, "evaluate only what is not finished")
-    typed, others = given_settings(parser, argv, "list", "resume", "overwrite")
+    typed, others = given_settings(parser(), argv, "list", "resume", "overwrite")
     if others.list:
         print(listing(full=True))
         return 0

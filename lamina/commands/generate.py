@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from lamina.commands.arguments import make_parser
-from lamina.core.values import number, path, seed_number, whole_number
-
-if TYPE_CHECKING:
-    from lamina.modeling.generation import Speaker
+from lamina.api.models import generate, speaker_of
+from lamina.commands.arguments import Parser, make_parser
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -18,44 +13,39 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Load, generate, print."""
-    parser = make_parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
-    parser.add_argument("model", help="a folder with a saved model, or a run's folder")
-    parser.add_argument("--prompt", type=str, default=None, help='the text to continue (default: "The")')
-    parser.add_argument(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
+    flags.add_argument("model", help="a folder with a saved model, or a run's folder")
+    flags.add_argument("--prompt", type=str, default=None, help='the text to continue (default: "The")')
+    flags.add_argument(
         "--chat", action="store_true", help="take the prompt as a turn, and answer it; without a prompt, converse"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=120, help="maximum number of new tokens")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument(
+    flags.add_argument("--max-new-tokens", type=int, default=120, help="maximum number of new tokens")
+    flags.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    flags.add_argument(
         "--trust-remote-code", action="store_true", help="run the model's own Python code, if it has any"
     )
-    options = parser.parse_args(argv)
-    path("model", options.model)
-    whole_number("max_new_tokens", options.max_new_tokens)
-    number("temperature", options.temperature, 0.0)
-    seed_number("seed", options.seed)
-    import torch
+    return flags
 
-    from lamina.modeling.generation import Speaker
 
-    speaker = Speaker(
-        options.model, options.max_new_tokens, options.temperature, trust_remote_code=options.trust_remote_code
-    )
-    torch.manual_seed(options.seed)
-    if not options.chat:
-        print(speaker.continuation("The" if options.prompt is None else options.prompt))
-    elif options.prompt is not None:
-        print(speaker.answer([{"role": "user", "content": options.prompt}]))
+def run(argv: list[str]) -> int:
+    """Load, generate, print."""
+    options = parser().parse_args(argv)
+    sampling = {name: options[name] for name in ("max_new_tokens", "temperature", "seed", "trust_remote_code")}
+    if options.chat and options.prompt is None:
+        _converse(options.model, **sampling)
+    elif options.chat:
+        print(generate(options.model, [{"role": "user", "content": options.prompt}], **sampling))
     else:
-        _converse(speaker)
+        print(generate(options.model, "The" if options.prompt is None else options.prompt, **sampling))
     return 0
 
 
-def _converse(speaker: Speaker) -> None:
+def _converse(model: str, max_new_tokens: int, temperature: float, seed: int, trust_remote_code: bool) -> None:
     """Answer the lines of the standard input, one turn each, until an empty line or its end."""
+    speaker = speaker_of(model, max_new_tokens, temperature, seed, trust_remote_code=trust_remote_code)
     speaker.check_chat()
     turns: list[dict[str, str]] = []
     while True:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.api import max_lr
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.commands.compare import failed
 from lamina.errors import TrialsFailed
+from lamina.studies.max_rate_settings import MaxRateStudySettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,17 +28,20 @@ not fall by --plateau-margin nats while the rate grows by --plateau-factor ("stu
 unigram entropy). Reports the rate just before: the last at which the loss was at its low, or still fell."""
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser("max-lr", DESCRIPTION, EXAMPLES)
+    add_settings(flags, MaxRateStudySettings)
+    add_output_modes(flags, "continue the study in the output folder")
+    return flags
+
+
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print the table and the page's path."""
-    from lamina.studies.max_rate_settings import MaxRateStudySettings
-
-    parser = make_parser("max-lr", DESCRIPTION, EXAMPLES)
-    add_settings(parser, MaxRateStudySettings)
-    add_output_modes(parser, "continue the study in the output folder")
-    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    typed, others = given_settings(parser(), argv, "resume", "overwrite")
     folder = Path(typed.get("output", MaxRateStudySettings.output))
     try:
-        results, failure = max_lr(**typed, resume=others.resume, overwrite=others.overwrite), None
+        results, failure = max_lr(**typed, resume=others.resume, overwrite=others.overwrite).results, None
     except TrialsFailed as error:
         results, failure = error.results, error
     print(summary(results))

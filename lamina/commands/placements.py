@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import make_parser
+from lamina.commands.arguments import Parser, make_parser
 from lamina.core.values import path, whole_number, writable_folder
 from lamina.placements import names, resolve
 from lamina.placements.resolution import find, split_specs
@@ -19,18 +19,23 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Print the list, or one placement."""
-    parser = make_parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
-    parser.add_argument(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
+    flags.add_argument(
         "name",
         nargs="?",
         default=None,
         help="a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated",
     )
-    parser.add_argument("--num-layers", type=int, default=4, help="number of layers of the plan to show")
-    parser.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram as an SVG file")
-    options = parser.parse_args(argv)
+    flags.add_argument("--num-layers", type=int, default=4, help="number of layers of the plan to show")
+    flags.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram as an SVG file")
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Print the list, or one placement."""
+    options = parser().parse_args(argv)
     whole_number("num_layers", options.num_layers)
     if options.svg is not None:
         path("svg", options.svg)

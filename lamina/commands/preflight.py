@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lamina.api import preflight
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
+from lamina.preflights.settings import PreflightSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,18 +30,19 @@ steps would decide; a "will not train" one is not expected to learn. The exit co
 --strict it is 1 if any verdict is "will not train"."""
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser("preflight", DESCRIPTION, EXAMPLES)
+    add_settings(flags, PreflightSettings)
+    flags.add_argument("--json", action="store_true", help="print the table as JSON, with every measured number")
+    flags.add_argument("--strict", action="store_true", help='exit with 1 if a verdict is "will not train"')
+    flags.add_argument("--overwrite", action="store_true", help="first delete what the output folder holds")
+    return flags
+
+
 def run(argv: list[str]) -> int:
     """Parse, measure, print."""
-    from lamina.preflights.settings import PreflightSettings
-
-    parser = make_parser("preflight", DESCRIPTION, EXAMPLES)
-    add_settings(parser, PreflightSettings)
-    parser.add_argument("--placement", type=str, default=None, help="the same as --placements")
-    parser.add_argument("--learning-rate", type=str, default=None, help="the same as --learning-rates")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON, with every measured number")
-    parser.add_argument("--strict", action="store_true", help='exit with 1 if a verdict is "will not train"')
-    parser.add_argument("--overwrite", action="store_true", help="first delete what the output folder holds")
-    typed, others = given_settings(parser, argv, "json", "strict", "overwrite")
+    typed, others = given_settings(parser(), argv, "json", "strict", "overwrite")
     try:
         rows = preflight(**typed, overwrite=others.overwrite)
     except KeyboardInterrupt:

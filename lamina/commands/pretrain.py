@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.api import pretrain
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
+from lamina.training.settings import PretrainSettings
 
 EXAMPLES = """
   lamina pretrain --placement keel --num-layers 64 --steps 1000 --output runs/keel-64
@@ -20,18 +21,21 @@ EXAMPLES = """
 """
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    about = "Train one model on text or images; OUTPUT/model loads with transformers' Auto classes."
+    flags = make_parser("pretrain", about, EXAMPLES)
+    add_settings(flags, PretrainSettings)
+    add_output_modes(flags, "resume from the last checkpoint in the output folder")
+    return flags
+
+
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
-    from lamina.training.settings import PretrainSettings
-
-    about = "Train one model on text or images; OUTPUT/model loads with transformers' Auto classes."
-    parser = make_parser("pretrain", about, EXAMPLES)
-    add_settings(parser, PretrainSettings)
-    add_output_modes(parser, "resume from the last checkpoint in the output folder")
-    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    result = pretrain(**typed, resume=others.resume, overwrite=others.overwrite)
     from lamina.training.execution.processes import launched
 
-    result = pretrain(**typed, resume=others.resume, overwrite=others.overwrite)
     if launched()[0] > 0:  # of several processes the first one prints
         return 130 if result["status"] == "interrupted" else 0
     folder = Path(typed.get("output", PretrainSettings.output))

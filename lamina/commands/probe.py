@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.probes.engine.settings import ProbeSettings
 
 EXAMPLES = """
   lamina probe runs/keel-64
@@ -18,22 +19,25 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Parse, measure, write the page, print each probe's sentences."""
-    from lamina.probes.engine.settings import ProbeSettings
-
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "probe",
         "Measure what each layer of a checkpoint does: one table and one figure per probe, and OUTPUT/report.html.\n\n"
         f"probes:\n{listing()}",
         EXAMPLES,
         "CHECKPOINT ",
     )
-    add_settings(parser, ProbeSettings, positional=("checkpoint",))
-    parser.add_argument("--list", action="store_true", help="list the probes with their options and sources, and exit")
-    parser.add_argument("--png", action="store_true", help="also draw each figure as a PNG (needs Chromium or Chrome)")
-    add_output_modes(parser, "measure only the probes that are not finished")
-    typed, others = given_settings(parser, argv, "list", "png", "resume", "overwrite")
+    add_settings(flags, ProbeSettings, positional=("checkpoint",))
+    flags.add_argument("--list", action="store_true", help="list the probes with their options and sources, and exit")
+    flags.add_argument("--png", action="store_true", help="also draw each figure as a PNG (needs Chromium or Chrome)")
+    add_output_modes(flags, "measure only the probes that are not finished")
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Parse, measure, write the page, print each probe's sentences."""
+    typed, others = given_settings(parser(), argv, "list", "png", "resume", "overwrite")
     if others.list:
         print(listing(full=True))
         return 0

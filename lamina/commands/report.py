@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from lamina.commands.arguments import make_parser
-from lamina.core.values import path, whole_number
+from lamina.commands.arguments import Parser, make_parser
+from lamina.core.values import number, path, whole_number
 
 EXAMPLES = """
   lamina report runs/compare
   lamina report runs/compare --screenshot report.png
+  lamina report runs/keel-64 --follow              while it trains; reload the page in the browser
   lamina report runs/studies/mix-ppl-cpu --figures
 """
 
 
-def run(argv: list[str]) -> int:
-    """Write report.html again and, on request, take a screenshot of it."""
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "report",
         "Write the page of a folder again, whichever job wrote the folder.",
         EXAMPLES,
         "FOLDER ",
     )
-    parser.add_argument(
+    flags.add_argument(
         "folder", help="the folder of a run, a study, a transfer, a coordinate check, a preflight or a probing"
     )
-    parser.add_argument(
+    flags.add_argument(
         "--screenshot",
         type=str,
         default=None,
         metavar="PNG",
         help="also take a screenshot of the page (needs Chromium or Chrome)",
     )
-    parser.add_argument(
+    flags.add_argument(
         "--height", type=int, default=2300, help="the screenshot's height in pixels, from the top of the page"
     )
-    parser.add_argument(
+    flags.add_argument(
+        "--follow", action="store_true", help="write the page again while the run or study goes on, until it has ended"
+    )
+    flags.add_argument("--every", type=float, default=10.0, metavar="X", help="seconds between two looks of --follow")
+    flags.add_argument(
         "--figures",
         action="store_true",
         help="also write the figures of a study with claims as SVG and PDF (needs matplotlib: lamina[figures])",
     )
-    options = parser.parse_args(argv)
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Write report.html again and, on request, take a screenshot of it."""
+    options = parser().parse_args(argv)
     whole_number("height", options.height)
+    number("every", options.every, 1.0)
     for name in ("folder", "screenshot"):
         if options[name] is not None:
             path(name, options[name])
@@ -50,8 +62,11 @@ def run(argv: list[str]) -> int:
 
     recover(Path(options.folder))
 
-    page = report(Path(options.folder))
-    print(f"the page: {page}")
+    if options.follow:
+        page = _follow(Path(options.folder), options.every)
+    else:
+        page = report(Path(options.folder))
+        print(f"the page: {page}")
     if options.screenshot:
         screenshot(page, Path(options.screenshot), height=options.height)
         print(f"the picture: {options.screenshot}")
@@ -61,3 +76,20 @@ def run(argv: list[str]) -> int:
         for written in write_all(Path(options.folder)):
             print(f"a figure: {written}")
     return 0
+
+
+def _follow(folder: Path, every: float) -> Path:
+    """Write the page until the job has ended; returns the page's path."""
+    from lamina.reports.following import follow
+
+    written: Path | None = None
+    said = ""
+    for page, why in follow(folder, every=every):
+        if page is not None:
+            written = page
+            print(f"{time.strftime('%H:%M:%S')}  the page: {page}", flush=True)
+        elif why != said:
+            said = why
+            print(f"{time.strftime('%H:%M:%S')}  no page yet: {why}", flush=True)
+    assert written is not None  # the last one is written, or raises
+    return written

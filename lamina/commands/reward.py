@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lamina.api import reward
-from lamina.commands.tuning import run_command
+from lamina.commands.arguments import Parser
+from lamina.commands.tuning import run_command, tuning_parser
+from lamina.posttraining.settings import RewardSettings
 
 EXAMPLES = """
   lamina reward --from runs/keel-64-sft --data preferences.jsonl --output runs/keel-64-reward
@@ -12,9 +14,12 @@ EXAMPLES = """
 """
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    about = "Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model."
+    return tuning_parser(about, EXAMPLES, RewardSettings)
+
+
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
-    from lamina.posttraining.settings import RewardSettings
-
-    about = "Train a reward model on preferences (prompt, chosen, rejected), from a fine-tuned model."
-    return run_command(argv, about, EXAMPLES, RewardSettings, reward)
+    return run_command(argv, parser(), RewardSettings, reward)

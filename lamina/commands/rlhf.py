@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lamina.api import rlhf
-from lamina.commands.tuning import run_command
+from lamina.commands.arguments import Parser
+from lamina.commands.tuning import run_command, tuning_parser
+from lamina.posttraining.settings import RlhfSettings
 
 EXAMPLES = """
   lamina rlhf --from runs/keel-64-sft --reward-model runs/keel-64-reward --data prompts.jsonl --output runs/keel-64-rlhf
@@ -13,9 +15,12 @@ EXAMPLES = """
 """
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    about = "Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO."
+    return tuning_parser(about, EXAMPLES, RlhfSettings)
+
+
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
-    from lamina.posttraining.settings import RlhfSettings
-
-    about = "Train a policy by reinforcement learning, with a reward model or a function: ReMax, RLOO or GRPO."
-    return run_command(argv, about, EXAMPLES, RlhfSettings, rlhf)
+    return run_command(argv, parser(), RlhfSettings, rlhf)

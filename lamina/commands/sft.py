@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lamina.api import sft
-from lamina.commands.tuning import run_command
+from lamina.commands.arguments import Parser
+from lamina.commands.tuning import run_command, tuning_parser
+from lamina.posttraining.settings import SftSettings
 
 EXAMPLES = """
   lamina sft --from runs/keel-64 --data instructions.jsonl --output runs/keel-64-sft
@@ -14,10 +16,12 @@ EXAMPLES = """
 """
 
 
+def parser() -> Parser:
+    """The command's flags."""
+    about = "Fine-tune a model; OUTPUT/model chats with `lamina generate`."
+    return tuning_parser(about, EXAMPLES, SftSettings)
+
+
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
-    from lamina.posttraining.settings import SftSettings
-
-    return run_command(
-        argv, "Fine-tune a model; OUTPUT/model chats with `lamina generate`.", EXAMPLES, SftSettings, sft
-    )
+    return run_command(argv, parser(), SftSettings, sft)

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lamina.api import study
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
+from lamina.studies.engine.settings import StudySettings
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
-
-    from lamina.studies.engine.settings import StudySettings
 
 EXAMPLES = """
   lamina study list
@@ -140,23 +139,27 @@ def _worker(argv: list[str]) -> int:
 
 
 def _record(settings: Json) -> StudySettings:
-    from lamina.studies.engine.settings import StudySettings
-
     record = StudySettings.from_dict(settings)
     if record.study is None:
         raise UserError("study: none given (see `lamina study list`)")
     return record
 
 
-def _given(command: str, what: str, argv: list[str]) -> tuple[Json, Namespace]:
-    from lamina.studies.engine.settings import StudySettings
+def parser() -> Parser:
+    """The flags of `lamina study run`."""
+    return _parser("run", "Train what is missing, measure, and judge the claims.")
 
-    parser = make_parser(f"study {command}", what, EXAMPLES, positional="STUDY ")
-    add_settings(parser, StudySettings, positional=("study",))
-    others: tuple[str, ...] = ()
+
+def _parser(command: str, what: str) -> Parser:
+    flags = make_parser(f"study {command}", what, EXAMPLES, positional="STUDY ")
+    add_settings(flags, StudySettings, positional=("study",))
     if command == "run":
-        add_output_modes(parser, "continue the study in the output folder")
-        parser.add_argument("--record", action="store_true", help="also write tables and verdicts to the records")
-        parser.add_argument("--dry-run", action="store_true", help="train nothing: parameters, tokens, FLOPs, hours")
-        others = ("resume", "overwrite", "record", "dry_run")
-    return given_settings(parser, argv, *others)
+        add_output_modes(flags, "continue the study in the output folder")
+        flags.add_argument("--record", action="store_true", help="also write tables and verdicts to the records")
+        flags.add_argument("--dry-run", action="store_true", help="train nothing: parameters, tokens, FLOPs, hours")
+    return flags
+
+
+def _given(command: str, what: str, argv: list[str]) -> tuple[Json, Namespace]:
+    others = ("resume", "overwrite", "record", "dry_run") if command == "run" else ()
+    return given_settings(_parser(command, what), argv, *others)

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 from lamina.api import transfer
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.commands.compare import failed
 from lamina.core.json_types import Json
 from lamina.errors import TrialsFailed
+from lamina.studies.width_settings import TransferSettings
 
 EXAMPLES = """
   lamina transfer
@@ -19,19 +20,22 @@ EXAMPLES = """
 """
 
 
-def run(argv: list[str]) -> int:
-    """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
-    from lamina.studies.width_settings import TransferSettings
-
-    parser = make_parser(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = make_parser(
         "transfer",
         "Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's rates at\n"
         "the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).",
         EXAMPLES,
     )
-    add_settings(parser, TransferSettings)
-    add_output_modes(parser, "continue the study in the output folder")
-    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    add_settings(flags, TransferSettings)
+    add_output_modes(flags, "continue the study in the output folder")
+    return flags
+
+
+def run(argv: list[str]) -> int:
+    """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
+    typed, others = given_settings(parser(), argv, "resume", "overwrite")
     folder = Path(typed.get("output", TransferSettings.output))
     failure = None
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
 
 if TYPE_CHECKING:
@@ -20,18 +20,21 @@ SHOWN = {
 }
 
 
-def run_command(
-    argv: list[str], description: str, examples: str, settings: type[TuningSettings], act: Callable[..., Json]
-) -> int:
+def tuning_parser(description: str, examples: str, settings: type[TuningSettings]) -> Parser:
+    """The flags of a command whose settings are ``settings``."""
+    flags = make_parser(settings.command_name, description, examples)
+    add_settings(flags, settings)
+    add_output_modes(flags, "resume from the last checkpoint in the output folder")
+    return flags
+
+
+def run_command(argv: list[str], flags: Parser, settings: type[TuningSettings], act: Callable[..., Json]) -> int:
     """Run a command whose settings are ``settings``; returns the exit code."""
     name = settings.command_name
-    parser = make_parser(name, description, examples)
-    add_settings(parser, settings)
-    add_output_modes(parser, "resume from the last checkpoint in the output folder")
-    typed, others = given_settings(parser, argv, "resume", "overwrite")
+    typed, others = given_settings(flags, argv, "resume", "overwrite")
+    result = act(**typed, resume=others.resume, overwrite=others.overwrite)
     from lamina.training.execution.processes import launched
 
-    result = act(**typed, resume=others.resume, overwrite=others.overwrite)
     interrupted = result["status"] == "interrupted"
     if launched()[0] > 0:  # of several processes the first one prints
         return 130 if interrupted else 0

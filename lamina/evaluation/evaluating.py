@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
+from lamina.core.progress import has_bars
 from lamina.errors import UserError, one_line
 from lamina.evaluation.candidates import Candidate, candidate_config, load_candidate
 from lamina.evaluation.harness import Runner, Tasks
@@ -149,7 +150,7 @@ class Evaluating:
         settings = self.settings
         window, stride = window_of(settings, model.config)
         texts = documents_of(str(settings.corpus), settings.text_field, settings.limit)
-        with tqdm(desc="perplexity", unit=" tokens", disable=not self.bar, leave=False) as progress:
+        with tqdm(desc="perplexity", unit=" tokens", disable=not (self.bar and has_bars()), leave=False) as progress:
             found = perplexity(
                 model, tokenizer, texts, window=window, stride=stride, batch_size=settings.batch_size, progress=progress
             )

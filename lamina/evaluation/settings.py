@@ -16,6 +16,8 @@ from lamina.jobs.settings import Settings, at_least, changed, setting
 class PerplexitySettings(Settings):
     """The text to compute a perplexity on, and the windows that the model reads it in."""
 
+    group = "data"
+
     corpus: str | None = setting(
         None,
         "text for the perplexity: embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
@@ -35,6 +37,10 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     """Which models, on which tasks and which text."""
 
     command_name = "eval"
+    main = (
+        *("models", "tasks", "num_fewshot", "limit", "corpus", "data_dir"),
+        *("batch_size", "dtype", "device", "output"),
+    )
     order = (
         *("models", "tasks", "num_fewshot", "limit", "data_dir"),
         *(*PerplexitySettings.names(), "tokenizer", "batch_size", "dtype", "device"),
@@ -45,8 +51,8 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     tasks: str = setting(
         "",
-        "comma-separated tasks, groups or tags of lm-evaluation-harness, a paper's set (fusenorm, peri_ln, mix_ln, "
-        "keel), or generated; TASK@5 asks for five examples before each question",
+        "comma-separated tasks, groups or tags of lm-evaluation-harness, TASK@5 with five examples; a paper's "
+        "set (fusenorm, peri_ln, mix_ln, keel); generated",
         comma_separated,
     )
     num_fewshot: int | None = setting(

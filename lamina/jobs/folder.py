@@ -150,6 +150,20 @@ def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
             digests.close(folder)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process works in the folder. Without ``fcntl`` (Windows) nobody can tell, and it is False."""
+    try:
+        import fcntl
+
+        with (folder / replaced.LOCK).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 @contextmanager
 def _flock(folder: Path, wait: float) -> Iterator[None]:
     try:

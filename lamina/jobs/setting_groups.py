@@ -12,6 +12,8 @@ from lamina.jobs.settings import Settings, at_least, setting
 class TextSettings(Settings):
     """The text, and how it is cut into blocks of tokens."""
 
+    group = "data"
+
     corpus: str = setting(
         "embedded",
         "embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME",
@@ -30,12 +32,16 @@ class TextSettings(Settings):
 class BatchSettings(Settings):
     """How many blocks are processed at a time."""
 
+    group = "steps and learning rate"
+
     batch_size: int = setting(4, "blocks per forward pass", at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequencesSettings(Settings):
     """How many blocks are measured."""
+
+    group = "data"
 
     sequences: int = setting(64, "maximum number of blocks", at_least(1))
 
@@ -44,10 +50,12 @@ class SequencesSettings(Settings):
 class ProbesSettings(Settings):
     """The probes to run."""
 
+    group = "records"
+
     probes: str = setting(
         "all",
-        "all, or a comma-separated list of probes, each with its options: name(option=value); or a Python file with "
-        "your own probe, which runs as code",
+        "all, or comma-separated probes, each with its options: name(option=value); or a Python file with your "
+        "own probe, which runs",
         comma_separated,
     )
 
@@ -56,12 +64,16 @@ class ProbesSettings(Settings):
 class SeedSettings(Settings):
     """The seed of everything that is random."""
 
+    group = "steps and learning rate"
+
     seed: int = setting(0, "seed of everything that is random", seed_number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSettings(Settings):
     """The device of the tensors."""
+
+    group = "machine"
 
     device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)")
 
@@ -70,12 +82,16 @@ class DeviceSettings(Settings):
 class ThreadSettings(Settings):
     """The number of CPU threads."""
 
+    group = "machine"
+
     threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(Settings):
     """The number of parallel processes."""
+
+    group = "machine"
 
     workers: int | None = setting(
         None, "trials that run at the same time, each in its own process (default: one per core)", at_least(1)
@@ -85,5 +101,7 @@ class WorkerSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings(Settings):
     """The folder that a job writes."""
+
+    group = "output"
 
     output: str | None = setting(None, "output folder", path)

@@ -15,6 +15,7 @@ Records are composed from smaller ones by inheritance. A record overrides an inh
 from __future__ import annotations
 
 import copy
+import inspect
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args,
 
 from lamina.core.json_types import Json
 from lamina.core.values import mapping, number, one_of, switch, text, whole_number
-from lamina.errors import unknown
+from lamina.errors import UserError, unknown
 
 T = TypeVar("T")
 # Takes a field's name and a value, returns the value to store; raises UserError for a value that is not allowed.
@@ -76,10 +77,16 @@ class Settings:
 
     ``command_name`` is the record's ``lamina`` command. ``without`` names the inherited fields that the record does
     not offer: they keep their defaults, and have no flag and no key. ``order`` names the fields that come first in
-    files and help texts; the others follow base by base, the record's own last.
+    files and help texts; the others follow base by base, the record's own last. ``group`` is the heading of a group's
+    flags in ``--help all``; a command's own record has none. ``main`` names the ten settings that ``--help`` shows.
+    ``needed`` are those without which the job can't begin; ``needs_backbone``: whether a check loads the backbone.
     """
 
     command_name: ClassVar[str] = ""
+    group: ClassVar[str] = ""
+    main: ClassVar[tuple[str, ...]] = ()
+    needed: ClassVar[tuple[str, ...]] = ()
+    needs_backbone: ClassVar[bool] = False
     without: ClassVar[frozenset[str]] = frozenset()
     order: ClassVar[tuple[str, ...]] = ()
 
@@ -122,6 +129,24 @@ class Settings:
     def kind(cls, name: str) -> object:
         """A field's type."""
         return _hints(cls)[name]
+
+    @classmethod
+    def check_of(cls, name: str) -> Check | None:
+        """A field's check; None if its type decides."""
+        return _detail(cls, name, "check")
+
+    def require(self, *names: str) -> None:
+        """Raise UserError for the first of these settings that has no value."""
+        for name in names:
+            if getattr(self, name) is None:
+                flag = "from" if name == "from_model" else name.replace("_", "-")
+                raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
+
+    @classmethod
+    def group_of(cls, name: str) -> str:
+        """The heading under which a field's flag stands; empty for one of the command's own."""
+        declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
+        return str(declaring[-1].__dict__.get("group", ""))
 
     def to_dict(self) -> Json:
         """The settings as config.yaml holds them."""

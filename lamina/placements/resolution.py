@@ -34,6 +34,13 @@ def find(spec: str) -> Placement:
     return get(target) if isinstance(target, str) else target
 
 
+def check_spec(spec: str) -> None:
+    """Raise UserError for an unknown placement, an unknown option, or a value that the option does not take."""
+    target, options = parse_spec(text("placement", spec))
+    scheme = get(target) if isinstance(target, str) else target
+    _check_options(scheme, {option: as_written(option, value) for option, value in options.items()})
+
+
 def resolve(name: str, num_layers: int, **options: object) -> Plan:
     """The plan of a placement for ``num_layers`` blocks (each an attention and a feed-forward sub-layer).
 

@@ -106,7 +106,7 @@ def _ready(stage: Stage[S], settings: S) -> Job:
     import datasets
 
     datasets.disable_progress_bars()
-    settings.require("from_model", "data")
+    settings.require(*settings.needed)
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
     start = find_start(settings)

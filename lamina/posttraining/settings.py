@@ -29,10 +29,12 @@ BestBy = Literal["last", "loss"]
 class DataSettings(Settings):
     """The examples, and how they become text."""
 
+    group = "data"
+
     data: str | None = setting(
         None,
-        "the examples: a .jsonl or .json file (also .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], or the generated tasks: "
-        "generated:answers, generated:preferences",
+        "the examples: a .jsonl or .json file (or .gz/.xz/.zst), hf:NAME[:CONFIG][@SPLIT], generated:answers or "
+        "generated:preferences",
         place,
     )
     eval_data: str | None = setting(None, "held-out examples (default: eval_fraction of the data)", place)
@@ -42,8 +44,8 @@ class DataSettings(Settings):
     eval_examples: int = setting(256, "held-out examples per evaluation (0 for all)", at_least(0))
     template: str = setting(
         "auto",
-        "how turns become text: auto (the tokenizer's chat template; for instruction rows without one, alpaca), none, "
-        "tokenizer, alpaca, human, chat, or a Jinja file",
+        "how turns become text: auto (the tokenizer's chat template; else alpaca), none, tokenizer, alpaca, "
+        "human, chat, or a Jinja file",
         place,
     )
     sequence_length: int | None = setting(
@@ -55,6 +57,8 @@ class DataSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(Settings):
     """LoRA, in place of training all weights."""
+
+    group = "LoRA"
 
     lora_rank: int = setting(0, "train LoRA matrices of this rank, not all weights (0: all weights)", at_least(0))
     lora_alpha: float | None = setting(None, "LoRA's scale times the rank (default: twice the rank)", above(0.0))
@@ -93,6 +97,7 @@ class TuningSettings(
         )
     )
     order: ClassVar[tuple[str, ...]] = ("from_model", "data")
+    needed: ClassVar[tuple[str, ...]] = ("from_model", "data")
 
     from_model: str | None = changed(
         None,
@@ -126,19 +131,16 @@ class TuningSettings(
         shared["sequence_length"] = self.sequence_length or PretrainSettings.sequence_length
         return PretrainSettings.from_dict(shared)
 
-    def require(self, *names: str) -> None:
-        """Raise UserError for the first of these settings that has no value."""
-        for name in names:
-            if getattr(self, name) is None:
-                flag = "from" if name == "from_model" else name.replace("_", "-")
-                raise UserError(f"{name.removesuffix('_model')}: none given (needed: --{flag}; {self.help(name)})")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SftSettings(TuningSettings):
     """One fine-tuning run."""
 
     command_name = "sft"
+    main = (
+        *("from_model", "data", "template", "sequence_length", "epochs", "batch_size"),
+        *("learning_rate", "lora_rank", "preset", "output"),
+    )
 
     preset: str | None = setting(None, f"a published recipe's settings, which your own override: {', '.join(PRESETS)}")
     epochs: float = changed(3.0)
@@ -168,6 +170,10 @@ class RewardSettings(TuningSettings):
     """One reward model."""
 
     command_name = "reward"
+    main = (
+        *("from_model", "data", "template", "sequence_length", "epochs", "batch_size"),
+        *("learning_rate", "lora_rank", "precision", "output"),
+    )
 
     learning_rate: float = changed(2e-5)
     output: str = changed("runs/reward")
@@ -178,6 +184,10 @@ class DpoSettings(TuningSettings):
     """One run of direct preference optimization."""
 
     command_name = "dpo"
+    main = (
+        *("from_model", "data", "template", "sequence_length", "epochs", "batch_size"),
+        *("learning_rate", "lora_rank", "beta", "output"),
+    )
 
     learning_rate: float = changed(1e-6)
     beta: float = setting(0.1, "how closely the policy is held to the model that it starts from", above(0.0))
@@ -192,6 +202,10 @@ class RlhfSettings(TuningSettings):
     """One policy."""
 
     command_name = "rlhf"
+    main = (
+        *("from_model", "data", "reward_model", "reward_function", "algorithm", "num_generations"),
+        *("max_answer", "steps", "learning_rate", "output"),
+    )
 
     data: str | None = changed(
         None,

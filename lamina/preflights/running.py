@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
+from lamina.core.progress import has_bars
 from lamina.data import Blocks
 from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
@@ -99,7 +100,9 @@ def run_preflight(settings: PreflightSettings, *, bar: bool = True) -> list[Pref
         blocks, _ = read_text(runs[0], bar)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         steps = burn_in_steps(settings, runs[0])[0]
-        progress = tqdm(total=len(runs) * steps, unit="step", disable=not bar, leave=False, dynamic_ncols=True)
+        progress = tqdm(
+            total=len(runs) * steps, unit="step", disable=not (bar and has_bars()), leave=False, dynamic_ncols=True
+        )
         with progress:
             preflights = []
             for number, run in enumerate(runs):

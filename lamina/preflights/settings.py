@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 from lamina.core.values import numbers
-from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, SequencesSettings, ThreadSettings
 from lamina.jobs.settings import above, at_least, changed, setting
 from lamina.training.setting_groups import (
@@ -43,6 +41,10 @@ class PreflightSettings(
     """One planned run, or several that differ in placement and learning rate."""
 
     command_name = "preflight"
+    main = (
+        *("placements", "learning_rates", "backbone", "num_layers", "hidden_size", "corpus"),
+        *("tokenizer", "steps", "precision", "output"),
+    )
     without = frozenset(
         {"untie_embeddings", "schedule", "decay", "decay_shape", "k_embedding", "k_hidden", "k_readout"}
         | {"expert_balance_rate", "gradient_checkpointing", "compile"}
@@ -60,8 +62,8 @@ class PreflightSettings(
     sequences: int = changed(16, help="held-out blocks (2 or more) to measure the layers on", check=at_least(2))
     flops: float | None = setting(
         None,
-        "maximum floating-point operations per burn-in (default: 1e12 on a CPU, 1e14 on a GPU); if the run needs more, "
-        "a stand-in with fewer blocks per batch and a narrower model of the same depth is measured",
+        "maximum operations per burn-in (default: 1e12 on a CPU, 1e14 on a GPU); beyond it, a narrower model of "
+        "the same depth on fewer blocks is measured",
         above(0.0),
     )
     output: str | None = changed(None, help="folder for the page, the figures and the numbers (default: none)")
@@ -83,17 +85,3 @@ class PreflightSettings(
             for spec in self.specs
             for rate in self.rates()
         ]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """Settings by name; ``placement`` and ``learning_rate``, as `pretrain` has them, mean one run.
-
-        Raises UserError for an unknown name.
-        """
-        data = dict(data)
-        for single, several in (("placement", "placements"), ("learning_rate", "learning_rates")):
-            if single in data:
-                if several in data:
-                    raise UserError(f"{single} and {several} exclude each other (allowed: one of them)")
-                data[several] = str(data.pop(single))
-        return super().from_dict(data)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
+from lamina.core.progress import has_bars
 from lamina.data import prepare_blocks
 from lamina.data.blocks import Block
 from lamina.jobs import digests
@@ -93,7 +94,9 @@ def coord_check(
         done = set(zip(table["width"], table["seed"], strict=True))
         table = table[[pair in runs for pair in zip(table["width"], table["seed"], strict=True)]]
         todo = {pair: run for pair, run in runs.items() if pair not in done}
-        with tqdm(total=len(todo) * (checked.steps + 1), unit="step", disable=not bar, dynamic_ncols=True) as progress:
+        with tqdm(
+            total=len(todo) * (checked.steps + 1), unit="step", disable=not (bar and has_bars()), dynamic_ncols=True
+        ) as progress:
             for (width, seed), run in todo.items():
                 progress.set_description(f"width {width}, seed {seed}")
                 rows = [(width, seed, *row) for row in measure(run, ids, len(tokenizer), progress.update)]

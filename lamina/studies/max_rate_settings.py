@@ -96,14 +96,18 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
     """The largest learning rate of several placements: every placement and seed is a trial."""
 
     command_name = "max-lr"
+    main = (
+        *("placements", "backbone", "num_layers", "hidden_size", "corpus", "steps"),
+        *("max_learning_rate", "seeds", "workers", "output"),
+    )
     order = ("placements", *RisingSettings.names())
 
     placements: str | tuple[str, ...] = changed("post_ln,pre_ln,keel")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2")
     init: str = changed(
         "same:scaled",
-        help="one initializer for all: same:NAME with NAME as in --init of `lamina pretrain`; or recommended: each "
-        "placement with its own, which compares placement and initializer together",
+        help="one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's "
+        "own, which compares both together",
     )
     output: str = changed("runs/max-lr")
 

@@ -9,23 +9,27 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
+from lamina.core.progress import ProgressLines, has_bars
 from lamina.studies.trials.task import Task
 
 
 class Progress:
-    """One bar over all the steps of all trials, and one line per trial that ends."""
+    """One bar over all the steps of all trials, or a line every so often, and one line per trial that ends."""
 
     def __init__(self, trials: Mapping[str, Task], *, done: int, show: bool):
         self.trials, self.show = trials, show
         self.steps = dict.fromkeys(trials, 0)
         total = sum(s.steps for s in trials.values())
-        self.bar = tqdm(total=total, unit="step", disable=not show, dynamic_ncols=True)
+        self.bar = tqdm(total=total, unit="step", disable=not (show and has_bars()), dynamic_ncols=True)
+        self.lines = ProgressLines(total, show=show and not has_bars(), every=30.0)
         self.count, self.all = done, done + len(trials)
         self.bar.set_description(f"{self.count}/{self.all} trials")
 
     def tick(self, running: list[str]) -> None:
         for trial in running:
             self._advance(trial, _last_step(self.trials[trial].folder / "metrics.jsonl"))
+        if sum(self.steps.values()):
+            self.lines.see(sum(self.steps.values()), {"trials done": f"{self.count}/{self.all}"})
 
     def ended(self, trial: str, result: Json) -> None:
         self._advance(trial, self.trials[trial].steps)

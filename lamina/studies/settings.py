@@ -29,6 +29,8 @@ def seed_list(name: str, value: object) -> str:
 class SeedsSettings(Settings):
     """The seeds to try."""
 
+    group = "steps and learning rate"
+
     seeds: str | int | tuple[int | str, ...] = setting("0", "comma-separated seeds", seed_list)
 
     @property
@@ -51,6 +53,10 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     """A comparison: every placement at every learning rate and seed is a trial."""
 
     command_name = "compare"
+    main = (
+        *("placements", "corpus", "tokenizer", "backbone", "num_layers", "hidden_size"),
+        *("steps", "learning_rates", "seeds", "output"),
+    )
     order = (*RunSettings.names(), "placements", "learning_rates", "learning_rates_of")
 
     placements: str | tuple[str, ...] = changed("post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel")
@@ -65,8 +71,8 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     )
     init: str = changed(
         "same:scaled",
-        help="one initializer for all: same:NAME with NAME as in --init of `lamina pretrain`; or recommended: each "
-        "placement with its own, which compares placement and initializer together",
+        help="one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's "
+        "own, which compares both together",
     )
     output: str = changed("runs/compare")
 

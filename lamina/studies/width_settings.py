@@ -47,6 +47,10 @@ class CoordCheckSettings(
     """A coordinate check: every width takes a few steps on one batch, once per seed."""
 
     command_name = "coord-check"
+    main = (
+        *("placement", "backbone", "widths", "width_scaling", "num_layers", "learning_rate"),
+        *("steps", "seeds", "corpus", "output"),
+    )
     without = frozenset({"hidden_size", "num_heads", "gradient_accumulation", "eval_fraction"})
     order = ("placement", "backbone", "widths")
 
@@ -107,6 +111,11 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     """A transfer: learning rates are tried on a narrow proxy and carried over to a wide target."""
 
     command_name = "transfer"
+    needs_backbone = True
+    main = (
+        *("placement", "backbone", "hidden_size", "proxy_width", "learning_rates", "verify_rates"),
+        *("steps", "seeds", "corpus", "output"),
+    )
     order = (*RunSettings.names(), "placement", "proxy_width")
 
     placement: str = changed("fusenorm")

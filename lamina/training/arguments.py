@@ -10,50 +10,32 @@ from transformers import TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, unknown
+from lamina.jobs.aliases import meaning
 from lamina.training.execution.devices import device_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer_options import OPTIONS, check_together, check_value, try_out
 
-_OURS = {
-    "output_dir": "output",
-    "max_steps": "steps",
-    "num_train_epochs": "steps",
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "learning_rate": "learning_rate",
-    "weight_decay": "weight_decay",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_epsilon": "epsilon",
-    "max_grad_norm": "max_grad_norm",
-    "warmup_steps": "warmup",
-    "seed": "seed",
-    "logging_steps": "logging_steps",
-    "eval_steps": "eval_steps",
-    "save_steps": "save_steps",
-    "save_total_limit": "keep",
-    "report_to": "report_to",
-    "use_cpu": "device",
-    "fsdp": "parallel",
-    "fsdp_config": "parallel",
-    "deepspeed": "parallel",
-    "parallelism_config": "parallel",
-    "bf16": "precision",
-    "fp16": "precision",
-    "torch_compile": "compile",
-    "torch_compile_backend": "compile",
-    "torch_compile_mode": "compile",
-    "gradient_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing": "gradient_checkpointing",
-    "data_seed": "seed",
-}
 _FIXED = (
     *("logging_nan_inf_filter", "remove_unused_columns", "logging_strategy", "eval_strategy", "save_strategy"),
     *("ignore_data_skip", "dataloader_drop_last", "average_tokens_across_devices", "save_only_model"),
     *("auto_find_batch_size", "ddp_backend", "load_best_model_at_end"),
 )
+_OFFERED = PretrainSettings.names()
 
 
+def _deciding(argument: str) -> str | None:
+    """The setting of a run that decides an argument of the Trainer; None if none does."""
+    if argument in _OFFERED:
+        return argument
+    found = meaning(argument, _OFFERED)
+    return None if found is None or found[1].startswith("trainer.") else found[1]
+
+
+_OURS = {
+    entry.name: setting
+    for entry in fields(TrainingArguments)
+    if entry.init and entry.name not in _FIXED and (setting := _deciding(entry.name)) is not None
+}
 A = TypeVar("A", bound=TrainingArguments)
 
 
@@ -92,10 +74,10 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
 def _check_trainer(settings: PretrainSettings, known: set[str]) -> None:
     """Raise UserError for an argument that a run sets itself, that its records depend on, or that does not exist."""
     for name, value in settings.trainer.items():
-        if name in _OURS:
-            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
         if name in _FIXED:
             raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
+        if name in _OURS:
+            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
         if name not in known:
             raise unknown("trainer argument", name, known & set(OPTIONS))
         check_value(name, value)

@@ -14,10 +14,12 @@ ObjectiveName = Literal["auto", "causal_lm", "masked_lm", "image_classification"
 class ObjectiveSettings(Settings):
     """What the model is trained to predict."""
 
+    group = "objective"
+
     objective: ObjectiveName = setting(
         "auto",
-        "what is predicted: auto (what the backbone is made for), causal_lm (the next token), masked_lm (masked "
-        "tokens), image_classification (an image's class)",
+        "what is predicted: auto (what the backbone is for), causal_lm (the next token), masked_lm (masked "
+        "tokens), image_classification",
     )
     mask_ratio: float = setting(
         0.3, "with masked_lm, the share of tokens to predict", between(0.0, 1.0, open_low=True, open_high=True)
@@ -27,6 +29,8 @@ class ObjectiveSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings(Settings):
     """The images of a classifier, and how those of the training are changed."""
+
+    group = "images"
 
     image_size: int | None = setting(None, "side of the images in pixels (default: the backbone's)", at_least(1))
     patch_size: int | None = setting(None, "side of a patch in pixels (default: the backbone's)", at_least(1))
@@ -56,6 +60,8 @@ class ImageSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class RegularizationSettings(Settings):
     """What keeps a long training from overfitting."""
+
+    group = "optimizer"
 
     drop_path: float = setting(
         0.0,

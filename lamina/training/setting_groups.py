@@ -26,6 +26,8 @@ WIDTH_SCALINGS = ("none", *SCHEMES)
 class PlacementSettings(Settings):
     """Where the norms sit."""
 
+    group = "model"
+
     placement: str = setting(
         "pre_ln",
         "where the norms sit: a name (see `lamina placements`), name(option=value, ...), or a YAML/Python file (a "
@@ -36,6 +38,8 @@ class PlacementSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
     """The backbone and its sizes."""
+
+    group = "model"
 
     backbone: str = setting(
         "llama-nano", "a preset (see `lamina backbones`), a folder with a config.json, or OWNER/NAME on the hub", place
@@ -58,10 +62,12 @@ class ModelSettings(Settings):
 class BlockSettings(TextSettings):
     """The text that a run trains on and is evaluated on."""
 
+    group = "data"
+
     corpus: str = changed(
         "embedded",
-        help="embedded, a .txt/.jsonl file (also .gz/.xz/.zst), a folder, or hf:NAME; or a mix of them in fixed "
-        "shares: A:0.7,B:0.3; for images a folder with a subfolder per class, hf:NAME, or mnist",
+        help="embedded, a .txt/.jsonl file (or .gz/.xz/.zst), a folder, hf:NAME, or a mix A:0.7,B:0.3; for "
+        "images a folder per class, hf:NAME or mnist",
     )
     tokenizer: str = changed(
         "bytes", help="bytes, bpe:SIZE (trained on the corpus), or a transformers tokenizer's name or folder"
@@ -73,6 +79,8 @@ class BlockSettings(TextSettings):
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings(Settings):
     """Whether the text is read before the run or during it."""
+
+    group = "data"
 
     streaming: bool = setting(
         False, "read, tokenize and pack the corpus during training, not before; for very large corpora"
@@ -86,6 +94,8 @@ class StreamSettings(Settings):
 class StepSettings(BatchSettings):
     """The number of steps, and the size of a step."""
 
+    group = "steps and learning rate"
+
     order = ("steps",)
 
     steps: int = setting(100, "optimizer steps", at_least(1))
@@ -97,12 +107,16 @@ class StepSettings(BatchSettings):
 class LearningRateSettings(Settings):
     """The learning rate's peak."""
 
+    group = "steps and learning rate"
+
     learning_rate: float = setting(3e-3, "peak learning rate", above(0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings(StepSettings):
     """The learning rate's course over the steps."""
+
+    group = "steps and learning rate"
 
     schedule: Schedule = setting(
         "cosine",
@@ -143,6 +157,8 @@ class ScheduleSettings(StepSettings):
 class OptimizerSettings(Settings):
     """AdamW's numbers, and clipping."""
 
+    group = "optimizer"
+
     weight_decay: float = setting(0.1, "AdamW's, on weight matrices only", not_below(0.0))
     beta1: float = setting(0.9, "AdamW's first beta", between(0.0, 1.0, open_high=True))
     beta2: float = setting(0.95, "AdamW's second beta", between(0.0, 1.0, open_high=True))
@@ -159,9 +175,11 @@ def width_scheme(name: str, value: object) -> str:
 class WidthSettings(Settings):
     """Width scaling."""
 
+    group = "width scaling"
+
     width_scaling: str = setting(
         "none",
-        f"how rates and initial weights scale with the width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
+        f"how rates and weights scale with the width: {', '.join(WIDTH_SCALINGS)} (Everett et al. 2024)",
         width_scheme,
     )
     base_width: int | None = setting(
@@ -197,6 +215,8 @@ class WidthSettings(Settings):
 class RecordSettings(Settings):
     """What a run records, and when."""
 
+    group = "records"
+
     logging_steps: int | None = setting(
         None, "steps between two records of the metrics and the layers (default: about 20 per run)", at_least(1)
     )
@@ -231,6 +251,8 @@ class RecordSettings(Settings):
 class GuardSettings(Settings):
     """When a run counts as diverged or stuck."""
 
+    group = "divergence"
+
     divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
     divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
     stuck_margin: float = setting(
@@ -244,6 +266,8 @@ class GuardSettings(Settings):
 class ExpertSettings(Settings):
     """How the load of a mixture's experts is balanced."""
 
+    group = "experts"
+
     expert_balance: Balance = setting(
         "auto", "for a backbone with experts: auto (bias if its routers have one, else loss), none, bias, loss"
     )
@@ -255,6 +279,8 @@ class ExpertSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class SpeedSettings(Settings):
     """Trade-offs of time, memory and precision."""
+
+    group = "machine"
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Precision = setting(
@@ -274,6 +300,8 @@ def trackers(name: str, value: object) -> str:
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(Settings):
     """Options that go to transformers' Trainer unchanged."""
+
+    group = "trackers and the Trainer"
 
     report_to: str = setting("none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers)
     trainer: Json = setting(

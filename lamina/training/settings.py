@@ -53,8 +53,7 @@ class RunSettings(
 
     probes: str = changed(
         "hidden_states,angular_distance,gradients",
-        help="which (see `lamina probe --list`): comma-separated names or name(option=value, ...), or all; a Python "
-        "file runs as code",
+        help="names (see `lamina probe --list`), name(option=value, ...), or all; a Python file runs as code",
     )
 
     @property
@@ -72,10 +71,12 @@ class RunSettings(
 class SourceSettings(Settings):
     """The model that a run starts from."""
 
+    group = "model"
+
     from_model: str | None = setting(
         None,
-        "continue training from this model's weights with new data and a new schedule: a run's folder, a Lamina "
-        "checkpoint, or a transformers one that lamina convert supports; it decides placement, sizes and tokenizer",
+        "start from this model's weights: a run's folder, or a checkpoint of Lamina or (see lamina convert) "
+        "transformers; it decides placement, sizes, tokenizer",
         place,
     )
 
@@ -84,12 +85,14 @@ class SourceSettings(Settings):
 class ParallelSettings(DeviceSettings):
     """Where a run computes, and how several processes share it."""
 
+    group = "machine"
+
     order = ("parallel",)
 
     parallel: Parallel = setting(
         "auto",
-        "how several processes (torchrun, accelerate launch) share the work: auto (what accelerate's configuration "
-        "says, else ddp), ddp (each holds the model), fsdp2 (each holds a part of it)",
+        "how several processes share the work: auto (as accelerate is configured, else ddp), ddp (each holds the "
+        "model), fsdp2 (each a part)",
     )
     device: Device = changed("auto", help="auto, cpu, cuda or mps")
 
@@ -97,6 +100,8 @@ class ParallelSettings(DeviceSettings):
 @dataclass(frozen=True, kw_only=True)
 class RollbackSettings(Settings):
     """What happens after a divergence."""
+
+    group = "divergence"
 
     rollback: int = setting(
         0,
@@ -117,6 +122,8 @@ class RollbackSettings(Settings):
 class PauseSettings(Settings):
     """Where a run pauses."""
 
+    group = "output"
+
     pause_step: int | None = setting(
         None, "evaluate, save a checkpoint and stop after this step; --resume goes on from there", at_least(1)
     )
@@ -125,6 +132,8 @@ class PauseSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
     """Where the trained model goes besides the run's folder."""
+
+    group = "output"
 
     push_to_hub: str | None = setting(
         None, "upload the model to this private repository of the Hugging Face hub, OWNER/NAME (default: never)", place
@@ -148,6 +157,10 @@ class PretrainSettings(
     """One pretraining run."""
 
     command_name = "pretrain"
+    main = (
+        *("placement", "from_model", "corpus", "tokenizer", "backbone", "num_layers"),
+        *("steps", "batch_size", "learning_rate", "output"),
+    )
 
     output: str = changed("runs/pretrain")
     seed: int = changed(0, help="seed of the weights, the data's order and everything else that is random")
@@ -180,10 +193,11 @@ def placement_list(name: str, value: object) -> str:
 class PlacementsSettings(Settings):
     """The placements to try."""
 
+    group = "model"
+
     placements: str | tuple[str, ...] = setting(
         "pre_ln",
-        "comma-separated: names (see `lamina placements`), name(option=value, ...), YAML or Python files (a Python "
-        "file runs as code)",
+        "comma-separated names (see `lamina placements`), name(option=value, ...), YAML or Python files (which run)",
         placement_list,
     )
 
@@ -203,6 +217,8 @@ def rate_list(name: str, value: object) -> str:
 @dataclass(frozen=True, kw_only=True)
 class RatesSettings(Settings):
     """The learning rates to try."""
+
+    group = "steps and learning rate"
 
     learning_rates: str | float | tuple[float | str, ...] = setting(
         "5e-3", "comma-separated peak learning rates", rate_list

@@ -43,7 +43,7 @@ def tiny(corpus, tmp_path):
         (["comapre"], "unknown command 'comapre'; did you mean 'compare'?"),
         (["xyz"], "unknown command 'xyz' (allowed: compare, "),
         (["pretrain", "--num-layer", "3"], "unknown option --num-layer; did you mean '--num-layers'?"),
-        (["compare", "--placement", "keel"], "unknown option --placement; did you mean '--placements'?"),
+        (["compare", "--placementss", "keel"], "unknown option --placementss; did you mean '--placements'?"),
         (["pretrain", "--steps=many"], "--steps: 'many' (allowed: a whole number"),
         (["pretrain", "--learning-rate", "fast"], "--learning-rate: 'fast' (allowed: a number"),
         (["pretrain", "--steps", "1.5"], "--steps: "),

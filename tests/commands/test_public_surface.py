@@ -107,21 +107,9 @@ SETTINGS = {
     "rlhf": RlhfSettings,
     "dpo": DpoSettings,
 }
-EXPORTED = {
-    "__version__",
-    "build",
-    "compare",
-    "evaluate",
-    "max_lr",
-    "placements",
-    "preflight",
-    "pretrain",
-    "probe",
-    "study",
-    "LayerMonitor",
-    "watch",
-    "wire",
-}
+JOBS = {name.replace("-", "_") for name in COMMANDS} - {"completion", "placements", "probe"}
+EXPORTED = {"__version__", "build", "evaluate", "placements", "probe", "probe_folder", "LayerMonitor", "watch", "wire"}
+EXPORTED |= JOBS
 
 
 def test_the_package_exports_these_names():
@@ -150,6 +138,7 @@ def test_the_command_line_has_these_commands():
         "report",
         "generate",
         "convert",
+        "completion",
     ]
 
 
@@ -179,7 +168,7 @@ def test_every_command_has_a_help_with_an_example(command, capsys):
         main([command, "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert f"  lamina {command}" in out.split("examples:")[1]
+    assert f"  lamina {command}" in out.split("\nexamples:")[1]
 
 
 @pytest.mark.parametrize("argv", [["--help"], [], ["--version"], ["no-such-command"]])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from lamina.core.progress import has_bars
 from lamina.data.encoding import Encoder, TokenJoiner
 from lamina.data.split import Segment
 
@@ -88,7 +89,7 @@ def pack(
         unit="char",
         unit_scale=True,
         delay=2,
-        disable=None if progress else True,
+        disable=not (progress and has_bars()),
     )
     try:
         with bar:

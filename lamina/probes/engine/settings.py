@@ -33,6 +33,10 @@ class ProbeSettings(
     """What to probe, with which probes, on which text."""
 
     command_name = "probe"
+    main = (
+        *("checkpoint", "probes", "corpus", "tokenizer", "sequences", "sequence_length"),
+        *("batch_size", "tolerance", "device", "output"),
+    )
     order = (
         *("checkpoint", "probes", *TextSettings.names(), "sequences", "batch_size", "tolerance", "layers", "device"),
         "dtype",

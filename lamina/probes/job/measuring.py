@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
+from lamina.core.progress import has_bars
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.probes.engine.measure import make_context
@@ -215,7 +216,9 @@ class Bars:
         if label != self.label:
             self.close()
             self.label = label
-            self.bar = tqdm(total=total, desc=f"{label}{self.time_left()}", disable=not self.show, leave=False)
+            self.bar = tqdm(
+                total=total, desc=f"{label}{self.time_left()}", disable=not (self.show and has_bars()), leave=False
+            )
         if self.bar is not None:
             self.bar.total = total
             self.bar.update(done - self.bar.n)

@@ -38,6 +38,10 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     """One study at one scale."""
 
     command_name = "study run"
+    main = (
+        *("study", "scale", "seeds", "corpus", "set", "store"),
+        *("engine", "workers", "threads", "output"),
+    )
     order = ("study", "scale")
 
     study: str | None = setting(None, "a study's name (see `lamina study list`), or the YAML file of your own", place)

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lamina.core.json_types import Json
+from lamina.core.progress import ProgressLines, has_bars
 from lamina.data.blocks import PartShare
 from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
@@ -51,6 +52,7 @@ class RunRecorder(TrainerCallback):
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
         self.track_layers, self.show_bar, self.bar = track_layers, bar, None
+        self.lines: ProgressLines | None = None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
         self.interrupted: str | None = None
@@ -69,9 +71,9 @@ class RunRecorder(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.bar = tqdm(
-            total=state.max_steps, initial=state.global_step, unit="step", disable=not self.show_bar, dynamic_ncols=True
-        )
+        off = not (self.show_bar and has_bars())
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=off, dynamic_ncols=True)
+        self.lines = ProgressLines(state.max_steps, state.global_step, show=self.show_bar and off)
         assert self.trainer is not None
         self.trainer.continue_records()
         self._logged_tokens = self.tokens_at(state.global_step)
@@ -119,7 +121,12 @@ class RunRecorder(TrainerCallback):
         if (mix := self.mix(step)) is not None:
             record["mix"] = {name: part["share"] for name, part in mix.items()}
         new, self._logged_tokens = tokens - self._logged_tokens, tokens
-        self.metrics.write({**record, "tokens_per_second": new / max(seconds, 1e-9)})
+        speed = new / max(seconds, 1e-9)
+        self.metrics.write({**record, "tokens_per_second": speed})
+        if self.lines is not None:
+            rate = "-" if record["learning_rate"] is None else f"{record['learning_rate']:.2e}"
+            numbers = {"loss": f"{loss:.4f}", "learning rate": rate, "gradient norm": f"{norm:.3g}"}
+            self.lines.see(step, {**numbers, "": f"{speed:,.0f} tokens/s"})
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._take_series()

@@ -1,0 +1,826 @@
+"""Every setting of every job, for editors; written by docs/stubs.py."""
+
+from typing import Literal
+
+import pandas as pd
+
+from lamina.api.given import Examples as Examples
+from lamina.api.given import Names as Names
+from lamina.api.given import Numbers as Numbers
+from lamina.api.given import PathLike as PathLike
+from lamina.api.given import Text as Text
+from lamina.api.models import backbones as backbones
+from lamina.api.models import convert as convert
+from lamina.api.models import diagnose as diagnose
+from lamina.api.models import generate as generate
+from lamina.api.models import report as report
+from lamina.api.results import Comparison as Comparison
+from lamina.api.results import Diagnosis as Diagnosis
+from lamina.api.results import RunResult as RunResult
+from lamina.api.results import StudyOutcome as StudyOutcome
+from lamina.core.json_types import Json
+from lamina.jobs.folder import Resume
+
+HOME: dict[str, tuple[str, ...]]
+
+def compare(
+    *,
+    backbone: PathLike = "llama-nano",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    untie_embeddings: bool = False,
+    init: str = "same:scaled",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
+    mask_ratio: float = 0.3,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    center_crop: float = 1.0,
+    crop_scale: float = 1.0,
+    flip: float = 0.0,
+    rand_augment: float = 0.0,
+    random_erasing: float = 0.0,
+    repeated_augmentation: int = 1,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_smoothing: float = 0.0,
+    steps: int = 100,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.1,
+    warmup: float = 0.1,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "none",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    drop_path: float = 0.0,
+    ema_decay: float = 0.0,
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    eval_blocks: int = 256,
+    eval_corpus: Text | None = None,
+    eval_tasks: str | None = None,
+    eval_task_limit: int = 100,
+    eval_data_dir: PathLike | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    monitor_blocks: int | None = None,
+    probe_every: int = 0,
+    probes: Names = "hidden_states,angular_distance,gradients",
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    stuck_margin: float = 0.1,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    expert_balance_rate: float = 0.001,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    placements: Names = "post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel",
+    learning_rates: Numbers = "5e-3",
+    learning_rates_of: str | Json = "",
+    seeds: Numbers = "0",
+    output: PathLike = "runs/compare",
+    workers: int | None = None,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """Train placements side by side, as `lamina compare` does; ``settings`` are its flags with underscores.
+
+    Returns the rows of results.csv and the page, OUTPUT/report.html. ``placements``, ``learning_rates`` and ``seeds``
+    may also be lists, ``corpus`` a path, a list of paths or texts, or a datasets.Dataset. The worker processes do not
+    import the calling script.
+
+    >>> import lamina
+    >>> lamina.compare(placements=["pre_ln", "kel"])
+    Traceback (most recent call last):
+    ...
+    lamina.errors.UserError: unknown placement 'kel'; did you mean 'keel'? (allowed: admin, ...)
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+
+def study(
+    *,
+    study: PathLike | None = None,
+    scale: Literal["cpu", "gpu", "paper"] = "cpu",
+    store: PathLike = "runs/trials",
+    records: PathLike | None = None,
+    output: PathLike | None = None,
+    workers: int | None = None,
+    threads: int | None = 1,
+    seeds: str | None = None,
+    corpus: Text | None = None,
+    set: Json = {},
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    gpus: float = 0.0,
+    processes: int = 1,
+    record: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> StudyOutcome:
+    """Run a study and judge its claims, as `lamina study run` does; ``settings`` are its flags with underscores.
+
+    ``study`` is a name of the catalog or the YAML file of your own; OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
+            output folder in use, a claim over something that was not measured.
+    """
+
+def max_lr(
+    *,
+    placements: Names = "post_ln,pre_ln,keel",
+    max_learning_rate: float = 0.15,
+    backbone: PathLike = "llama-nano",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    untie_embeddings: bool = False,
+    init: str = "same:scaled",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
+    mask_ratio: float = 0.3,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    center_crop: float = 1.0,
+    crop_scale: float = 1.0,
+    flip: float = 0.0,
+    rand_augment: float = 0.0,
+    random_erasing: float = 0.0,
+    repeated_augmentation: int = 1,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_smoothing: float = 0.0,
+    steps: int = 300,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "none",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    drop_path: float = 0.0,
+    ema_decay: float = 0.0,
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    eval_blocks: int = 256,
+    eval_corpus: Text | None = None,
+    eval_tasks: str | None = None,
+    eval_task_limit: int = 100,
+    eval_data_dir: PathLike | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    monitor_blocks: int | None = None,
+    probe_every: int = 0,
+    probes: Names = "hidden_states,angular_distance,gradients",
+    stuck_margin: float = 0.1,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    expert_balance_rate: float = 0.001,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    window: int = 8,
+    spike_margin: float = 0.5,
+    spike_patience: float = 0.05,
+    plateau_margin: float = 0.05,
+    plateau_factor: float = 2.0,
+    seeds: Numbers = "0,1,2",
+    output: PathLike = "runs/max-lr",
+    workers: int | None = None,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """Find the largest learning rate that each placement bears, as `lamina max-lr` does; ``settings`` are its flags.
+
+    Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and
+    seed) and the page, OUTPUT/report.html. ``placements`` and ``seeds`` may also be lists.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+
+def coord_check(
+    *,
+    placement: str = "pre_ln",
+    backbone: PathLike = "llama-nano",
+    widths: Numbers = "48,96,192,384",
+    num_layers: int = 6,
+    untie_embeddings: bool = False,
+    init: str = "recommended",
+    width_scaling: str = "standard",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    learning_rate: float = 0.001,
+    steps: int = 3,
+    batch_size: int = 8,
+    seeds: Numbers = "0,1,2",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    output: PathLike = "runs/coord-check",
+    threads: int | None = None,
+    tolerance: float = 0.3,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """Check whether any module's output grows with the width, as `lamina coord-check` does.
+
+    Returns the rows of slopes.csv and the page, OUTPUT/report.html; OUTPUT/result.json has the verdict.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+    """
+
+def transfer(
+    *,
+    backbone: PathLike = "llama-71m",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    untie_embeddings: bool = False,
+    init: str = "recommended",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
+    mask_ratio: float = 0.3,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    center_crop: float = 1.0,
+    crop_scale: float = 1.0,
+    flip: float = 0.0,
+    rand_augment: float = 0.0,
+    random_erasing: float = 0.0,
+    repeated_augmentation: int = 1,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_smoothing: float = 0.0,
+    steps: int = 100,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.1,
+    warmup: float = 0.1,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "standard",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    drop_path: float = 0.0,
+    ema_decay: float = 0.0,
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    eval_blocks: int = 256,
+    eval_corpus: Text | None = None,
+    eval_tasks: str | None = None,
+    eval_task_limit: int = 100,
+    eval_data_dir: PathLike | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    monitor_blocks: int | None = None,
+    probe_every: int = 0,
+    probes: Names = "hidden_states,angular_distance,gradients",
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    stuck_margin: float = 0.1,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    expert_balance_rate: float = 0.001,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    placement: str = "fusenorm",
+    proxy_width: int = 64,
+    learning_rates: Numbers = "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2",
+    seeds: Numbers = "0",
+    output: PathLike = "runs/transfer",
+    workers: int | None = None,
+    verify_rates: Numbers = "",
+    verify_width: int | None = None,
+    best_margin: float = 0.02,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> Comparison:
+    """Try learning rates on a narrow proxy and carry them over to a wide target, as `lamina transfer` does.
+
+    Returns the rows of results.csv and the page, OUTPUT/report.html; OUTPUT/transfer.json holds the interval, the
+    target's rates and the risk.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+        TrialsFailed: (a UserError) if every trial failed; the page is still written.
+    """
+
+def pretrain(
+    *,
+    backbone: PathLike = "llama-nano",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    untie_embeddings: bool = False,
+    init: str = "recommended",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    objective: Literal["auto", "causal_lm", "masked_lm", "image_classification"] = "auto",
+    mask_ratio: float = 0.3,
+    image_size: int | None = None,
+    patch_size: int | None = None,
+    center_crop: float = 1.0,
+    crop_scale: float = 1.0,
+    flip: float = 0.0,
+    rand_augment: float = 0.0,
+    random_erasing: float = 0.0,
+    repeated_augmentation: int = 1,
+    mixup: float = 0.0,
+    cutmix: float = 0.0,
+    label_smoothing: float = 0.0,
+    steps: int = 100,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.1,
+    warmup: float = 0.1,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "none",
+    base_width: int | None = None,
+    k_embedding: float = 1.0,
+    k_hidden: float = 1.0,
+    k_readout: float = 1.0,
+    drop_path: float = 0.0,
+    ema_decay: float = 0.0,
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    eval_blocks: int = 256,
+    eval_corpus: Text | None = None,
+    eval_tasks: str | None = None,
+    eval_task_limit: int = 100,
+    eval_data_dir: PathLike | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    monitor_blocks: int | None = None,
+    probe_every: int = 0,
+    probes: Names = "hidden_states,angular_distance,gradients",
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    stuck_margin: float = 0.1,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    expert_balance_rate: float = 0.001,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    placement: str = "pre_ln",
+    from_model: PathLike | None = None,
+    output: PathLike = "runs/pretrain",
+    learning_rate: float = 0.003,
+    seed: int = 0,
+    parallel: Literal["auto", "ddp", "fsdp2"] = "auto",
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    streaming: bool = False,
+    shuffle_buffer: int = 2048,
+    pause_step: int | None = None,
+    push_to_hub: PathLike | None = None,
+    rollback: int = 0,
+    rollback_factor: float = 0.5,
+    rollback_skip: int | None = None,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Train one model, as `lamina pretrain` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds; OUTPUT/model is the model, OUTPUT/report.html the page. ``corpus`` may also be a
+    path, a list of paths or texts, or a datasets.Dataset.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+    """
+
+def preflight(
+    *,
+    placements: Names = "pre_ln",
+    learning_rates: Numbers = "5e-3",
+    backbone: PathLike = "llama-nano",
+    num_layers: int | None = None,
+    hidden_size: int | None = None,
+    num_heads: int | None = None,
+    init: str = "recommended",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike = "bytes",
+    sequence_length: int = 64,
+    eval_fraction: float = 0.05,
+    streaming: bool = False,
+    shuffle_buffer: int = 2048,
+    steps: int = 100,
+    batch_size: int = 16,
+    gradient_accumulation: int = 1,
+    min_learning_rate: float = 0.1,
+    warmup: float = 0.1,
+    weight_decay: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    width_scaling: str = "none",
+    base_width: int | None = None,
+    expert_balance: Literal["auto", "none", "bias", "loss"] = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    seed: int = 0,
+    sequences: int = 16,
+    threads: int | None = None,
+    output: PathLike | None = None,
+    burn_in: int = 32,
+    flops: float | None = None,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> pd.DataFrame:
+    """Say whether planned runs will train, as `lamina preflight` does; ``settings`` are its flags.
+
+    Returns one row per planned run: its verdict ("fine", "risky", "undecided" or "will not train"), the reason, what to
+    change, and the numbers behind them (docs/preflight.md). With ``output``, it also writes a folder: preflight.csv,
+    layers.parquet, preflight.json (from which `lamina report` makes the page) and report.html.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
+    """
+
+def sft(
+    *,
+    from_model: PathLike | None = None,
+    data: Examples | None = None,
+    eval_data: Examples | None = None,
+    eval_fraction: float = 0.05,
+    eval_examples: int = 256,
+    template: PathLike = "auto",
+    sequence_length: int | None = None,
+    skip_bad: bool = False,
+    steps: int = 0,
+    batch_size: int = 8,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.0,
+    warmup: float = 0.03,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    learning_rate: float = 2e-05,
+    weight_decay: float = 0.0,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    lora_targets: Names = "all-linear",
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    pause_step: int | None = None,
+    push_to_hub: PathLike | None = None,
+    output: PathLike = "runs/sft",
+    epochs: float = 3.0,
+    preset: str | None = None,
+    loss_on: Literal["answer", "all"] = "answer",
+    packing: bool = False,
+    best_by: Literal["last", "loss"] = "last",
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Fine-tune a model, as `lamina sft` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+
+def reward(
+    *,
+    from_model: PathLike | None = None,
+    data: Examples | None = None,
+    eval_data: Examples | None = None,
+    eval_fraction: float = 0.05,
+    eval_examples: int = 256,
+    template: PathLike = "auto",
+    sequence_length: int | None = None,
+    skip_bad: bool = False,
+    steps: int = 0,
+    batch_size: int = 8,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.0,
+    warmup: float = 0.03,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    learning_rate: float = 2e-05,
+    weight_decay: float = 0.0,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    lora_targets: Names = "all-linear",
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    pause_step: int | None = None,
+    push_to_hub: PathLike | None = None,
+    output: PathLike = "runs/reward",
+    epochs: float = 1.0,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Train a reward model, as `lamina reward` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+
+def rlhf(
+    *,
+    from_model: PathLike | None = None,
+    data: Examples | None = None,
+    eval_data: Examples | None = None,
+    eval_fraction: float = 0.05,
+    eval_examples: int = 256,
+    template: PathLike = "auto",
+    sequence_length: int | None = None,
+    skip_bad: bool = False,
+    steps: int = 0,
+    batch_size: int = 8,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.0,
+    warmup: float = 0.03,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    learning_rate: float = 2e-07,
+    weight_decay: float = 0.0,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    lora_targets: Names = "all-linear",
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    pause_step: int | None = None,
+    push_to_hub: PathLike | None = None,
+    output: PathLike = "runs/rlhf",
+    epochs: float = 1.0,
+    reward_model: PathLike | None = None,
+    reward_function: PathLike | None = None,
+    algorithm: Literal["remax", "rloo", "grpo"] = "remax",
+    kl_per: Literal["step", "sequence"] = "step",
+    beta: float = 0.1,
+    reward_clip: float = 5.0,
+    num_generations: int = 2,
+    max_answer: int = 128,
+    temperature: float = 1.0,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Train a policy by reinforcement learning, as `lamina rlhf` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+
+def dpo(
+    *,
+    from_model: PathLike | None = None,
+    data: Examples | None = None,
+    eval_data: Examples | None = None,
+    eval_fraction: float = 0.05,
+    eval_examples: int = 256,
+    template: PathLike = "auto",
+    sequence_length: int | None = None,
+    skip_bad: bool = False,
+    steps: int = 0,
+    batch_size: int = 8,
+    gradient_accumulation: int = 1,
+    schedule: Literal["cosine", "wsd"] = "cosine",
+    min_learning_rate: float = 0.0,
+    warmup: float = 0.03,
+    decay: float = 0.2,
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear",
+    learning_rate: float = 1e-06,
+    weight_decay: float = 0.0,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    lora_rank: int = 0,
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    lora_targets: Names = "all-linear",
+    logging_steps: int | None = None,
+    eval_steps: int | None = None,
+    save_steps: int = 0,
+    keep: int = 2,
+    divergence_margin: float = 1.0,
+    divergence_patience: int = 20,
+    gradient_checkpointing: bool = False,
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    threads: int | None = None,
+    report_to: str = "none",
+    trainer: Json = {},
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    pause_step: int | None = None,
+    push_to_hub: PathLike | None = None,
+    output: PathLike = "runs/dpo",
+    epochs: float = 1.0,
+    beta: float = 0.1,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Train a policy on preferences, as `lamina dpo` does; ``settings`` are its flags with underscores.
+
+    ``data`` may also be a list of rows or a datasets.Dataset. Returns what result.json holds; OUTPUT/model is the
+    model, OUTPUT/report.html the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, data or a model that can't be read, an output folder in use.
+    """
+
+def evaluate(
+    *,
+    models: Names = "",
+    tasks: Names = "",
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    data_dir: PathLike | None = None,
+    corpus: Text | None = None,
+    text_field: str = "text",
+    window: int | None = None,
+    stride: int | None = None,
+    tokenizer: PathLike | None = None,
+    batch_size: int = 8,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
+    device: str | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    output: PathLike = "eval",
+    chat_template: bool = False,
+    run_code: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Evaluate models, as `lamina eval` does; ``settings`` are its flags with underscores.
+
+    ``models`` (paths of checkpoints, runs and studies) and ``tasks`` may also be lists. Returns what result.json holds;
+    OUTPUT/results.csv has every number, OUTPUT/table.csv the table, OUTPUT/report.html is the page.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, an unknown task, data or a checkpoint that can't be read, an
+            output folder in use.
+    """
+
+def probe_folder(
+    *,
+    checkpoint: PathLike = "",
+    probes: Names = "all",
+    corpus: Text = "embedded",
+    text_field: str = "text",
+    tokenizer: PathLike | None = None,
+    sequence_length: int | None = None,
+    sequences: int = 64,
+    batch_size: int = 4,
+    tolerance: float = 0.02,
+    layers: str | None = None,
+    device: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32",
+    seed: int = 0,
+    threads: int | None = None,
+    output: PathLike = "probe",
+    png: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> RunResult:
+    """Measure a checkpoint and write a folder, as `lamina probe` does; ``settings`` are its flags with underscores.
+
+    Returns what result.json holds. OUTPUT/report.html is the page; OUTPUT/NAME.parquet is the table of the probe NAME.
+    ``lamina.probe`` returns only the tables and writes nothing.
+
+    Raises:
+        UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
+            folder in use.
+    """

@@ -1,0 +1,77 @@
+"""What is refused before torch is loaded: all that can be known without it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lamina.core.values import text
+from lamina.errors import UserError, nearest
+from lamina.jobs.aliases import suggestion
+from lamina.jobs.folder import Resume, in_use, refuse
+from lamina.jobs.settings import Settings
+from lamina.placements.resolution import check_spec, split_specs
+
+_NO_FILE = ("mnist", "noise")  # data sets of images, which have names of their own
+
+
+def refuse_early(
+    record: type[Settings], given: Mapping[str, object], *, resume: Resume = False, overwrite: bool = False
+) -> None:
+    """Raise UserError for an unknown setting, an invalid value, an output folder in use, a file that is missing.
+
+    Args:
+        record: of the job's settings.
+        given: the user's settings, by Lamina's names.
+        resume: whether the job resumes; then its folder's settings decide, and the job itself checks them.
+        overwrite: whether it replaces what the folder holds.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return  # of several processes the first one speaks, and begins the folder that another may see already
+    for name in given:
+        if name not in record.names():
+            near = suggestion(name, record.names())
+            hint = f"; did you mean {near!r}?" if near else ""
+            listed = f"see `lamina {record.command_name} --help all`"
+            raise UserError(f"unknown setting {name!r}{hint} ({listed})")
+    output = given.get("output", record.default("output") if "output" in record.names() else None)
+    if output is not None:
+        folder = Path(text("output", output))
+        refuse(folder, resume=resume, overwrite=overwrite)
+        if resume and in_use(folder):
+            return
+    if not record.needs_backbone:
+        settings = record.from_dict(given)
+        if record.needed and "preset" not in given:
+            settings.require(*record.needed)
+    for spec in _specs(record, given):
+        if not re.search(r"\.py\s*(\(|$)", spec):  # a Python file runs as code: once is enough
+            check_spec(spec)
+    for name in ("corpus", "data"):
+        if isinstance(place := given.get(name), str):
+            _refuse_missing(name, place)
+
+
+def _specs(record: type[Settings], given: Mapping[str, object]) -> list[str]:
+    if "placement" in record.names():
+        return [str(given["placement"])] if "placement" in given else []
+    value = given.get("placements")
+    if value is None:
+        return []
+    return split_specs(value if isinstance(value, str) else ",".join(map(str, value)))  # type: ignore[call-overload]
+
+
+def _refuse_missing(name: str, place: str) -> None:
+    from lamina.data.corpus import EMBEDDED, single_corpus
+    from lamina.data.sources.mix_spec import parse_mix
+
+    if name == "data":
+        if ":" not in place and not (path := Path(place).expanduser()).exists():
+            hint = nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
+            raise UserError(f"data: {place!r}: no such file{hint} (allowed: a .jsonl or .json file, hf:NAME)")
+        return
+    for part in parse_mix(place) or [place]:
+        if part not in (EMBEDDED, *_NO_FILE):
+            single_corpus(part)

@@ -1,0 +1,156 @@
+"""Saved models and folders: generate, convert, diagnose, report, and the list of backbones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from lamina.api.results import Diagnosis
+from lamina.core.architectures import Target
+from lamina.core.values import number, one_of, path, seed_number, whole_number
+from lamina.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lamina.modeling.backbones.conversion_job import ConversionRecord
+    from lamina.modeling.generation import Speaker
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def generate(
+    model: str | PathLike[str],
+    prompt: str | Sequence[Mapping[str, str]] = "The",
+    *,
+    max_new_tokens: int = 120,
+    temperature: float = 0.8,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> str:
+    """Continue a text with a trained model, as `lamina generate` does.
+
+    Args:
+        model: a folder with a saved model, or a run's folder.
+        prompt: the text to continue; or turns, mappings with ``role`` and ``content``, to answer the last of.
+        max_new_tokens: the maximum number of new tokens.
+        temperature: 0 always takes the likeliest token.
+        seed: of the sampling.
+        trust_remote_code: run the model's own Python code, if it has any.
+
+    Raises:
+        UserError: (a ValueError) for an invalid value, or a folder without a model.
+    """
+    speaker = speaker_of(model, max_new_tokens, temperature, seed, trust_remote_code=trust_remote_code)
+    return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
+
+
+def speaker_of(
+    model: str | PathLike[str], max_new_tokens: int, temperature: float, seed: int, *, trust_remote_code: bool = False
+) -> Speaker:
+    """The model that continues texts, with torch seeded. Raises UserError as ``generate`` does."""
+    source = path("model", model)
+    whole_number("max_new_tokens", max_new_tokens)
+    number("temperature", temperature, 0.0)
+    seed_number("seed", seed)
+    if not Path(source).exists():
+        raise UserError(f"model: {source!r} holds no saved model (config.json is missing)")
+    import torch
+
+    from lamina.modeling.generation import Speaker
+
+    speaker = Speaker(source, max_new_tokens, temperature, trust_remote_code=trust_remote_code)
+    torch.manual_seed(seed)
+    return speaker
+
+
+def convert(
+    source: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    to: Target | None = None,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    verify: bool = True,
+) -> ConversionRecord:
+    """Turn a transformers checkpoint into a Lamina one with the same logits, or back, as `lamina convert` does.
+
+    Args:
+        source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
+        output: a new or empty folder.
+        to: "lamina", "transformers" or "gguf"; by default the one of the first two that the source is not.
+        dtype: of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
+        overwrite: first delete what Lamina wrote into ``output``.
+        verify: load the result and compare its logits with the source's.
+
+    Raises:
+        UserError: (a ValueError) for a model that can't be read or converted, or an output folder in use.
+    """
+    place, folder = path("source", source), path("output", output)
+    if to is not None:
+        one_of("to", to, get_args(Target))
+    one_of("dtype", dtype, DTYPES)
+    from lamina.core.hub_access import local_when_unreachable
+    from lamina.modeling.backbones.conversion_job import convert as run
+
+    with local_when_unreachable():
+        return run(place, Path(folder), to=to, dtype=dtype, overwrite=overwrite, verify=verify)
+
+
+def diagnose(run: str | PathLike[str]) -> Diagnosis:
+    """Say what left its usual range first in a run, and what to change, as `lamina diagnose` does; writes the page.
+
+    Raises:
+        UserError: (a ValueError) for a folder without records by layer, or with records of another version.
+    """
+    from lamina.reports.diagnosing.telling import diagnose as tell
+
+    sentences, page = tell(Path(path("run", run)))
+    return Diagnosis(sentences=sentences, page=page)
+
+
+def report(folder: str | PathLike[str]) -> Path:
+    """Write the page of a job's folder again, as `lamina report` does; returns its path.
+
+    >>> import lamina
+    >>> lamina.report("no/such/folder")
+    Traceback (most recent call last):
+    ...
+    lamina.errors.UserError: folder: 'no/such/folder' holds no job, so there is no page to write (allowed: ...)
+
+    Raises:
+        UserError: (a ValueError) if no job wrote the folder, or its records are damaged.
+    """
+    from lamina.reports import report as write
+
+    return write(Path(fspath(folder)))
+
+
+def backbones() -> pd.DataFrame:
+    """The presets of backbones: sizes and numbers of parameters, as `lamina backbones` lists them."""
+    import pandas as pd
+
+    from lamina.modeling.backbones import PRESETS, count_parameters
+
+    rows = []
+    for preset in PRESETS.values():
+        config = preset.config()
+        count = count_parameters(config)
+        rows.append(
+            {
+                "name": preset.name,
+                "type": preset.model_type,
+                "layers": config.num_hidden_layers,
+                "width": config.hidden_size,
+                "FFN": config.intermediate_size,
+                "heads": config.num_attention_heads,
+                "vocabulary": getattr(config, "vocab_size", None),
+                "total": count.total,
+                "active": count.active,
+                "source": preset.source,
+            }
+        )
+    return pd.DataFrame(rows)

@@ -1,0 +1,148 @@
+"""What the functions return: the numbers, the folder and the page of a job."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.core.json_types import Json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAGE = "report.html"
+_SHOWN = ("placement", "learning_rate", "seed", "status", "eval_loss", "max_learning_rate", "stop_rule", "reason")
+
+
+def _open(page: Path, show: bool) -> Path:
+    if show:
+        webbrowser.open(page.resolve().as_uri())
+    return page
+
+
+def _link(page: Path) -> str:
+    return f'<p>the page: <a href="{escape(page.resolve().as_uri())}">{escape(str(page))}</a></p>'
+
+
+class Comparison:
+    """The trials of a job and its page; rows and columns are read as from its DataFrame ``results``.
+
+    Attributes:
+        results: a row per trial, as in results.csv.
+        folder: the job's folder.
+    """
+
+    results: pd.DataFrame
+    folder: Path
+
+    def __init__(self, results: pd.DataFrame, folder: Path) -> None:
+        self.results, self.folder = results, Path(folder)
+
+    def report(self, *, show: bool = False) -> Path:
+        """The path of the page; ``show`` opens it in the browser."""
+        return _open(self.folder / PAGE, show)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.results[key]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.results)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "results":
+            raise AttributeError(name)
+        return getattr(self.results, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.results)})
+
+    def _shown(self) -> pd.DataFrame:
+        columns = [name for name in _SHOWN if name in self.results]
+        return self.results[columns] if columns else self.results
+
+    def __repr__(self) -> str:
+        return f"{self._shown().to_string(index=False)}\nthe page: {self.report()}"
+
+    def _repr_html_(self) -> str:
+        return self._shown().to_html(index=False, border=0, na_rep="") + _link(self.report())
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StudyOutcome:
+    """What a study found.
+
+    Attributes:
+        results: a row per trial, as in results.csv.
+        claims: the verdicts, as in claims.json.
+        folder: the study's.
+    """
+
+    results: pd.DataFrame
+    claims: list[Json]
+    folder: Path
+
+    def report(self, *, show: bool = False) -> Path:
+        """The path of the page; ``show`` opens it in the browser."""
+        return _open(self.folder / PAGE, show)
+
+    def __repr__(self) -> str:
+        lines = [f"{claim['verdict']:<13} {claim['claim']}: {claim['says']}" for claim in self.claims]
+        return "\n".join([f"{len(self.results)} trials", *lines, f"the page: {self.report()}"])
+
+    def _repr_html_(self) -> str:
+        cells = [(claim["verdict"], claim["claim"], claim["says"], claim.get("ours") or "") for claim in self.claims]
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in cells)
+        return f"<table>{rows}</table>{_link(self.report())}"
+
+
+class RunResult(dict[str, object]):
+    """What result.json holds, with the folder of the job that wrote it."""
+
+    def __init__(self, result: Mapping[str, object], folder: Path) -> None:
+        super().__init__(result)
+        self.folder = Path(folder)
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the trained model; None if there is none."""
+        model = self.folder / "model"
+        return model if model.is_dir() else None
+
+    def report(self, *, show: bool = False) -> Path:
+        """The path of the page; ``show`` opens it in the browser."""
+        return _open(self.folder / PAGE, show)
+
+    def _repr_html_(self) -> str:
+        plain = {name: value for name, value in self.items() if value is None or isinstance(value, str | int | float)}
+        rows = (f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in plain.items())
+        return f"<table>{''.join(rows)}</table>{_link(self.report())}"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Diagnosis:
+    """What left its range first in a run, and what to change.
+
+    Attributes:
+        sentences: the diagnosis.
+        page: the path of the page with the figures.
+    """
+
+    sentences: list[str]
+    page: Path
+
+    def report(self, *, show: bool = False) -> Path:
+        """The path of the page; ``show`` opens it in the browser."""
+        return _open(self.page, show)
+
+    def __repr__(self) -> str:
+        return "\n".join([*self.sentences, f"the page: {self.page}"])
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(text)}</p>" for text in self.sentences) + _link(self.page)

@@ -1,0 +1,50 @@
+"""Progress: bars on a terminal and in a notebook, a plain line every so often anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+EVERY = 10.0
+"""Seconds between two lines."""
+
+
+def has_bars() -> bool:
+    """Whether bars can redraw themselves: on a terminal, in a notebook."""
+    return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", lambda: False)())
+
+
+class ProgressLines:
+    """Lines for a log file: at most one every few seconds, and one at the end. Silent unless ``show``."""
+
+    def __init__(self, total: int, done: int = 0, *, unit: str = "step", show: bool = True, every: float = EVERY):
+        self.total, self.unit, self.show, self.every = total, unit, show, every
+        self._begun, self._first, self._last, self._told = time.monotonic(), done, -float("inf"), -1
+
+    def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
+        """Write a line where one is due: how far, the numbers, how long it will take."""
+        now = time.monotonic()
+        if not self.show or done == self._told or (now - self._last < self.every and done < self.total):
+            return
+        self._last, self._told = now, done
+        parts = [f"{self.unit} {done}/{self.total} ({done / max(1, self.total):.0%})"]
+        parts += [f"{name} {value}".strip() for name, value in (numbers or {}).items()]
+        if (left := self.seconds_left(done, now)) is not None:
+            parts.append(f"{duration(left)} left")
+        sys.stderr.write("  ".join(parts) + "\n")
+        sys.stderr.flush()
+
+    def seconds_left(self, done: int, now: float) -> float | None:
+        """Seconds to the end at the pace so far; None before the first step and after the last."""
+        if not self._first < done < self.total:
+            return None
+        return (now - self._begun) / (done - self._first) * (self.total - done)
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units: ``1 h 5 min``, ``3 min 10 s``, ``8 s``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

@@ -1,0 +1,235 @@
+"""The commands as functions: signatures that an editor completes, early refusals, what they return."""
+
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import lamina
+from lamina.api import HOME
+from lamina.api.given import as_settings
+from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
+from lamina.cli import COMMANDS
+from lamina.core.progress import ProgressLines, duration
+from lamina.errors import TrialsFailed, UserError
+
+ROOT = Path(__file__).parents[2]
+JOBS = [name for names in HOME.values() for name in names if hasattr(getattr(lamina.api, name), "record")]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAMINA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_command_is_a_function_of_the_same_name():
+    for command in set(COMMANDS) - {"completion", "placements"}:
+        assert callable(getattr(lamina, command.replace("-", "_")))
+    assert set(lamina.__all__) <= set(dir(lamina))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_signature_names_every_setting_with_its_default(name):
+    job = getattr(lamina.api, name)
+    parameters = inspect.signature(job).parameters
+    record = job.record
+    assert list(parameters)[: len(record.names())] == list(record.names())
+    assert all(parameters[field].default == record.default(field) for field in record.names())
+    assert {"overwrite", "bar"} <= set(parameters)
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+
+
+def test_the_stub_is_current():
+    spec = importlib.util.spec_from_file_location("stubs", ROOT / "docs" / "stubs.py")
+    stubs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    assert stubs.text() == stubs.STUB.read_text(encoding="utf-8"), "run python docs/stubs.py"
+
+
+def test_nothing_is_loaded_before_a_job_runs():
+    Path("used").mkdir()
+    Path("used/thesis.tex").write_text("x")
+    script = """
+import sys, lamina
+dir(lamina), lamina.api
+assert not {"torch", "transformers", "yaml"} & set(sys.modules)
+wrong = (dict(placements="kel"), dict(corpus="no.txt"), dict(output="used"), dict(lrr=1), dict(steps=0))
+for call in wrong:
+    try:
+        lamina.compare(**{"output": "out", **call})
+    except lamina.errors.UserError as error:
+        print(error)
+assert not {"torch", "transformers", "pandas"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5, done.stderr
+    assert "did you mean 'keel'" in lines[0]
+    assert "'no.txt': no such file" in lines[1]
+    assert "did you mean 'learning_rates'" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pretrain", "--lrr", "3"], "--learning-rate"),
+        (["pretrain", "--placement", "kel"], "'keel'"),
+        (["compare", "--corpus", "no.txt"], "no.txt"),
+        (["pretrain", "--output", "used"], "in use"),
+        (["sft", "--data", "no.jsonl", "--from", "m"], "no.jsonl"),
+        (["sft"], "--from"),
+        (["generate", "no/such"], "no/such"),
+    ],
+)
+def test_the_command_line_refuses_without_torch(words, said, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.tex").write_text("x")
+    script = f"import sys; from lamina.cli import main; code = main({words!r}); print(code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2", "False"]
+    assert said in done.stderr
+
+
+def test_a_notebook_shows_one_line_for_a_mistake():
+    with pytest.raises(UserError) as caught:
+        lamina.compare(lr=1.0, learning_rates=[2.0])
+    assert caught.value._render_traceback_() == [f"UserError: {caught.value}"]
+    table = pd.DataFrame({"trial": ["a"], "reason": ["because"]})
+    assert TrialsFailed(table)._render_traceback_()[0].startswith("TrialsFailed: the only trial failed")
+
+
+class Rows:
+    """What a datasets.Dataset has."""
+
+    column_names = ("text", "n")
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_corpus_may_be_texts_paths_or_a_data_set(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text(f"text of {name}")
+    assert as_settings({"corpus": Path("a.txt"), "output": Path("out")}) == {"corpus": "a.txt", "output": "out"}
+    assert as_settings({"corpus": ["a.txt"]}) == {"corpus": "a.txt"}
+    texts = as_settings({"corpus": ["one text", "another"]})["corpus"]
+    assert read(texts) == [{"text": "one text"}, {"text": "another"}]
+    assert as_settings({"corpus": ("one text", "another")})["corpus"] == texts  # the same rows, the same file
+    assert read(as_settings({"corpus": [Path("a.txt"), Path("b.txt")]})["corpus"]) == [
+        {"text": "text of a.txt"}, {"text": "text of b.txt"}
+    ]  # fmt: skip
+    rows = Rows([{"text": "é", "n": 1}])
+    assert read(as_settings({"corpus": rows})["corpus"]) == [{"text": "é"}]
+    assert read(as_settings({"data": rows})["data"]) == [{"text": "é", "n": 1}]
+    assert read(as_settings({"data": [{"prompt": "p", "completion": "c"}]})["data"]) == [
+        {"prompt": "p", "completion": "c"}
+    ]
+
+
+def test_a_real_data_set_is_taken():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    assert read(as_settings({"corpus": rows})["corpus"]) == [{"text": "a"}, {"text": "b"}]
+    with pytest.raises(UserError, match="no column 'body'"):
+        as_settings({"corpus": rows, "text_field": "body"})
+    with pytest.raises(UserError, match="IterableDataset"):
+        as_settings({"corpus": rows.to_iterable_dataset()})
+
+
+@pytest.mark.parametrize("corpus", [3, [], [3], {"a": 1}])
+def test_a_corpus_of_no_kind_is_refused(corpus):
+    with pytest.raises(UserError, match=r"corpus: .*allowed: a path, a list"):
+        lamina.pretrain(corpus=corpus)
+
+
+def test_a_list_of_paths_and_a_misspelt_one_is_no_list_of_texts():
+    Path("a.txt").write_text("x")
+    with pytest.raises(UserError, match=r"'b\.txt' is no file"):
+        as_settings({"corpus": ["a.txt", "b.txt"]})
+
+
+def test_a_comparison_is_read_like_its_table(tmp_path):
+    table = pd.DataFrame({"placement": ["<keel>", "pre_ln"], "status": ["finished", "stuck"], "eval_loss": [2.0, 3.0]})
+    found = Comparison(table, tmp_path)
+    assert found.results is table
+    assert list(found[["placement"]].columns) == ["placement"]
+    assert (len(found), list(found)) == (2, list(table))
+    assert found.eval_loss.min() == 2.0
+    assert found.report() == tmp_path / "report.html"
+    assert "&lt;keel&gt;" in found._repr_html_()
+    assert 'href="file://' in found._repr_html_()
+    assert "report.html" in repr(found)
+    with pytest.raises(AttributeError):
+        _ = found.no_such_column
+    import copy
+    import pickle
+
+    assert len(pickle.loads(pickle.dumps(found))) == len(copy.copy(found)) == 2
+
+
+def test_the_page_opens_on_request(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    RunResult({"status": "finished"}, tmp_path).report(show=True)
+    assert opened == [(tmp_path / "report.html").resolve().as_uri()]
+
+
+def test_results_are_shown_as_html_with_the_text_escaped(tmp_path):
+    run = RunResult({"status": "<b>", "scores": {"a": 1}}, tmp_path)
+    assert run["status"] == "<b>"
+    assert run == {"status": "<b>", "scores": {"a": 1}}
+    assert run.model is None
+    assert "&lt;b&gt;" in run._repr_html_()
+    claim = {"verdict": "holds", "claim": "<c>", "says": "x"}
+    study = StudyOutcome(results=pd.DataFrame(), claims=[claim], folder=tmp_path)
+    assert "&lt;c&gt;" in study._repr_html_()
+    assert "holds" in repr(study)
+    told = Diagnosis(sentences=["<it> left"], page=tmp_path / "diagnosis.html")
+    assert "&lt;it&gt;" in told._repr_html_()
+    assert told.report() == tmp_path / "diagnosis.html"
+
+
+def test_lines_for_a_log_file_come_every_so_often_and_at_the_end(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("lamina.core.progress.time.monotonic", lambda: now[0])
+    lines = ProgressLines(100, every=10.0)
+    for step in range(1, 101):
+        now[0] += 1.0
+        lines.see(step, {"loss": "2.5", "": "9 tokens/s"})
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "step 1/100 (1%)  loss 2.5  9 tokens/s  1 min 39 s left"
+    assert told[-1] == "step 100/100 (100%)  loss 2.5  9 tokens/s"
+    assert len(told) == 11
+    ProgressLines(3, show=False).see(3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (190, "3 min 10 s"), (3900, "1 h 5 min")])
+def test_durations_are_readable(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_examples_in_the_docstrings_are_true():
+    import doctest
+
+    modules = [importlib.import_module(f"lamina.api.{module}") for module in HOME]
+    flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL * 0
+    done = [doctest.testmod(module, optionflags=flags) for module in modules]
+    assert sum(result.failed for result in done) == 0
+    assert sum(result.attempted for result in done) >= 4
