@@ -14,7 +14,7 @@ batch, computed before the update, is not finite, or lies 0.15 nats above the tw
 twin's are counted apart. Healthy runs count false alarms by step. `python benchmarks/alarms.py` prints the
 counts.
 
-The rules were tuned on seeds below 100; the figures of merit are those of the seeds from 100 on.
+The rules were tuned on seeds below 200; the figures of merit are those of the seeds from 200 on.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=100)
+    parser.add_argument("--first-seed", type=int, default=200)
     parser.add_argument("--healthy-steps", type=int, default=10_000, help="in runs of 1000 steps")
     parser.add_argument("--runs", type=Path, default=None, help="folder for the runs (default: one that is deleted)")
     parser.add_argument("--output", type=Path, default=None, help="the record, as JSON")
@@ -267,6 +267,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as unused:
         rows = measured(options, options.runs or Path(unused))
     broken = [row for row in rows if row["failure"] != "healthy"]
+    healthy = [row for row in rows if row["failure"] == "healthy"]  # the others begin as one of them
     kinds = {name: [row for row in broken if row["failure"] == name] for name in CAUSES}
     record = {
         "benchmark": "alarms",
@@ -274,8 +275,8 @@ def main() -> None:
         "targets": {"early": 0.8, "false_alarms_in_10000_steps": 1},
         "failures": {name: counts(these) for name, these in kinds.items() if these},
         "all": counts(broken),
-        "healthy_steps": sum(row["healthy_steps"] for row in rows),
-        "false_alarms": sum(len(row["false"]) for row in rows),
+        "healthy_steps": sum(row["healthy_steps"] for row in healthy),
+        "false_alarms": sum(len(row["false"]) for row in healthy),
         "runs": rows,
         "settings": {name: getattr(options, name) for name in ("seeds", "first_seed")},
         **settings_of_machine(),

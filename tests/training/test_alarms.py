@@ -67,13 +67,13 @@ def test_weights_apart_from_their_peers_are_named(value):
     assert Alarms().see(kinds) == []  # experts in every other layer
 
 
-def test_a_small_part_of_its_blocks_gradient_is_told_where_it_stays_up():
+def test_a_small_part_of_the_models_gradient_is_told_where_it_stays_up():
     def step(number, part):
         whole = row(number, math.hypot(1.0, part), sublayer="block")
         return [row(number, part), row(number, 1.0, sublayer="feed_forward"), whole]
 
     alarms = Alarms()
-    values = [*[0.1] * 20, 1.0, *[0.1] * 20, 1.0, 1.1]  # ten times its usual, which its block does not notice
+    values = [*[0.1] * 20, 1.0, *[0.1] * 20, 1.0, 1.1]  # ten times its usual, which the model does not notice
     found = [alarm for number, part in enumerate(values, 1) for alarm in alarms.see(step(number, part))]
     assert [(alarm.step, alarm.sublayer) for alarm in found] == [(43, "attention")]
     found = [*alarms.see(step(44, 0.1)), *alarms.see(step(45, 30.0))]

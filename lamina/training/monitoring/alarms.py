@@ -24,7 +24,7 @@ FACTORS: Mapping[str, float] = {
     "gradient_norm": 6.0,
     "update_norm": 3.0,
     "first_moment": 4.0,
-    "hidden_abs_max": 3.0,
+    "hidden_abs_max": 4.0,
     "hidden_variance": 6.0,
     "attention_logit": 3.0,
     "step_gradient_norm": 6.0,
@@ -39,7 +39,7 @@ FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
 WEIGHTS = 6.0  # the same for weights, either way; DeepSeek-V3's experts beside its dense feed-forwards reach 5.3
 FEW = 0.25  # of the layers that may be apart in their weights: more of them are another kind, not an exception
-SHARE = 2.0  # times its block's usual gradient, which a sub-layer's must reach to be told at its first step
+SHARE = 1.0  # of the layers' usual gradient, which a sub-layer's must reach to be told at its first step
 RATIO = 0.06  # of an update to its weights; around 0.001 is usual, and tiny models in warm-up reach 0.02
 
 
@@ -118,18 +118,20 @@ class Alarms:
             recent.append(scaled)
 
     def _counts(self, series: Series, value: float, left: bool) -> bool:
-        """Whether a gradient that left its range is told: at once if its block's would show it, else if it stays up.
+        """Whether a gradient that left its range is told: at once if the model's would show it, else if it stays up.
 
-        In healthy training a sub-layer with a small part of its block's gradient has a tenfold one for a single step,
-        once in some hundred steps; block and model do not notice.
+        In healthy training a sub-layer with a small part of the model's gradient has a tenfold one for a single step,
+        once in some hundred steps, and the model does not notice.
         """
-        layer, sublayer, role, metric = series
+        layer, _, _, metric = series
         stays = series in self._high
         (self._high.add if left else self._high.discard)(series)
-        block = self._recent.get((layer, "block", role, metric))
-        if not left or stays or layer < 0 or sublayer == "block" or not block:
+        if not left or stays or layer < 0:
             return left
-        return value > SHARE * statistics.median(block)
+        blocks = [
+            recent for key, recent in self._recent.items() if (key[1], key[3]) == ("block", metric) and key[0] >= 0
+        ]
+        return not blocks or value > SHARE * math.hypot(*(statistics.median(recent) for recent in blocks))
 
     def _compare(self, rows: Sequence[Row]) -> list[Alarm]:
         """Sub-layers whose gradient is zero, or whose gradient or weights are far from those of the same sub-layers of
