@@ -65,7 +65,7 @@ class Comparison:
 
     def _shown(self) -> pd.DataFrame:
         columns = [name for name in _SHOWN if name in self.results]
-        return self.results[columns] if columns else self.results
+        return self.results.loc[:, columns] if columns else self.results
 
     def __repr__(self) -> str:
         return f"{self._shown().to_string(index=False)}\nthe page: {self.report()}"
