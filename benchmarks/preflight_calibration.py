@@ -238,6 +238,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from lamina.data import prepare_blocks
+    from lamina.jobs.aliases import in_our_words
     from lamina.jobs.files import finite
     from lamina.preflights.features import Features, features
     from lamina.preflights.running import burn_in_of
@@ -248,7 +249,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        settings = PreflightSettings.from_dict(located(case, Path(folder)))
+        named = in_our_words(located(case, Path(folder)), PreflightSettings.names())
+        settings = PreflightSettings.from_dict(named)
         blocks, _ = prepare_blocks(settings.corpus, settings.tokenizer, settings.sequence_length, progress=False)
         seen = burn_in_of(settings, settings.runs()[0], blocks, open_question)
     ends = range(min(1, len(seen.snapshots) - 1), len(seen.snapshots))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import UserError
+from lamina.jobs.aliases import in_our_words
 from lamina.jobs.files import read_result
 from lamina.jobs.status import ENDED
 from lamina.preflights.settings import PreflightSettings
@@ -59,7 +60,7 @@ def case_of(folder: Path) -> dict[str, Any] | None:
     named["hidden_size"] = named["hidden_size"] or NANO_WIDTH
     case = {**changed, **named}
     try:
-        PreflightSettings.from_dict(case)
+        PreflightSettings.from_dict(in_our_words(case, PreflightSettings.names()))
     except UserError:
         return None
     return case

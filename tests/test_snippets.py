@@ -157,7 +157,8 @@ def test_a_command_is_one(folder, monkeypatch, capsys, page, command):
         code = main(argv)
         error = capsys.readouterr().err
         # a model, run or data that the page takes for granted
-        missing = any(word in error for word in argv[1:] if "/" in word or "." in word) and "unknown" not in error
+        parts = [part for word in argv[1:] for part in re.split("[,:]", word) if "/" in part or "." in part]
+        missing = any(part in error for part in parts) and "unknown" not in error
         assert code == 0 or missing, error
 
 

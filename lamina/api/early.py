@@ -11,6 +11,7 @@ from lamina.core.values import text
 from lamina.errors import UserError, nearest
 from lamina.jobs.aliases import suggestion
 from lamina.jobs.folder import Resume, in_use, refuse
+from lamina.jobs.model_folder import refuse_as_output
 from lamina.jobs.settings import Settings
 from lamina.placements.resolution import check_spec, split_specs
 
@@ -39,6 +40,8 @@ def refuse_early(
     output = given.get("output", record.default("output") if "output" in record.names() else None)
     if output is not None:
         folder = Path(text("output", output))
+        if isinstance(start := given.get("from_model"), str):
+            refuse_as_output(str(folder), start)
         refuse(folder, resume=resume, overwrite=overwrite)
         if resume and in_use(folder):
             return

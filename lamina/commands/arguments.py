@@ -88,7 +88,7 @@ class Parser(ArgumentParser):
             hint = nearest_flag(option, self._option_string_actions)
             every = " all" if self.main else ""
             raise UserError(f"unknown option {option}{hint} (see `{self.prog} --help{every}`)")
-        value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value: (.*)", line)
+        value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value:\s*(.*)", line)
         key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
         if value and key:
             name = key[1].lstrip("-").replace("_", "-")

@@ -16,7 +16,7 @@ from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.manifest import MANIFEST
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.model_folder import model_folder, refuse_as_output
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
 from lamina.placements import Plan
@@ -82,7 +82,7 @@ def find_start(settings: TuningSettings) -> Start:
     """Look at the model of ``from_model``. Raises UserError if it can't be read or its tokenizer does not fit."""
     settings.require("from_model")
     path = str(settings.from_model)
-    source.refuse_as_output(str(settings.output), path)
+    refuse_as_output(str(settings.output), path)
     folder = model_folder(path)
     if folder.is_dir():
         refuse_damaged(folder)

@@ -21,7 +21,7 @@ from lamina.jobs import digests
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, open_job
 from lamina.jobs.kinds import Kind
-from lamina.jobs.model_folder import MODEL
+from lamina.jobs.model_folder import MODEL, refuse_as_output
 from lamina.jobs.status import ENDED, Status
 from lamina.training import source
 from lamina.training.checkpointing.hub import push
@@ -91,7 +91,7 @@ def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, ove
     given = settings if isinstance(settings, Mapping) else source.with_checkpoint(settings)
     if isinstance(given, Mapping) and given.get("from_model"):
         output = text("output", given.get("output", PretrainSettings.output))
-        source.refuse_as_output(output, text("from_model", given["from_model"]))
+        refuse_as_output(output, text("from_model", given["from_model"]))
     return open_job(
         Kind.RUN,
         PretrainSettings,

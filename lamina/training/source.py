@@ -15,7 +15,7 @@ from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.model_folder import model_folder, refuse_as_output
 from lamina.modeling.backbones import conversion, resolve_backbone
 from lamina.modeling.building import make_plan
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
@@ -65,14 +65,6 @@ def with_checkpoint(settings: PretrainSettings, given: Mapping[str, Any] | None 
                 "(allowed with --from: none, or the same)"
             )
     return replace(settings, **stored)
-
-
-def refuse_as_output(output: str, from_model: str) -> None:
-    """Raise UserError if the output folder is, or holds, the checkpoint to continue from."""
-    folder = Path(_folder(from_model))
-    target, path = Path(output).resolve(), folder.resolve()
-    if folder.exists() and target in (path, *path.parents):
-        raise UserError(f"output: {output!r} holds the model to continue from (allowed: another folder)")
 
 
 def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:

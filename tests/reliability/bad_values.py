@@ -35,7 +35,7 @@ BASE: dict[str, tuple[list[str], dict[str, str]]] = {
 ANY_TEXT = ("text_field",)  # every text but one with NUL has a meaning
 PATHS = ("output", "svg", "screenshot", "config")
 LISTS = {"learning_rates": float, "verify_rates": float, "seeds": int, "widths": int}
-ZERO_IS_GOOD = ("eval_blocks", "save_steps", "probe_every", "rollback", "rollback_skip", "seed")
+ZERO_IS_GOOD = ("eval_blocks", "eval_task_limit", "save_steps", "probe_every", "rollback", "rollback_skip", "seed")
 BEYOND = {
     "min_learning_rate": "1.5", "beta1": "1", "beta2": "1.5", "eval_fraction": "0.75", "rollback_factor": "2",
     "epsilon": "0", "learning_rate": "0", "warmup": "1e9", "steps": "0", "k_hidden": "0", "seed": "4294967296",

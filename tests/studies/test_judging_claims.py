@@ -49,7 +49,7 @@ def test_the_claims_of_a_file_are_judged_and_recorded(file):
     records = [judged.record() for judged in judge(claims, three)]
     assert [record["verdict"] for record in records] == ["holds", "holds"]
     assert list(records[0]) == [
-        "claim", "says", "verdict", "ours", "paper", "margin", "interval", "p", "p_holm", "seeds", "note",
+        "claim", "says", "verdict", "ours", "parts", "paper", "margin", "interval", "p", "p_holm", "seeds", "note",
     ]  # fmt: skip
     assert json.loads(json.dumps(records, allow_nan=False))[0]["paper"] == "21.39 < 21.92"
 
