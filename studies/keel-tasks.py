@@ -1,9 +1,9 @@
 """Keel, Section 5.6. ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.studies.judging import Finding, Trials, all_of, better_at_equal_loss, claim, higher
+from lamina.studies.judging import Finding, Trials, all_of, at_other_budgets, better_at_equal_loss, claim, higher
 from lamina.studies.judging.curves import split
 
-KEEL, PRE, LONGER = ({"placement": p, "budget": b} for p, b in (("keel", "1x"), ("pre_ln", "1x"), ("pre_ln", "2x")))
+KEEL, PRE = ({"placement": placement, "budget": "1x"} for placement in ("keel", "pre_ln"))
 
 
 @claim(
@@ -13,7 +13,13 @@ KEEL, PRE, LONGER = ({"placement": p, "budget": b} for p, b in (("keel", "1x"), 
 def keel_tasks(trials: Trials) -> Finding:
     if "budget" in trials.axes:
         return better_at_equal_loss(
-            trials, KEEL, than=PRE, longer=[LONGER], stage="tasks", column="score_arithmetic", by=1.0
+            trials,
+            KEEL,
+            than=PRE,
+            longer=at_other_budgets(trials, PRE),
+            stage="tasks",
+            column="score_arithmetic",
+            by=1.0,
         )
     solved = trials.where(stage="tasks")
     return all_of(
@@ -24,5 +30,5 @@ def keel_tasks(trials: Trials) -> Finding:
 @claim(says="Its mean accuracy over all tasks is above Pre-LN's")
 def keel_tasks__mean(trials: Trials) -> Finding:
     if "budget" in trials.axes:
-        return better_at_equal_loss(trials, KEEL, than=PRE, longer=[LONGER], stage="tasks")
+        return better_at_equal_loss(trials, KEEL, than=PRE, longer=at_other_budgets(trials, PRE), stage="tasks")
     return keel_tasks(trials)

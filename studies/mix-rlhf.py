@@ -5,16 +5,17 @@ from lamina.studies.judging import (
     Finding,
     Trials,
     at_equal_kl,
+    at_other_budgets,
     claim,
     compare_values,
     frontiers,
     higher,
     iso_loss,
+    label,
     values_of,
 )
 
-MIX, PRE, LONGER = ({"placement": p, "budget": b} for p, b in (("mix_ln", "1x"), ("pre_ln", "1x"), ("pre_ln", "2x")))
-ARMS = {"mix_ln": MIX, "pre_ln": PRE, "pre_ln for longer": LONGER}
+MIX, PRE = ({"placement": placement, "budget": "1x"} for placement in ("mix_ln", "pre_ln"))
 
 
 @claim(says="After RLHF, Mix-LN's reward is above Pre-LN's at equal KL", paper="1.32 against 0.75 (1B), at equal steps")
@@ -36,8 +37,9 @@ def at_equal_kl_and_loss(trials: Trials, stage: str) -> Finding:
     """Rewards at the largest KL that all arms of a seed reached; then, where Mix-LN's is higher, at equal loss."""
     tuned = trials.tuned()
     policies, before = tuned.where(stage=stage), tuned.where(stage="pretrain")
-    rewards, reached = at_equal_kl({name: frontiers(policies, arm) for name, arm in ARMS.items()})
-    ours, *others = (Budget(losses=values_of(before, arm), values=rewards[name]) for name, arm in ARMS.items())
+    arms = {"mix_ln": MIX, "pre_ln": PRE} | {label(arm): arm for arm in at_other_budgets(trials, PRE)}
+    rewards, reached = at_equal_kl({name: frontiers(policies, arm) for name, arm in arms.items()})
+    ours, *others = (Budget(losses=values_of(before, arm), values=rewards[name]) for name, arm in arms.items())
     raw = compare_values(ours.values, others[0].values, lower=False, by=0.02, names=("mix_ln", "pre_ln"))
     if reached:
         raw = raw.noted(f"at a KL of {min(reached.values()):.2g} to {max(reached.values()):.2g} nats per answer")

@@ -1,8 +1,8 @@
 """Mix-LN Table 2: the column ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.studies.judging import Finding, Trials, better_at_equal_loss, claim, higher
+from lamina.studies.judging import Finding, Trials, at_other_budgets, better_at_equal_loss, claim, higher
 
-MIX, PRE, LONGER = ({"placement": p, "budget": b} for p, b in (("mix_ln", "1x"), ("pre_ln", "1x"), ("pre_ln", "2x")))
+MIX, PRE = ({"placement": placement, "budget": "1x"} for placement in ("mix_ln", "pre_ln"))
 
 
 @claim(
@@ -10,9 +10,9 @@ MIX, PRE, LONGER = ({"placement": p, "budget": b} for p, b in (("mix_ln", "1x"),
     paper="36.93 to 41.34 (250M, 7 of 7 tasks), 43.01 to 44.66 (1B, 6 of 7)",
 )
 def mix_sft(trials: Trials) -> Finding:
-    return better_at_equal_loss(trials, MIX, than=PRE, longer=[LONGER], stage="tasks")
+    return better_at_equal_loss(trials, MIX, than=PRE, longer=at_other_budgets(trials, PRE), stage="tasks")
 
 
 @claim(says="Longer pretraining alone raises Pre-LN's mean accuracy after fine-tuning")
 def mix_sft__budget(trials: Trials) -> Finding:
-    return higher(trials.tuned().where(stage="tasks"), LONGER, than=PRE, column="score", by=1.0)
+    return higher(trials.tuned().where(stage="tasks"), {**PRE, "budget": "2x"}, than=PRE, column="score", by=1.0)

@@ -1,10 +1,9 @@
 """Peri-LN Tables 1, 13-15: the column ``score`` is the mean accuracy over the tasks in percent."""
 
-from lamina.studies.judging import Finding, Trials, all_of, better_at_equal_loss, claim, higher
+from lamina.studies.judging import Finding, Trials, all_of, at_other_budgets, better_at_equal_loss, claim, higher
 from lamina.studies.judging.curves import split
 
 PERI, PRE, POST = ({"placement": name, "budget": "1x"} for name in ("peri_ln", "pre_ln", "post_ln"))
-LONGER = {"placement": "pre_ln", "budget": "2x"}
 
 
 @claim(
@@ -25,7 +24,7 @@ def peri_sft__above_pre(trials: Trials) -> Finding:
 
 def peri_above_pre(trials: Trials) -> Finding:
     """The first of the two differences, with its control."""
-    return better_at_equal_loss(trials, PERI, than=PRE, longer=[LONGER], stage="tasks")
+    return better_at_equal_loss(trials, PERI, than=PRE, longer=at_other_budgets(trials, PRE), stage="tasks")
 
 
 def pre_above_post(trials: Trials) -> Finding:

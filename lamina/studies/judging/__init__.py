@@ -14,9 +14,9 @@ from lamina.studies.judging.checks import (
 from lamina.studies.judging.claims import Claim, Judged, claim, judge, load_claims
 from lamina.studies.judging.findings import Finding, Verdict, all_of, any_of, denied, needs_scale
 from lamina.studies.judging.frontiers import at_equal_kl, frontiers
-from lamina.studies.judging.iso_loss import Budget, at_loss, better_at_equal_loss, iso_loss
+from lamina.studies.judging.iso_loss import Budget, at_loss, at_other_budgets, better_at_equal_loss, iso_loss
 from lamina.studies.judging.spreads import spreads
-from lamina.studies.judging.trials import NotMeasured, Trials
+from lamina.studies.judging.trials import NotMeasured, Trials, label
 from lamina.studies.judging.value_checks import (
     above,
     below,
@@ -41,6 +41,7 @@ __all__ = [
     "any_of",
     "at_equal_kl",
     "at_loss",
+    "at_other_budgets",
     "below",
     "better_at_equal_loss",
     "claim",
@@ -55,6 +56,7 @@ __all__ = [
     "higher",
     "iso_loss",
     "judge",
+    "label",
     "load_claims",
     "lower",
     "monotone",

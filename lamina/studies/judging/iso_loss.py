@@ -50,6 +50,12 @@ def better_at_equal_loss(
     return iso_loss(raw, ours, others, by=by, names=(label(a), label(than)))
 
 
+def at_other_budgets(trials: Trials, arm: Mapping[str, object], *, axis: str = "budget") -> list[Arm]:
+    """The same arm at every other length of pretraining that the study has."""
+    fixed = {name: value for name, value in arm.items() if name != axis}
+    return [{**fixed, axis: value} for value in trials.where(**fixed).values(axis) if value != arm[axis]]
+
+
 def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
     """A finding that our values are higher, in view of the same comparison at equal loss.
 
