@@ -1,8 +1,10 @@
 """What `lamina.watch` costs: a training loop watched at its default interval against the same loop left alone.
 
-Two Llamas of transformers with the same weights train on the same batches in one process, in alternating turns of one
-interval each, so that every watched turn holds one record. The ratio of a turn's time to that of the bare turn beside
-it is what users pay. `python benchmarks/watching.py --output benchmarks/results/watching.json`
+Two Llamas of transformers with the same weights train on the same batches in one process, step beside step, the one
+that goes first changing from pair to pair: a machine whose speed drifts drifts for both. A turn is an interval of such
+pairs, so that it holds one record. The ratio of its watched steps' time to its bare ones' is what users pay:
+
+    python benchmarks/watching.py --output benchmarks/results/watching.json
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ TARGET = 1.03
 
 
 class Loop:
-    """A model in training, watched or not; ``turn`` takes one interval's steps and returns their seconds."""
+    """A model in training, watched or not."""
 
     def __init__(self, arguments: argparse.Namespace, watched: Path | None, held: ExitStack):
         import torch
@@ -40,20 +42,29 @@ class Loop:
             settings: dict[str, Any] = {} if arguments.every is None else {"every": arguments.every}
             self.monitor = held.enter_context(lamina.watch(self.model, self.optimizer, output=str(watched), **settings))
 
-    def turn(self, steps: int) -> tuple[float, float]:
-        """Wall and CPU seconds of so many steps."""
+    def step(self) -> tuple[float, float]:
+        """Take one step; returns its wall and CPU seconds."""
         import torch
 
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if self.monitor is not None:
-                self.monitor.step(loss)
+        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.monitor is not None:
+            self.monitor.step(loss)
         return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def turn(bare: Loop, watched: Loop, steps: int) -> list[tuple[float, float]]:
+    """Wall and CPU seconds of so many steps of each: first the bare loop's, then the watched one's."""
+    taken = {bare: [0.0, 0.0], watched: [0.0, 0.0]}
+    for number in range(steps):
+        for loop in (bare, watched) if number % 2 == 0 else (watched, bare):
+            for which, seconds in enumerate(loop.step()):
+                taken[loop][which] += seconds
+    return [(wall, cpu) for wall, cpu in taken.values()]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -63,24 +74,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     interval = arguments.every or WatchSettings.from_dict({"output": "unused"}).every
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
         bare, watched = (Loop(arguments, place, held) for place in (None, Path(folder) / "watched"))
-        for loop in (bare, watched):
-            loop.turn(2 * interval)  # the layers are found in the first step
-        turns = []
-        for number in range(arguments.turns):
-            order = (bare, watched) if number % 2 == 0 else (watched, bare)
-            seconds = {loop is watched: loop.turn(interval) for loop in order}
-            turns.append(
-                (seconds[True][0] / seconds[False][0], seconds[True][1] / seconds[False][1], seconds[False][0])
-            )
+        turn(bare, watched, interval + 1)  # the layers are found in the first step
+        turns = [turn(bare, watched, interval) for _ in range(arguments.turns)]
         same = all(
             mine.equal(other) for mine, other in zip(bare.model.parameters(), watched.model.parameters(), strict=True)
         )
+    ratios = [[seen[which] / alone[which] for alone, seen in turns] for which in (0, 1)]
     return {
         "every": interval,
-        "step_seconds": round(statistics.median(turn[2] for turn in turns) / interval, 4),
-        "time_ratio": round(statistics.median(turn[0] for turn in turns), 4),
-        "time_ratios": [round(turn[0], 4) for turn in turns],
-        "cpu_time_ratio": round(statistics.median(turn[1] for turn in turns), 4),
+        "step_seconds": round(statistics.median(alone[0] for alone, _ in turns) / interval, 4),
+        "time_ratio": round(statistics.median(ratios[0]), 4),
+        "time_ratios": [round(ratio, 4) for ratio in ratios[0]],
+        "cpu_time_ratio": round(statistics.median(ratios[1]), 4),
         "weights_equal": same,
     }
 
@@ -92,7 +97,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--every", type=int, default=None, help="steps between records (default: that of lamina.watch)")
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     import torch
