@@ -31,7 +31,7 @@ class Line:
         legend: whether it is in the legend; None leaves it to plotly.
         width: in pixels; None: plotly's own.
         dash: plotly's name of a dash pattern.
-        markers: whether each point has a marker; of ``marker`` pixels.
+        markers: whether each point has a marker; of ``marker`` pixels, in the form ``symbol``.
         hover: plotly's template for a point; None: no text.
         low, high: the edges of a band around it, at ``band_x``.
         opacity: of the band.
@@ -48,6 +48,7 @@ class Line:
     dash: str | None = None
     markers: bool = False
     marker: float | None = None
+    symbol: str | None = None
     hover: str | None = None
     low: Values | None = None
     high: Values | None = None
@@ -76,7 +77,7 @@ class Line:
             y=self.y,
             mode="lines+markers" if self.markers else "lines",
             line={"color": self.color, "width": self.width} | ({"dash": self.dash} if self.dash else {}),
-            marker=None if self.marker is None else {"size": self.marker},
+            marker={"size": self.marker, "symbol": self.symbol},
             name=self.name or None,
             legendgroup=self.group,
             showlegend=self.legend,

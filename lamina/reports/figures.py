@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from lamina.reports.charts import Line
-from lamina.reports.palette import colors
+from lamina.reports.palette import colors, look, looks
 from lamina.reports.ranking import by_rate
-from lamina.reports.records import Frame
+from lamina.reports.records import Frame, Trial
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
@@ -28,13 +28,19 @@ _MARKERS = {
 
 
 def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go.Figure | None:
-    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy as a dashed line."""
+    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy as a dashed line.
+
+    Over several seeds the eval loss is their mean, in a band of one standard deviation. The page can draw it against
+    FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
+    """
     figure, evaluated, trained = go.Figure(), [], []
+    factors: list[dict[str, float]] = []
     for item in items:
         for number, trial in enumerate(item.trials):
             train = thin(trial.metrics.dropna(subset=["loss", "tokens"]), _TRAIN_POINTS)
             if len(train):
                 trained.append(train["loss"].to_numpy())
+                factors.append(per_token([trial]))
                 figure.add_scatter(
                     x=_float32(train["tokens"]),
                     y=_float32(train["loss"]),
@@ -50,18 +56,38 @@ def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go
         if not has_lines and means.empty:
             continue
         evaluated.append(means["eval_loss"].to_numpy())
-        figure.add_scatter(
+        spread = means["spread"] if len(means) and means["spread"].notna().any() else None
+        own = look(item.placement)
+        Line(
             x=_float32(means["tokens"]) if len(means) else [None],
             y=_float32(means["eval_loss"]) if len(means) else [None],
-            mode="lines+markers",
-            line={"color": item.color, "width": 2.2, "dash": item.dash},
-            marker={"size": 6},
-            legendgroup=item.label,
+            low=None if spread is None else _float32(means["eval_loss"] - spread.fillna(0)),
+            high=None if spread is None else _float32(means["eval_loss"] + spread.fillna(0)),
+            band_x=_float32(means["tokens"]),
+            color=item.color,
+            width=2.2,
+            dash=item.dash,
+            markers=True,
+            marker=6,
+            symbol=own.marker if own else None,
+            group=item.label,
             name=item.label + _in_legend(item),
-            hovertemplate=f"{item.label}: %{{y:.3f}}<extra></extra>",
-        )
+            hover=f"{item.label}: %{{y:.3f}}",
+        ).draw(figure)
+        factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
     if not figure.data:
         return None
+    _frame_losses(figure, evaluated, trained, unigram_entropy)
+    figure.update_xaxes(title="tokens", rangemode="tozero")
+    figure.update_yaxes(title="loss (nats per token)")
+    figure.update_layout(hovermode="x unified", meta={"against": _against(factors)})
+    return polish(figure, 440)
+
+
+def _frame_losses(
+    figure: go.Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], unigram_entropy: float
+) -> None:
+    """The unigram entropy as a line, and a range that shows the end of each curve rather than its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
     everything = everything[np.isfinite(everything)]
     if len(everything):
@@ -81,10 +107,28 @@ def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go
         top = max([top, *ends])  # the end of each curve is in the picture
         pad = 0.06 * max(top - low, 0.1)
         figure.update_yaxes(range=[low - pad, top + pad])
-    figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="loss (nats per token)")
-    figure.update_layout(hovermode="x unified")
-    return polish(figure, 440)
+
+
+def per_token(trials: Sequence[Trial]) -> dict[str, float]:
+    """FLOPs and seconds of a token, as the mean over runs; a unit that one of them lacks is left out."""
+    units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
+    for trial in trials:
+        tokens, flops = (trial.result.get(name) for name in ("tokens", "flops"))
+        units["FLOPs"].append(flops / tokens if flops and tokens else math.nan)
+        units["seconds"].append(1 / float(trial.metrics["tokens_per_second"].mean()))
+    means = {unit: float(np.mean(values)) for unit, values in units.items()}
+    return {unit: mean for unit, mean in means.items() if math.isfinite(mean)}
+
+
+def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
+    """What the page may draw the lines against: tokens, and each unit that all of them have."""
+    shared = [unit for unit in ("FLOPs", "seconds") if factors and all(unit in each for each in factors)]
+    if not shared:
+        return []
+    names = {"seconds": "seconds of training, at each run's mean speed"}
+    return [{"name": "tokens", "label": "tokens", "factors": [1.0] * len(factors)}] + [
+        {"name": names.get(unit, unit), "label": unit, "factors": [each[unit] for each in factors]} for unit in shared
+    ]
 
 
 def second_losses(items: Sequence[Shown]) -> go.Figure | None:
@@ -147,7 +191,7 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
     losses = measured_rates["eval_loss"] if len(measured_rates) else pd.Series([1.0, 2.0])
     reach = max(float(losses.max() - losses.min()), 0.05)
     top = float(losses.max()) + 0.16 * reach
-    figure = go.Figure()
+    figure, looks_of = go.Figure(), looks(order)
     for placement in order:
         label = escape(placement)
         rows = rates[rates["placement"] == placement].sort_values("learning_rate")
@@ -158,8 +202,11 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
             y=fine["eval_loss"] if len(fine) else [None],
             error_y={"type": "data", "array": spread, "thickness": 1.1, "width": 3} if spread.any() else None,
             mode="lines+markers",
-            line={"color": color[placement], "width": 2.2},
-            marker={"size": [11 if loss == fine["eval_loss"].min() else 7 for loss in fine["eval_loss"]]},
+            line={"color": color[placement], "width": 2.2, "dash": looks_of[placement].dash},
+            marker={
+                "size": [11 if loss == fine["eval_loss"].min() else 7 for loss in fine["eval_loss"]],
+                "symbol": looks_of[placement].marker,
+            },
             name=label,
             legendgroup=label,
             showlegend=True,
@@ -216,11 +263,13 @@ def course(items: Shown) -> go.Figure | None:
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
+    """Mean over the seeds by tokens, with the standard deviation as ``spread`` (NaN for one seed)."""
     points = [trial.metrics[["tokens", column]].dropna() for trial in item.trials]
     points = [table for table in points if len(table)]
     if not points:
-        return pd.DataFrame(columns=["tokens", column], dtype=float)
-    return pd.concat(points).groupby("tokens", as_index=False)[column].mean()
+        return pd.DataFrame(columns=["tokens", column, "spread"], dtype=float)
+    grouped = pd.concat(points).groupby("tokens")[column]
+    return pd.DataFrame({column: grouped.mean(), "spread": grouped.std()}).reset_index()
 
 
 def _in_legend(item: Shown) -> str:

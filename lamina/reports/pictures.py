@@ -7,12 +7,12 @@ import tempfile
 from html import escape
 from pathlib import Path
 
+import plotly.graph_objects as go
 import plotly.io
-from plotly.offline import get_plotlyjs
 
 from lamina.probes.job.compact import compact
 from lamina.reports.screenshot import screenshot
-from lamina.reports.style import FONT, polish_own, to_html
+from lamina.reports.style import FONT, polish_own
 
 WIDTH = 900
 
@@ -25,18 +25,18 @@ def draw(folder: Path) -> list[Path]:
         for drawn in entry.get("figures") or ():
             source = folder / "figures" / Path(drawn["file"]).name
             figure = polish_own(compact(plotly.io.from_json(source.read_text(encoding="utf-8")))[0])
-            paths.append(_picture(to_html(figure), drawn["title"], source.with_suffix(".png"), figure.layout.height))
+            paths.append(_picture(figure, drawn["title"], source.with_suffix(".png"), figure.layout.height))
     return paths
 
 
-def _picture(html: str, title: str, target: Path, height: int) -> Path:
+def _picture(figure: go.Figure, title: str, target: Path, height: int) -> Path:
     with tempfile.TemporaryDirectory() as place:
         page = Path(place) / "figure.html"
+        drawn = plotly.io.to_html(figure, full_html=False, include_plotlyjs=True, config={"displayModeBar": False})
         page.write_text(
-            f"<!doctype html><meta charset=utf-8><script>{get_plotlyjs()}</script>"
-            "<style>.modebar { display: none }</style>"
-            f"<body style='margin:0;background:#fff'><h3 style='font:600 16px {escape(FONT)};color:#1f2933;"
-            f"margin:10px 16px 0'>{escape(title)}</h3>{html}</body>",
+            f"<!doctype html><meta charset=utf-8><body style='margin:0;background:#fff'>"
+            f"<h3 style='font:600 16px {escape(FONT)};color:#1f2933;margin:10px 16px 0'>{escape(title)}</h3>"
+            f"{drawn}</body>",
             encoding="utf-8",
         )
         return screenshot(page, target, WIDTH, int(height) + 34)

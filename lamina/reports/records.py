@@ -78,6 +78,11 @@ class Trial:
             return None
 
     @cached_property
+    def result(self) -> Json:
+        """result.json, empty where the run has none yet."""
+        return _mapping(self.folder / "result.json")
+
+    @cached_property
     def environment(self) -> Json:
         """environment.json: versions, machine, git revision."""
         return _mapping(self.folder / "environment.json")

@@ -51,7 +51,8 @@ def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[
         variances={item.placement: depth.over_seeds(item, depth.variances) for item in items},
     )
     own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
-    html = prose(texts, color) + callouts(notices(summary, study.results, {k: v or "normal" for k, v in own.items()}))
+    warnings = notices(summary, study.results, {placement: name or "normal" for placement, name in own.items()})
+    html = prose([*texts, *scale_note(study.results)], color) + callouts(warnings)
     return Section(name="What happened", title="What happened", html=html)
 
 
@@ -137,6 +138,18 @@ def _setting(study: Study, name: str) -> object:
     return study.settings.get(name, study.settings.get(name.replace("_", "-")))
 
 
+def scale_note(results: Frame) -> list[str]:
+    """A sentence on models far below the papers' sizes; none for larger ones."""
+    sizes = [results[name].max() if name in results else math.nan for name in ("parameters", "tokens")]
+    if not all(map(math.isfinite, sizes)) or sizes[0] >= _SMALL:
+        return []
+    parameters, tokens = (f"{size / 1e6:,.1f} million" if size >= 1e5 else f"{size:,.0f}" for size in sizes)
+    return [
+        f"The scale: {parameters} parameters and {tokens} tokens a run. The papers' smallest models have 71 million "
+        "and see a billion, so what holds here need not hold there."
+    ]
+
+
 def facts(study: Study) -> list[str]:
     """The few settings that a reader needs first."""
     backbone, layers, width = (_setting(study, name) for name in ("backbone", "num_layers", "hidden_size"))
@@ -153,6 +166,7 @@ def facts(study: Study) -> list[str]:
     return [*facts, str(study.header.get("created") or "")]
 
 
+_SMALL = 20e6  # parameters
 _LOSS = (
     "Points: eval loss. Thin lines: training loss. A run whose curve stays on the dashed line has learned how "
     "often each token occurs and nothing else. Double-click to see what lies above the picture (mostly the first "

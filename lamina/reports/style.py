@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from html import escape
 from typing import Any, cast
@@ -73,8 +74,25 @@ def polish(figure: go.Figure, height: int) -> go.Figure:
         "showline": True,
     }
     figure.update_xaxes(**axis)
-    figure.update_yaxes(**axis)
+    figure.update_yaxes(**axis, automargin=True)
+    _whole_layers(figure)
     return figure
+
+
+def _whole_layers(figure: go.Figure) -> None:
+    """Ticks at whole layers on the axes that count them."""
+    layout, traces = cast("Any", figure.layout), cast("Any", figure.data)
+    for letter in "xy":
+        axes = [layout[name] for name in layout if re.fullmatch(f"{letter}axis\\d*", name)]
+        if not any(re.match(r"(first )?layer", str(axis.title.text or "")) for axis in axes):
+            continue
+        values = [value for trace in traces for value in (trace[letter] if trace[letter] is not None else ())]
+        counted = [value for value in values if isinstance(value, int | float | np.number) and math.isfinite(value)]
+        if len(counted) == len(values) and counted:
+            span = float(max(counted)) - float(min(counted))
+            every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, math.inf) if span <= 12 * step)
+            if math.isfinite(every):
+                (figure.update_xaxes if letter == "x" else figure.update_yaxes)(dtick=every)
 
 
 def polish_own(figure: go.Figure) -> go.Figure:
@@ -111,14 +129,17 @@ def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
 
 
 def to_html(figure: go.Figure) -> str:
-    """The figure as a div and a script, without plotly.js itself. plotly writes < and > in data as unicode escapes."""
-    config = {
-        "displaylogo": False,
-        "responsive": True,
-        "displayModeBar": "hover",
-        "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-    }
-    return plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, config=config)
+    """The figure's place in a page, and its data as JSON, which the page's script draws."""
+    layout = cast("Any", figure.layout)
+    across = sum(1 for name in figure.to_dict()["layout"] if name.startswith("xaxis"))
+    wide = f";min-width:{min(900, 330 * min(across, 3))}px" if across > 1 else ""  # on a phone it scrolls
+    data = str(plotly.io.to_json(figure, validate=False))
+    for letter in "<>&":  # nothing in it can end the element
+        data = data.replace(letter, f"\\u{ord(letter):04x}")
+    return (
+        f'<div class="scroll"><div class="plotly-graph-div" style="height:{layout.height or 400}px{wide}"></div>'
+        f'<script type="application/json">{data}</script></div>'
+    )
 
 
 def thin(frame: Frame, count: int) -> Frame:

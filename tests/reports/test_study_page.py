@@ -29,7 +29,7 @@ def test_it_has_the_verdicts_the_figures_and_the_arms(page):
     assert 'class="chip finished">holds<' in page
     assert 'class="chip diverged">fails<' in page
     assert '-0.1 <span class="spread">[-0.12, -0.08]</span>' in page
-    assert page.count("plotly-graph-div") == 5
+    assert page.count('class="plotly-graph-div"') == 5
     assert "4 finished, 1 stuck" in page
 
 

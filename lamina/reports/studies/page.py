@@ -9,6 +9,7 @@ from lamina.reports import tables
 from lamina.reports.page import PAGE, Section, details, figure, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
+from lamina.reports.sections import scale_note
 from lamina.reports.studies.choice import drawings
 from lamina.reports.studies.folder import StudyFolder, arms, read_folder
 from lamina.reports.studies.interactive import plot
@@ -55,7 +56,8 @@ def _verdicts(study: StudyFolder) -> str:
         Field(title="seeds", cell=lambda row: escape(str(row.get("seeds") or "–")), kind="number"),
         Field(title="note", cell=lambda row: escape(str(row.get("note") or "")), kind="reason"),
     ]
-    return Table(fields=fields, rows=study.claims, kind="trials").html() + f'<p class="source">{escape(_HOW)}</p>'
+    notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
+    return Table(fields=fields, rows=study.claims, kind="trials").html() + notes
 
 
 def _ours(row: Row) -> str:

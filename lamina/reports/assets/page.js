@@ -1,0 +1,180 @@
+"use strict";
+// Draws the page's figures, folded ones when they are opened, in the scheme of the system; saves figures and tables.
+(() => {
+  const DARK = {
+    "#fff": "#14181d", "#1f2933": "#e3e8ee", "#66717d": "#a7b1bc", "#edf0f3": "#262c34", "#c9d0d8": "#4a545f",
+    "#000000": "#f2f4f6", "#332288": "#9b8ff0", "#661100": "#d97757", "#882255": "#d46a9f", "#0072b2": "#4aa8e0",
+    "#117733": "#4fb173", "#aa4499": "#d67fc8", "#009e73": "#2fc497", "#d55e00": "#f0833a", "#aa7744": "#cf9d6b",
+    "#6b7280": "#9aa3b0", "#4477aa": "#7aa9d8", "#444444": "#b5bdc6", "#333333": "#c3cad2",
+  };
+  const TYPES = {
+    f8: Float64Array, f4: Float32Array, i4: Int32Array, u4: Uint32Array,
+    i2: Int16Array, u2: Uint16Array, i1: Int8Array, u1: Uint8Array,
+  };
+  const scheme = matchMedia("(prefers-color-scheme: dark)");
+  const inScheme = (text) =>
+    scheme.matches ? text.replace(/#[0-9a-f]{6}\b|#fff\b/gi, (color) => DARK[color.toLowerCase()] || color) : text;
+  const styled = [...document.querySelectorAll("main [style*='#']")].map((node) => [node, node.getAttribute("style")]);
+  const divs = [...document.querySelectorAll(".plotly-graph-div")];
+  const drawn = new Set();
+  let library = null;
+
+  function loaded() {
+    library ??= (async () => {
+      const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+      const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+      const script = document.createElement("script");
+      script.textContent = await new Response(plain).text();
+      document.head.append(script);
+    })();
+    return library;
+  }
+
+  async function draw(div) {
+    if (!drawn.has(div)) {
+      drawn.add(div);
+      figureTools(div);
+    }
+    await loaded();
+    const { data, layout } = JSON.parse(inScheme(div.nextElementSibling.textContent));
+    const against = div.dataset.against;
+    if (against) rescale(data, layout, Number(against));
+    layout.autosize = true;
+    await Plotly.react(div, data, layout, { displayModeBar: false, responsive: true });
+  }
+
+  // A figure's x values are in units that a factor per line turns into others: tokens into FLOPs or seconds.
+  function rescale(data, layout, number) {
+    const unit = layout.meta.against[number];
+    data.forEach((trace, i) => {
+      trace.x = values(trace.x).map((x) => x * unit.factors[i]);
+    });
+    layout.xaxis.title = { ...layout.xaxis.title, text: unit.name };
+  }
+
+  function values(given) {
+    if (!given || given.bdata === undefined) return [...(given || [])];
+    const bytes = Uint8Array.from(atob(given.bdata), (c) => c.charCodeAt(0));
+    const flat = [...new TYPES[given.dtype](bytes.buffer)];
+    if (!given.shape) return flat;
+    const width = Number(String(given.shape).split(",")[1]);
+    return Array.from({ length: flat.length / width }, (_, row) => flat.slice(row * width, (row + 1) * width));
+  }
+
+  function button(text, title, act) {
+    const made = document.createElement("button");
+    Object.assign(made, { type: "button", textContent: text, title, onclick: act });
+    made.setAttribute("aria-label", title);
+    return made;
+  }
+
+  function save(name, text, type) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  const plain = (html) => new DOMParser().parseFromString(String(html), "text/html").body.textContent;
+  const cell = (value) => (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
+  const fileName = (node) => {
+    const heading = node.closest("figure")?.querySelector("h3") || node.closest("section")?.querySelector("h2");
+    return (heading?.textContent || "lamina").trim().toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  };
+
+  function csv(div) {
+    const { data, layout } = JSON.parse(div.nextElementSibling.textContent);
+    const rows = [["panel", "line", "x", "y", "value", "spread"]];
+    for (const trace of data) {
+      if (trace.fill === "toself") continue; // a band repeats the edges of its line
+      const number = Number((trace.xaxis || "x").slice(1) || 1);
+      const head = [plain(layout.annotations?.[number - 1]?.text ?? number), plain(trace.name ?? "")];
+      const [xs, ys, zs] = [trace.x, trace.y, trace.z].map(values);
+      const spread = values(trace.error_y?.array);
+      if (trace.type === "heatmap") {
+        zs.forEach((line, i) => values(line).forEach((z, j) => rows.push([...head, xs[j] ?? j, ys[i] ?? i, z, ""])));
+      } else {
+        ys.forEach((y, i) => rows.push([...head, xs[i] ?? i, y, "", spread[i] ?? ""]));
+      }
+    }
+    return rows.map((row) => row.map((each) => cell(plain(each ?? ""))).join(",")).join("\n") + "\n";
+  }
+
+  function figureTools(div) {
+    const bar = document.createElement("div");
+    bar.className = "tools";
+    const meta = JSON.parse(div.nextElementSibling.textContent).layout.meta;
+    (meta?.against || []).forEach((unit, i) => {
+      const chosen = button(unit.label, `Draw against ${unit.name}`, () => {
+        div.dataset.against = i;
+        bar.querySelectorAll("[aria-pressed]").forEach((each) => each.setAttribute("aria-pressed", each === chosen));
+        draw(div);
+      });
+      chosen.setAttribute("aria-pressed", i === 0);
+      bar.append(chosen);
+    });
+    const gap = document.createElement("span");
+    gap.className = "gap";
+    bar.append(gap);
+    const picture = (format) => () =>
+      Plotly.downloadImage(div, {
+        format, filename: fileName(div), width: div.offsetWidth, height: div.offsetHeight, scale: format === "png" ? 2 : 1,
+      });
+    bar.append(
+      button("SVG", "Save this figure as SVG", picture("svg")),
+      button("PNG", "Save this figure as PNG", picture("png")),
+      button("PDF", "Print this figure alone; choose Save as PDF", () => printed(div)),
+      button("CSV", "Save this figure's data as CSV", () => save(`${fileName(div)}.csv`, csv(div), "text/csv")),
+    );
+    (div.closest("figure") || div.parentElement).append(bar);
+  }
+
+  function printed(div) {
+    const figure = div.closest("figure") || div.parentElement;
+    for (let node = figure; node; node = node.parentElement) node.classList.add("printed");
+    figure.classList.add("printed-alone");
+    addEventListener("afterprint", () => {
+      document.querySelectorAll(".printed").forEach((node) => node.classList.remove("printed", "printed-alone"));
+    }, { once: true });
+    print();
+  }
+
+  const texts = (table) =>
+    [...table.rows].map((row) => [...row.cells].map((each) => each.innerText.replace(/\s+/g, " ").trim()));
+  const tex = (text) => text.replace(/[\\{}$&#_%~^]/g, (c) => (c === "\\" ? "\\textbackslash{}" : c === "~" || c === "^" ? `\\${c}{}` : `\\${c}`))
+    .replaceAll("±", "$\\pm$").replaceAll("–", "--");
+  const FORMS = {
+    CSV: ["csv", (rows) => rows.map((row) => row.map(cell).join(","))],
+    Markdown: ["md", ([head, ...rows]) => [head, head.map(() => "---"), ...rows]
+      .map((row) => `| ${row.map((each) => each.replaceAll("|", "\\|")).join(" | ")} |`)],
+    LaTeX: ["tex", ([head, ...rows]) => [`\\begin{tabular}{${"l".repeat(head.length)}}`, "\\hline",
+      `${head.map(tex).join(" & ")} \\\\`, "\\hline", ...rows.map((row) => `${row.map(tex).join(" & ")} \\\\`),
+      "\\hline", "\\end{tabular}"]],
+  };
+  document.querySelectorAll(".scroll > table").forEach((table) => {
+    const bar = document.createElement("div");
+    bar.className = "tools";
+    for (const [name, [ending, lines]] of Object.entries(FORMS)) {
+      bar.append(button(name, `Save this table as ${name}`, () =>
+        save(`${fileName(table)}.${ending}`, lines(texts(table)).join("\n") + "\n", "text/plain")));
+    }
+    table.parentElement.after(bar);
+  });
+
+  function recolor() {
+    styled.forEach(([node, style]) => node.setAttribute("style", inScheme(style)));
+    drawn.forEach(draw);
+  }
+  scheme.addEventListener("change", recolor);
+  recolor();
+  document.querySelectorAll(".scroll").forEach((box) => box.setAttribute("tabindex", "0"));
+  const shown = () => divs.filter((div) => div.offsetParent && !drawn.has(div));
+  async function drawShown() {
+    for (const div of shown()) await draw(div); // one after the other, from the top
+    document.documentElement.dataset.ready = "yes";
+  }
+  document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", drawShown));
+  addEventListener("beforeprint", drawShown);
+  drawShown();
+})();

@@ -1,0 +1,87 @@
+"""The page in an installed browser: its figures are drawn, in both schemes, and fit a phone."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+
+import lamina
+from lamina.reports.screenshot import BROWSERS
+
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser on PATH")
+
+DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
+ASKING = """<script>addEventListener("message", () => 0); (function ask() {
+  if (!document.documentElement.dataset.ready) return setTimeout(ask, 50);
+  parent.postMessage(FOUND, "*");
+})();</script>"""
+FRAME = """<!doctype html><body style="margin:0"><iframe src="page.html" style="border:0;width:WIDTHpx;height:900px">
+</iframe><pre id="found"></pre><script>
+addEventListener("message", (event) => { document.getElementById("found").textContent = JSON.stringify(event.data); });
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of a comparison of two placements, two seeds each."""
+    folder = tmp_path_factory.mktemp("page")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    sizes = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "sequence_length": 16, "batch_size": 4, "threads": 1}
+    given = {"placements": "pre_ln,keel", "seeds": "0,1", "corpus": str(text), "steps": 6, "workers": 1, **sizes}
+    lamina.compare(**given, eval_steps=3, logging_steps=1, compile="off", precision="fp32", output=str(folder / "out"))
+    return (folder / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def asked(page, folder, found, width=1400, *flags):
+    """What an expression gives in the page once its figures are drawn; the window is a frame of this width."""
+    (folder / "page.html").write_text(page.replace("</body>", ASKING.replace("FOUND", found) + "</body>"))
+    (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", *flags]
+    command += ["--window-size=1400,1000", "--virtual-time-budget=60000", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (folder / "frame.html").as_uri()], capture_output=True, text=True, timeout=180, check=False
+    )
+    text = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
+    assert text, done.stderr[-2000:]
+    return json.loads(unescape(text[1]))
+
+
+@pytest.mark.parametrize(("flags", "back"), [((), "rgb(255, 255, 255)"), (DARK, "rgb(20, 24, 29)")])
+def test_the_figures_that_can_be_seen_are_drawn_in_the_scheme_of_the_system(page, tmp_path, flags, back):
+    found = """[...document.querySelectorAll(".plotly-graph-div")].map((div) =>
+      [!!div.offsetParent, div.querySelector(".main-svg")?.style.background || null])"""
+    seen = asked(page, tmp_path, found, 1400, *flags)
+    assert len(seen) > 4
+    assert {background for shown, background in seen if shown} == {back}
+    assert {background for shown, background in seen if not shown} <= {None}
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(page, tmp_path):
+    found = """[document.documentElement.scrollWidth,
+      [...document.querySelectorAll("main *")].filter((node) => !node.closest(".scroll, pre, svg, nav")
+        && node.getBoundingClientRect().right > innerWidth + 1).map((node) => node.outerHTML.slice(0, 100))]"""
+    width, beyond = asked(page, tmp_path, found, 400)
+    assert width <= 400
+    assert beyond == []
+
+
+def test_a_figure_is_redrawn_against_flops_and_saved_as_csv(page, tmp_path):
+    found = """(() => {
+      const div = document.querySelector("#loss .plotly-graph-div");
+      const before = div._fullData.map((trace) => Math.max(...trace.x));
+      document.querySelector('#loss [aria-label="Draw against FLOPs"]').click();
+      const saved = [];
+      URL.createObjectURL = (blob) => { saved.push(blob.type); return "data:,"; };
+      document.querySelector('#loss [aria-label$="as CSV"]').click();
+      document.querySelector('#ranking [aria-label$="as LaTeX"]').click();
+      return [before, saved, document.querySelectorAll("#loss [aria-pressed=true]").length];
+    })()"""
+    before, saved, pressed = asked(page, tmp_path, found)
+    assert max(before) == 6 * 4 * 16
+    assert saved == ["text/csv", "text/plain"]
+    assert pressed == 1
