@@ -44,6 +44,8 @@ NOT_RUN = {  # the beginning of a command or of a Python block: why it is only r
     "python tests/reliability/command_lines.py": "takes minutes; tests/reliability has its own tests",
     "ray up": "needs a cluster",
     "vllm serve": "vLLM is not among what CI installs: a test does by hand what its sources do",
+    "tensorboard --logdir": "a server; tests/training/test_run_folder.py reads what it shows",
+    "trackio show": "a server",
     "sbatch ": "needs Slurm: tests/training/test_distributed.py runs the script without it",
     "from transformers import AutoModelForCausalLM\nfrom transformers.distributed": (
         "needs two processes under torchrun: tests/modeling has tensor parallelism"

@@ -25,6 +25,7 @@ from lamina.training.checkpointing.store import run_state, step_of
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import stop_signals
+from lamina.training.monitoring.trackers import Trackers, tensorboard
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.optimization.order import TrainOrder
@@ -65,6 +66,7 @@ class TuningRun:
         margin = job.settings.divergence_margin if job.stage.guarded else math.inf
         self.guard = DivergenceGuard(margin=margin, patience=job.settings.divergence_patience)
         self.updates = UpdateRatios(self.model)
+        self.trackers = Trackers(job.settings.report_to, self.folder) if processes.first else None
         self.recorder = self._make_recorder(bar and processes.first)
         self.best = BestWeights(self.folder, self.model, processes, resumed=int(state.get("step", 0)))
         parts = Parts(
@@ -90,7 +92,8 @@ class TuningRun:
 
     def _callbacks(self) -> list[TrainerCallback]:
         keeps_best = getattr(self.settings, "best_by", "last") != "last"
-        return [self.updates, self.recorder, *([self.best] if keeps_best else [])]
+        kept = [self.best] if keeps_best else []
+        return [self.updates, self.recorder, *tensorboard(self.trackers), *kept]
 
     def _find_checkpoint(self) -> tuple[Path | None, RunState]:
         none = Rollbacks(folder=self.folder)
@@ -106,7 +109,7 @@ class TuningRun:
             monitor_inputs=self.examples.monitored,
             tokens_per_step=0,
             derived=lambda loss: {},
-            track_layers=bool(self.settings.reports()),
+            trackers=self.trackers,
             bar=bar,
             processes=self.processes,
             updates=self.updates,

@@ -112,6 +112,8 @@ def _values(settings: PretrainSettings, processes: int) -> Json:
         # TensorBoard's callback gets its own writer later: it would take its folder from the environment
         "report_to": [r for r in settings.reports() if r != "tensorboard"] or "none",
         "logging_dir": None,
+        "run_name": Path(settings.output).resolve().name,
+        "project": "lamina",
         "optim": "adamw_torch_fused",
         "bf16": settings.precision == "bf16",
         "fp16": settings.precision == "fp16",

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 from torch.utils.data import Subset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
@@ -32,6 +32,7 @@ from lamina.training.monitoring.falling import RecordedLosses
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.recorder import RunRecorder, stop_signals
 from lamina.training.monitoring.scheduled_probes import ScheduledProbes, undisturbed
+from lamina.training.monitoring.trackers import Trackers, tensorboard
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.objectives.objective import Processor
@@ -87,6 +88,7 @@ class TrainingRun:
         self.train_items = splits.train.for_run(settings.seed)
         self.order = self._make_order(done=max(0, state.get("step", 0)))
         self.updates = UpdateRatios(self.model)
+        self.trackers = Trackers(settings.report_to, self.folder) if processes.first else None
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
         self._probing = self._make_probing()
         self.states: list[Stateful] = [
@@ -131,7 +133,7 @@ class TrainingRun:
             monitor_inputs=self._monitor_inputs(),
             tokens_per_step=tokens,
             derived=lambda loss: self.resolved.objective.derived(loss, self.splits.stats),
-            track_layers=bool(self.settings.reports()),
+            trackers=self.trackers,
             bar=self.bar,
             processes=self.processes,
             realized=self.realized,
@@ -153,7 +155,7 @@ class TrainingRun:
             train_dataset=self.train_items,
             eval_dataset=self._evaluated(held_out),
             data_collator=objective.collate(settings, self.splits),
-            callbacks=[self.updates, self.recorder, *self._tensorboard(), *self._probing],
+            callbacks=[self.updates, self.recorder, *tensorboard(self.trackers), *self._probing],
             guard=self.guard,
             order=self.order,
             processes=self.processes,
@@ -194,14 +196,6 @@ class TrainingRun:
     def _monitor_inputs(self) -> torch.Tensor:
         """The model's main input for the layer monitor and the scheduled probes, of held-out items: [items, ...]."""
         return self.splits.eval.sample(self.settings.monitor_blocks or max(1, self.settings.batch_size // 4))
-
-    def _tensorboard(self) -> list[TrainerCallback]:
-        if "tensorboard" not in self.settings.reports() or not self.processes.first:
-            return []
-        from torch.utils.tensorboard import SummaryWriter
-        from transformers.integrations.integration_utils import TensorBoardCallback
-
-        return [TensorBoardCallback(SummaryWriter(str(self.folder / "tensorboard")))]
 
     def train(self) -> bool | Diverged:
         """Train; returns whether all steps are done, or the guard's Diverged; the same in every process."""

@@ -19,12 +19,6 @@ STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_ab
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 
 
-def row_name(row: Row) -> str:
-    """The name of a row's series in a tracker: layers/METRIC/LAYER.SUBLAYER.ROLE."""
-    _, layer, sublayer, role, index, metric, _ = row
-    return f"layers/{metric}/{layer:04d}.{sublayer}.{role}" + (f"{index:03d}" if role == "expert" or index else "")
-
-
 class GradientNorms:
     """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
 

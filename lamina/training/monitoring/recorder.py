@@ -22,7 +22,8 @@ from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.gradient_norms import LayerGradNorms
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.layers import TOP, Row, gain_rows, hidden_state_rows, row_name
+from lamina.training.monitoring.layers import Row, gain_rows, hidden_state_rows
+from lamina.training.monitoring.trackers import Trackers
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 
@@ -41,7 +42,7 @@ class RunRecorder(TrainerCallback):
         monitor_inputs: torch.Tensor,
         tokens_per_step: int,
         derived: Callable[[float], dict[str, float]],
-        track_layers: bool,
+        trackers: Trackers | None,
         bar: bool,
         realized: Callable[[int], dict[str, PartShare]] = lambda step: {},
         updates: UpdateRatios | None = None,
@@ -51,7 +52,7 @@ class RunRecorder(TrainerCallback):
         self.processes = Processes() if processes is None else processes
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
-        self.track_layers, self.show_bar, self.bar = track_layers, bar, None
+        self.trackers, self.show_bar, self.bar = trackers, bar, None
         self.lines: ProgressLines | None = None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
@@ -227,6 +228,8 @@ class RunRecorder(TrainerCallback):
         """Write the collected rows and close the progress bar; may be called twice."""
         try:
             self.layers.flush()
+            if self.trackers is not None:
+                self.trackers.close()
         finally:
             if self.bar is not None:
                 self.bar.close()
@@ -244,11 +247,8 @@ class RunRecorder(TrainerCallback):
         if time.monotonic() - self._flushed > 30:
             self.layers.flush()
             self._flushed = time.monotonic()
-        if self.track_layers:
-            rows = [row for row in rows if row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1)]  # its band's edges
-            logs = {row_name(row): row[6] for row in rows}
-            handler, trainer = self.trainer.callback_handler, self.trainer
-            handler.on_log(trainer.args, trainer.state, trainer.control, logs)
+        if self.trackers is not None:
+            self.trackers.log(step, rows)
 
 
 @contextmanager

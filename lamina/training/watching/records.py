@@ -16,10 +16,10 @@ from lamina.jobs.kinds import Kind
 from lamina.training.monitoring.alarms import Alarm
 from lamina.training.monitoring.layers import Row
 from lamina.training.monitoring.series import spike_columns
+from lamina.training.monitoring.trackers import Trackers
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter
 from lamina.training.watching.reading import ALARMS, VERSION, WATCHED, check_version, read_alarms
 from lamina.training.watching.settings import WatchSettings
-from lamina.training.watching.tracking import Trackers
 
 logger = logging.getLogger(__name__)
 

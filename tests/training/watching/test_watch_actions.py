@@ -237,7 +237,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     loop(NanoGpt(), tmp_path / "run", steps=2, every=2, report_to="tensorboard")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    (value,) = [e.value for e in events.Scalars("layers/update_norm/0001.attention.all") if e.step == 2]
+    (value,) = [e.value for e in events.Scalars("update_norm.layers_000-007/001.attention.all") if e.step == 2]
     rows = rows_of(tmp_path / "run").query("metric == 'update_norm' and step == 2 and layer == 1")
     assert value == pytest.approx(rows[rows["sublayer"] == "attention"]["value"].item(), rel=1e-6)
 

@@ -1,0 +1,114 @@
+"""The numbers by layer in TensorBoard, W&B and trackio, arranged in sections."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+from lamina.errors import UserError
+from lamina.training.monitoring.layers import TOP, Row
+
+Library: TypeAlias = Any
+"""An extra that may be missing, or an object of it."""
+
+SECTION = 8  # layers of one section
+STEP = "train/global_step"  # what Trainer's own callbacks draw against
+
+
+def series_of(row: Row) -> str:
+    """The name of a row's series: SECTION/LAYER.SUBLAYER.ROLE.
+
+    A section is a metric of eight layers, "gradient_norm.layers_000-007", or of what is outside the layers: trackers
+    put all that is before the slash under one heading.
+    """
+    _, layer, sublayer, role, index, metric, _ = row
+    first = layer // SECTION * SECTION
+    section = f"layers_{first:03d}-{first + SECTION - 1:03d}" if layer >= 0 else "outside"
+    place = f"{layer:03d}.{sublayer}.{role}" if layer >= 0 else f"{sublayer}.{role}"
+    return f"{metric}.{section}/{place}" + (f"{index:03d}" if role == "expert" or index else "")
+
+
+class Trackers:
+    """Logs rows into TensorBoard, W&B and trackio, from the first row on.
+
+    W&B and trackio: into the run that is open, as Trainer's callbacks leave one, else into one of its own, named like
+    the folder, in the project of WANDB_PROJECT (default: lamina).
+
+    Attributes:
+        names: of the trackers.
+
+    Raises:
+        UserError: for a tracker that is not installed.
+    """
+
+    def __init__(self, report_to: str, folder: Path):
+        self.names = [name for name in map(str.strip, report_to.split(",")) if name not in ("", "none")]
+        self._folder = folder
+        for name in self.names:
+            if importlib.util.find_spec(name) is None:
+                raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
+        self._writer: Library = None
+        self._runs: list[Library] | None = None
+        self._own: list[Library] = []
+
+    def writer(self) -> Library:
+        """TensorBoard's writer into FOLDER/tensorboard; None if TensorBoard is not one of the trackers."""
+        if self._writer is None and "tensorboard" in self.names:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder / "tensorboard"))
+        return self._writer
+
+    def log(self, step: int, rows: Iterable[Row]) -> None:
+        """Log one step's rows. Of the largest magnitudes of a state, the first and the last."""
+        if not self.names:
+            return
+        shown = [row for row in rows if row[0] == step and (row[5] != "hidden_top_abs" or row[4] in (0, TOP - 1))]
+        values = {series_of(row): row[6] for row in shown}
+        if (writer := self.writer()) is not None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+        for library in self._opened():
+            library.log({**values, STEP: step})
+
+    def _opened(self) -> list[Library]:
+        if self._runs is None:
+            self._runs = [self._open(name) for name in self.names if name != "tensorboard"]
+        return self._runs
+
+    def _open(self, name: str) -> Library:
+        library: Library = importlib.import_module(name)
+        if getattr(library, "run", None) is None and not _has_run(library):
+            library.init(project=os.environ.get("WANDB_PROJECT", "lamina"), name=self._folder.resolve().name)
+            self._own.append(library)
+            if hasattr(library, "define_metric"):
+                library.define_metric("*", step_metric=STEP)
+        return library
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self._writer is not None:
+            self._writer.close()
+        for library in self._own:
+            library.finish()
+        self._own = []
+
+
+def tensorboard(trackers: Trackers | None) -> list[TrainerCallback]:
+    """Trainer's own callback for TensorBoard, with the writer that has the layers' numbers, too."""
+    writer = None if trackers is None else trackers.writer()
+    return [] if writer is None else [TensorBoardCallback(writer)]
+
+
+def _has_run(library: Library) -> bool:
+    """Whether trackio has a run open: it has no ``run`` of its own, but keeps it in a context variable."""
+    variables = getattr(library, "context_vars", None)
+    current = getattr(variables, "current_run", None)
+    return current is not None and current.get() is not None
