@@ -1,4 +1,4 @@
-"""Where the layers' numbers stand in a tracker: in sections of eight layers, in the run that is open or in a new one."""
+"""Where the layers' numbers stand in a tracker: in sections of eight layers, in the run that is open or a new one."""
 
 import sys
 import types
