@@ -7,6 +7,7 @@ package index shows too, links to files by their address in the project's public
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import logging
@@ -19,7 +20,6 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from plotly.offline import get_plotlyjs
 
 logger = logging.getLogger("mkdocs.hooks")  # mkdocs counts its warnings under --strict
 
@@ -29,7 +29,9 @@ DOCS = ROOT / "docs"
 HOME: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 _OF_HOME = re.compile(rf"{re.escape(HOME)}/(?:blob|raw)/main/(?P<path>[^#]+)(?P<anchor>#.*)?")
 PLOTLY = "assets/plotly.min.js"
+PACKED = ROOT / "lamina" / "reports" / "assets" / "plotly-cartesian.min.js.gz"
 STUDIES = "results/*.md"
+_SEARCH = 'data-md-component="search" role="dialog" aria-label="Search"'
 _OPTIONS = '{responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]}'
 _PICTURE = re.compile(r"^!\[[^\]\[]*\]\((?P<path>[^)\s]+\.svg)\)$", re.MULTILINE)
 _SOURCES = {page: source for source, page in PAGES.items()}
@@ -64,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from the root of the repository, those that are generated, and what draws the figures."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
-    files.append(File.generated(config, PLOTLY, content=get_plotlyjs()))
+    files.append(File.generated(config, PLOTLY, content=gzip.decompress(PACKED.read_bytes()).decode()))
     notebooks = {f"notebooks/{path.stem}.md": notebook_page(path) for path in (DOCS / "notebooks").glob("*.ipynb")}
     for page, text in (_reference() | notebooks).items():
         files.append(File.generated(config, page, content=text))
@@ -95,6 +97,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let each link of a page lead to a page or a file of the site."""
     source = _SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return with_figures(site_links(markdown, source, files), page.file)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let a keyboard scroll the code, and a screen reader name the search: the theme leaves both out."""
+    output = re.sub(r"(<pre[^>]*>(?:<span></span>)?<code)(?=>| )", r'\1 tabindex="0"', output)
+    return output.replace('data-md-component="search" role="dialog"', _SEARCH)
 
 
 def site_links(markdown: str, source: str, files: Files) -> str:
