@@ -1,0 +1,70 @@
+"""Parts of pages: ticks at whole layers, the sentence on scale, the units that a loss is drawn against."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from lamina.reports.figures import loss_curves
+from lamina.reports.records import Trial
+from lamina.reports.sections import scale_note
+from lamina.reports.style import Shown, polish, to_html
+
+
+@pytest.mark.parametrize(("layers", "every"), [(3, 1), (12, 1), (24, 2), (100, 16), (1000, 128)])
+def test_an_axis_that_counts_layers_has_ticks_at_whole_ones(layers, every):
+    figure = go.Figure(go.Scatter(x=list(range(1, layers + 1)), y=[1.5] * layers))
+    assert polish(figure.update_xaxes(title="layer"), 300).layout.xaxis.dtick == every
+    other = go.Figure(go.Scatter(x=list(range(1, layers + 1)), y=[1.5] * layers))
+    assert polish(other.update_xaxes(title="step"), 300).layout.xaxis.dtick is None
+
+
+def test_a_small_model_is_called_small_and_a_large_one_is_not():
+    def results(parameters, tokens):
+        return pd.DataFrame({"parameters": [parameters, math.nan], "tokens": [tokens, tokens]})
+
+    (note,) = scale_note(results(912_528, 102_400))
+    assert "0.9 million parameters and 0.1 million tokens a run" in note
+    assert scale_note(results(130e6, 2e9)) == []
+    assert scale_note(results(math.nan, 5.0)) == []
+    assert scale_note(pd.DataFrame({"placement": ["keel"]})) == []
+
+
+def trial(folder, seed, speed, flops=600.0):
+    folder = folder / str(seed)
+    folder.mkdir()
+    lines = [
+        {"step": s, "tokens": 10 * s, "loss": 3.0, "tokens_per_second": speed, "eval_loss": 2.0 + seed} for s in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").write_text(json.dumps({"tokens": 20, "flops": flops}))
+    return Trial(name=str(seed), placement="keel", folder=folder)
+
+
+def test_a_loss_can_be_drawn_against_flops_and_seconds_with_a_band_over_the_seeds(tmp_path):
+    item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 5.0), trial(tmp_path, 1, 10.0)))
+    figure = loss_curves([item])
+    units = {unit["label"]: unit["factors"] for unit in figure.layout.meta["against"]}
+    assert len(figure.data) == 4  # two runs, the band, the mean
+    assert units == {
+        "tokens": [1.0] * 4,
+        "FLOPs": [30.0] * 4,
+        "seconds": pytest.approx([0.2, 0.1, 0.15, 0.15]),
+    }
+    band = next(trace for trace in figure.data if trace.fill == "toself")
+    assert np.allclose(band.y, [2.5 + 0.5**0.5] * 2 + [2.5 - 0.5**0.5] * 2)
+
+
+def test_a_run_without_flops_is_drawn_against_what_it_has(tmp_path):
+    item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 5.0, flops=None),))
+    assert [unit["label"] for unit in loss_curves([item]).layout.meta["against"]] == ["tokens", "seconds"]
+
+
+def test_nothing_in_a_figures_data_can_end_its_element():
+    html = to_html(go.Figure(go.Scatter(x=[1], y=[1], name="</script><b>&")))
+    data = html.partition('<script type="application/json">')[2].rpartition("</script>")[0]
+    assert not set("<>&") & set(data)
+    assert json.loads(data)["data"][0]["name"] == "</script><b>&"
