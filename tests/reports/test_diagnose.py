@@ -1,6 +1,7 @@
 """`lamina diagnose`: it names layer and step, says how early, and what to change; and what it cannot read."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -61,6 +62,25 @@ def test_records_alone_give_the_same_first_alarm(broken):
 def test_the_command_prints_it(broken, capsys):
     assert main(["diagnose", str(broken)]) == 0
     assert "layer 1 (feed-forward)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_run_that_ended_in_numbers_that_are_not_finite(tmp_path, capsys, poison):
+    model = NanoGpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = Tokens(items=4).ids
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=2) as monitor:
+        for step in range(1, 8):
+            loss = model(ids[:, :-1], ids[:, 1:])[1]
+            loss.backward()
+            if step == 6:
+                next(model.h[0].mlp.parameters()).grad.mul_(poison)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    assert main(["diagnose", str(tmp_path / "run")]) == 0
+    assert "is not finite" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0
 
 
 def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from lamina.core.json_types import Json
@@ -18,9 +19,12 @@ def read_alarms(folder: Path) -> list[Json]:
     try:
         digests.require(folder / ALARMS)
         lines = (folder / ALARMS).read_text(encoding="utf-8").splitlines()
-        return [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
+        alarms = [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
     except (OSError, ValueError):
         return []
+    for alarm in alarms:
+        alarm |= {name: math.nan for name in ("value", "usual") if alarm.get(name, 0.0) is None}  # JSON has no NaN
+    return alarms
 
 
 def read_about(folder: Path) -> Json:
