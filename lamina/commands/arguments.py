@@ -15,7 +15,7 @@ from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 from lamina.commands.help import OUTSIDE, OWN, help_text
 from lamina.commands.translation import nearest_flag, translated
 from lamina.core.values import path
-from lamina.errors import UserError
+from lamina.errors import UserError, shortened
 from lamina.jobs.aliases import in_our_words, suggestion
 from lamina.jobs.settings import Settings
 
@@ -84,6 +84,8 @@ class Parser(ArgumentParser):
         )
         if unknown:
             name = unknown[1].strip("'\"").split("=")[0]
+            if "nrecognized" in unknown[0] and not name.startswith("-"):
+                raise UserError(f"unexpected argument {shortened(name, 80)!r} (see `{self.prog} --help`)")
             option = name if name.startswith("-") else f"--{name.replace('_', '-')}"
             hint = nearest_flag(option, self._option_string_actions)
             every = " all" if self.main else ""
