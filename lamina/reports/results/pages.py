@@ -16,6 +16,7 @@ from lamina.reports.studies.splitting import title_of
 from lamina.studies.catalog.stages import STAGE
 from lamina.studies.catalog.study import Study
 
+OURS = "ours"  # the source of a study that follows no paper
 PAPERS = {
     "fusenorm": "FuseNorm (SpanNorm, arXiv 2601.22580)",
     "keel": "Keel (arXiv 2601.19895)",
@@ -67,7 +68,7 @@ def study_page(
     parts = [
         _GENERATED,
         f"# {study.name}: {plain(study.title)}",
-        f"{plain(study.source)}. {PAPERS.get(study.paper, study.paper)}.",
+        "Lamina's own." if study.source == OURS else f"{plain(study.source)}. {PAPERS.get(study.paper, study.paper)}.",
     ]
     for scale in study.scales:
         here = [one for one in own if one["scale"] == scale]
