@@ -114,10 +114,18 @@ def per_token(trials: Sequence[Trial]) -> dict[str, float]:
     units: dict[str, list[float]] = {"FLOPs": [], "seconds": []}
     for trial in trials:
         tokens, flops = (trial.result.get(name) for name in ("tokens", "flops"))
-        units["FLOPs"].append(flops / tokens if flops and tokens else math.nan)
-        units["seconds"].append(1 / float(trial.metrics["tokens_per_second"].mean()))
+        speed = float(trial.metrics["tokens_per_second"].mean())
+        units["FLOPs"].append(_over(flops, tokens))
+        units["seconds"].append(_over(1.0, speed))
     means = {unit: float(np.mean(values)) for unit, values in units.items()}
     return {unit: mean for unit, mean in means.items() if math.isfinite(mean)}
+
+
+def _over(part: object, whole: object) -> float:
+    """A quotient of two positive numbers, NaN for anything else: a folder may hold anything."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float) or not (part > 0 and whole > 0):
+        return math.nan
+    return part / whole
 
 
 def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:

@@ -63,6 +63,12 @@ def test_a_run_without_flops_is_drawn_against_what_it_has(tmp_path):
     assert [unit["label"] for unit in loss_curves([item]).layout.meta["against"]] == ["tokens", "seconds"]
 
 
+@pytest.mark.parametrize("flops", [0, "many", -1.0])
+def test_numbers_without_a_meaning_leave_the_loss_against_tokens(tmp_path, flops):
+    item = Shown(placement="keel", color="#e69f00", trials=(trial(tmp_path, 0, 0.0, flops=flops),))
+    assert list(loss_curves([item]).layout.meta["against"]) == []
+
+
 def test_nothing_in_a_figures_data_can_end_its_element():
     html = to_html(go.Figure(go.Scatter(x=[1], y=[1], name="</script><b>&")))
     data = html.partition('<script type="application/json">')[2].rpartition("</script>")[0]
