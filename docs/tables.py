@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from watch_tables import alarms_table, watching_sentence
+from measured_tables import alarms_table, mnist_table, watching_sentence
 
 from lamina.core.architectures import conversions, verified
 from lamina.jobs import aliases
@@ -327,7 +327,7 @@ def tables() -> dict[str, str]:
         "columns": columns_table(),
         "other-names": other_names_table(),
     }
-    for name, table in (("alarms", alarms_table), ("watching", watching_sentence)):
+    for name, table in (("alarms", alarms_table), ("watching", watching_sentence), ("mnist", mnist_table)):
         record = _record(name)
         found[name] = table(record, _where(record, None) if record else "")
     found |= {"families": families_sentence(), "families-list": families_list()}

@@ -1,4 +1,4 @@
-"""What docs/tables.py fills in of the layer monitor: what its alarms were worth, and what watching costs."""
+"""What docs/tables.py fills in of single benchmarks: the monitor's alarms, what watching costs, digits classified."""
 
 from __future__ import annotations
 
@@ -47,6 +47,16 @@ def watching_sentence(record: dict[str, Any] | None, where: str) -> str:
         f"times; a Llama of size {settings['size']}, batch {settings['batch_size']} × {settings['sequence_length']}). "
         "The smaller the model, the more it costs. " + where
     )
+
+
+def mnist_table(record: dict[str, Any] | None, where: str) -> str:
+    """A row per placement that the recipe trained."""
+    if record is None:
+        return _unmeasured("mnist")
+    rows = [
+        f"| `{row['placement']}` | {100 * row['accuracy']:.1f} % | {row['cpu_minutes']:.1f} |" for row in record["rows"]
+    ]
+    return "\n".join(["| placement | test accuracy | CPU minutes |", "|---|---|---|", *rows, "", where])
 
 
 def _unmeasured(name: str) -> str:
