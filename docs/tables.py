@@ -18,7 +18,7 @@ from lamina.placements import get, names
 
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
-    *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "watch"),
+    *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
     "loss-spiked",
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
