@@ -131,7 +131,7 @@ def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
 def to_html(figure: go.Figure) -> str:
     """The figure's place in a page, and its data as JSON, which the page's script draws."""
     layout = cast("Any", figure.layout)
-    across = sum(1 for name in figure.to_dict()["layout"] if name.startswith("xaxis"))
+    across = sum(1 for name in layout if re.fullmatch(r"xaxis\d*", name))
     wide = f";min-width:{min(900, 330 * min(across, 3))}px" if across > 1 else ""  # on a phone it scrolls
     data = str(plotly.io.to_json(figure, validate=False))
     for letter in "<>&":  # nothing in it can end the element
