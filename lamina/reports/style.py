@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -133,7 +134,9 @@ def to_html(figure: go.Figure) -> str:
     layout = cast("Any", figure.layout)
     across = sum(1 for name in layout if re.fullmatch(r"xaxis\d*", name))
     wide = f";min-width:{min(900, 330 * min(across, 3))}px" if across > 1 else ""  # on a phone it scrolls
-    data = str(plotly.io.to_json(figure, validate=False))
+    drawn = json.loads(str(plotly.io.to_json(figure, validate=False)))
+    drawn["layout"].pop("template", None)  # Python's defaults, several kilobytes a figure; the look is set above
+    data = json.dumps(drawn, separators=(",", ":"))
     for letter in "<>&":  # nothing in it can end the element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return (
