@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from readable import readable
 from synthetic_study import write_study
 
 from lamina.reports import report
@@ -111,7 +112,7 @@ def test_a_torn_part_is_left_out_and_notes_are_shown(run):
     note = json.dumps({"step": 20, "note": "<b>no</b> head"})
     (run / "probes" / "tiny_states" / "notes.jsonl").write_text(f"{note}\n{note}\n", encoding="utf-8")
     made = {section.name: section for section in sections(shown(run))}
-    html = made["tiny_states"].html
+    html = readable(made["tiny_states"].html)
     assert "step 20: &lt;b&gt;no&lt;/b&gt; head" in html
     assert html.count("head</p>") == 1
     assert '"step 10"' not in html

@@ -2,8 +2,8 @@
 
 import pandas as pd
 import pytest
+from readable import readable
 from synthetic_study import write_study
-from test_report_pages import without_plotly
 
 from lamina.reports import monitored, report
 from lamina.reports.records import read_study
@@ -29,7 +29,7 @@ def test_the_band_goes_from_the_100th_largest_to_the_largest_and_the_limit_is_dr
 
 
 def test_everything_that_is_recorded_is_drawn(folder):
-    body = without_plotly(report(folder).read_text(encoding="utf-8"))
+    body = readable(report(folder).read_text(encoding="utf-8"))
     for quantity in (
         *("the 100 largest |x|", "largest |x|", "mean |x|", "mean (attention)", "gradient norm (feed-forward)"),
         *("hidden variance (attention)", "mean gain, pre norm (attention)", "largest |gain|, pre norm (attention)"),
@@ -46,7 +46,7 @@ def test_the_busiest_experts_load_is_over_the_balanced_one(shown):
 
 
 def test_spikes_stand_in_both_tables_with_their_definition(folder):
-    body = without_plotly(report(folder).read_text(encoding="utf-8"))
+    body = readable(report(folder).read_text(encoding="utf-8"))
     assert body.count('<th scope="col" class="number">loss spikes</th>') == 2
     assert '3.5 <span class="spread">2.9 %</span>' in body  # the mean of two seeds: 3 and 4 of 120 steps
     assert "OLMo 2" in body
@@ -61,6 +61,6 @@ def test_a_folder_without_these_records_is_a_page_without_their_sections(tmp_pat
         old = table[table.metric.isin(["gradient_norm", "hidden_variance"]) & table.sublayer.eq("block")]
         old.to_parquet(part)
     for page in (report(folder), report(folder / "trials" / "keel-0.003-0")):
-        body = without_plotly(page.read_text(encoding="utf-8"))
+        body = readable(page.read_text(encoding="utf-8"))
         assert "spikes" not in body
         assert not any(f'<section id="{name}"' in body for name in ("magnitudes", "norm-gains", "experts"))

@@ -6,6 +6,7 @@ import sys
 
 import pandas as pd
 import pytest
+from readable import readable
 from synthetic_study import COURSES, write_study
 from training.tiny_runs import SMALL, write_corpus
 
@@ -15,12 +16,6 @@ from lamina.reports import figures, report, screenshot
 from lamina.reports.palette import colors
 from lamina.reports.records import read_study
 from lamina.reports.style import Shown
-
-
-def without_plotly(page: str) -> str:
-    """The page less plotly.js itself."""
-    head, _, rest = page.partition('<script type="text/plain" id="plotly">')
-    return head + rest.partition("</script>")[2]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +31,7 @@ def test_the_page_is_written_in_place_and_leaves_no_other_file(study):
 
 
 def test_the_page_asks_nothing_of_any_server_and_holds_plotly_once(page):
-    body = without_plotly(page)
+    body = readable(page)
     assert not re.findall(r"""(?:src|href)=["']?(?!["']?(?:#|data:))\S+""", body)
     assert "default-src 'none'" in body
     assert page.count('id="plotly"') == 1
@@ -57,14 +52,14 @@ def test_all_sections_are_there_and_one_rate_is_called_confounded(page):
     ]
     assert "confounded" in page
     assert len(re.findall(r'class="plotly-graph-div"', page)) == 26
-    body = without_plotly(page)
+    body = readable(page)
     assert body.count("<svg") == 7
     assert "Keel (arXiv 2601.19895)" in body
     assert "optimizer.weight decay" in body
 
 
 def test_a_placement_has_one_color_in_every_figure(page):
-    figures = [part for part in without_plotly(page).split("plotly-graph-div")[1:] if '"name":"keel"' in part]
+    figures = [part for part in readable(page).split("plotly-graph-div")[1:] if '"name":"keel"' in part]
     assert len(figures) == 7
     assert all("#e69f00" in part for part in figures)
     given = colors([*COURSES, "mine", "keel(alpha=3)", "yours.yaml"])
@@ -75,7 +70,7 @@ def test_a_placement_has_one_color_in_every_figure(page):
 def test_several_rates_give_u_curves_and_no_confounding(grid):
     page = report(grid).read_text(encoding="utf-8")
     assert '<section id="learning-rates"' in page
-    assert "confounded" not in without_plotly(page)
+    assert "confounded" not in readable(page)
     assert "best learning rate" in page
     assert "±" in page
 
@@ -90,7 +85,7 @@ def test_what_users_wrote_is_escaped(tmp_path):
     )
     settings = (folder / "study.yaml").read_text(encoding="utf-8")
     (folder / "study.yaml").write_text(settings.replace("backbone: llama", f"backbone: '{evil}'"), encoding="utf-8")
-    page = report(folder).read_text(encoding="utf-8")
+    page = readable(report(folder).read_text(encoding="utf-8"))
     assert "<script>alert" not in page
     assert "</script>alert" not in page
     assert "<b>out of memory" not in page
@@ -128,7 +123,7 @@ def test_a_placement_of_the_users_own_shows_its_plan_and_is_not_loaded(tmp_path)
     )
     for plan in folder.glob("trials/*/plan.json"):
         plan.write_text(plan.read_text("utf-8").replace('"placement": "pre_ln"', '"placement": "mine"'), "utf-8")
-    body = without_plotly(report(folder).read_text(encoding="utf-8"))
+    body = readable(report(folder).read_text(encoding="utf-8"))
     assert "├─ blocks 1-4" in body
     assert body.count("<svg") == 1
 
@@ -190,7 +185,7 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     low, high = drawn.layout.yaxis.range
     ends = [trial.metrics["eval_loss"].dropna().iloc[-1] for trial in study.trials]
     assert all(low < end < high for end in ends)
-    page = without_plotly(report(folder).read_text(encoding="utf-8"))
+    page = readable(report(folder).read_text(encoding="utf-8"))
     assert "ran too short to tell" in page
     assert 'class="chip short"' in page
     assert not re.search(r"nothing to rank|is stuck:|are stuck|has the lowest|even than", page)
@@ -209,7 +204,7 @@ def test_short_runs_are_points_of_the_u_curves(tmp_path):
 def test_a_study_of_one_placement_is_named_after_it(tmp_path):
     courses = {"keel": (2.5, 0.2, 1.0, "finished")}
     folder = write_study(tmp_path / "study", courses=courses, num_layers=4, logged=3, failed=False)
-    page = without_plotly(report(folder).read_text(encoding="utf-8"))
+    page = readable(report(folder).read_text(encoding="utf-8"))
     assert "Where the norms sit: keel" in page
     assert "At one learning rate." in page
     assert "confounded" not in page

@@ -4,6 +4,7 @@ import re
 
 import pandas as pd
 import pytest
+from readable import readable
 from synthetic_claims import write_claims_study
 
 from lamina.commands import report as command
@@ -12,16 +13,11 @@ from lamina.reports import report
 from lamina.reports.studies.printed import write_all
 
 
-def body(page: str) -> str:
-    head, _, rest = page.partition("<script>")
-    return head + rest.partition("</script>\n</head>")[2]
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("pages") / "study"
     tables = ("gradients", "angles", "metrics")
-    return body(report(write_claims_study(folder, tables=tables)).read_text("utf-8"))
+    return readable(report(write_claims_study(folder, tables=tables)).read_text("utf-8"))
 
 
 def test_it_has_the_verdicts_the_figures_and_the_arms(page):
@@ -44,16 +40,16 @@ def test_a_study_that_trains_nothing_or_has_no_trial_yet_is_a_page(tmp_path):
     results = pd.read_csv(folder / "results.csv")
     results = results[results["tuned"]].drop(columns=["eval_loss", "learning_rate"])
     results.to_csv(folder / "results.csv", index=False)
-    assert "before training" in body(report(folder).read_text("utf-8"))
+    assert "before training" in readable(report(folder).read_text("utf-8"))
     (folder / "results.csv").write_text("key,placement,learning_rate,seed,tuned,status\n", "utf-8")
-    assert "No trial has ended yet" in body(report(folder).read_text("utf-8"))
+    assert "No trial has ended yet" in readable(report(folder).read_text("utf-8"))
 
 
 def test_what_another_job_measured_stands_in_the_losss_place(tmp_path):
     folder = write_claims_study(tmp_path / "study")
     results = pd.read_csv(folder / "results.csv").drop(columns=["eval_loss"])
     results.assign(max_learning_rate=0.01, status="diverged").to_csv(folder / "results.csv", index=False)
-    page = body(report(folder).read_text("utf-8"))
+    page = readable(report(folder).read_text("utf-8"))
     assert "largest learning rate" in page.lower()
     assert "0.0100" in page
 

@@ -16,27 +16,33 @@
     scheme.matches ? text.replace(/#[0-9a-f]{6}\b|#fff\b/gi, (color) => DARK[color.toLowerCase()] || color) : text;
   const styled = [...document.querySelectorAll("main [style*='#']")].map((node) => [node, node.getAttribute("style")]);
   const divs = [...document.querySelectorAll(".plotly-graph-div")];
-  const drawn = new Set();
+  const drawn = new Map(); // a drawn figure's place: its text
   let library = null;
 
+  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+
+  // The text of an element that holds it gzipped, as base64.
+  const unpacked = (node) =>
+    new Response(new Blob([bytes(node.textContent)]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+
   function loaded() {
-    library ??= (async () => {
-      const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
-      const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    library ??= unpacked(document.getElementById("plotly")).then((text) => {
       const script = document.createElement("script");
-      script.textContent = await new Response(plain).text();
+      script.textContent = text;
       document.head.append(script);
-    })();
+    });
     return library;
   }
 
   async function draw(div) {
     if (!drawn.has(div)) {
-      drawn.add(div);
+      const text = await unpacked(div.nextElementSibling);
+      if (drawn.has(div)) return; // another call came first
+      drawn.set(div, text);
       figureTools(div);
     }
     await loaded();
-    const { data, layout } = JSON.parse(inScheme(div.nextElementSibling.textContent));
+    const { data, layout } = JSON.parse(inScheme(drawn.get(div)));
     const against = div.dataset.against;
     if (against) rescale(data, layout, Number(against));
     layout.autosize = true;
@@ -54,8 +60,7 @@
 
   function values(given) {
     if (!given || given.bdata === undefined) return [...(given || [])];
-    const bytes = Uint8Array.from(atob(given.bdata), (c) => c.charCodeAt(0));
-    const flat = [...new TYPES[given.dtype](bytes.buffer)];
+    const flat = [...new TYPES[given.dtype](bytes(given.bdata).buffer)];
     if (!given.shape) return flat;
     const width = Number(String(given.shape).split(",")[1]);
     return Array.from({ length: flat.length / width }, (_, row) => flat.slice(row * width, (row + 1) * width));
@@ -84,7 +89,7 @@
   };
 
   function csv(div) {
-    const { data, layout } = JSON.parse(div.nextElementSibling.textContent);
+    const { data, layout } = JSON.parse(drawn.get(div));
     const rows = [["panel", "line", "x", "y", "value", "spread"]];
     for (const trace of data) {
       if (trace.fill === "toself") continue; // a band repeats the edges of its line
@@ -104,7 +109,7 @@
   function figureTools(div) {
     const bar = document.createElement("div");
     bar.className = "tools";
-    const meta = JSON.parse(div.nextElementSibling.textContent).layout.meta;
+    const meta = JSON.parse(drawn.get(div)).layout.meta;
     (meta?.against || []).forEach((unit, i) => {
       const chosen = button(unit.label, `Draw against ${unit.name}`, () => {
         div.dataset.against = i;
@@ -164,7 +169,7 @@
 
   function recolor() {
     styled.forEach(([node, style]) => node.setAttribute("style", inScheme(style)));
-    drawn.forEach(draw);
+    for (const div of drawn.keys()) draw(div);
   }
   scheme.addEventListener("change", recolor);
   recolor();
