@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
@@ -89,6 +90,15 @@ def figure(html: str, caption: str, heading: str = "") -> str:
 def details(summary: str, html: str) -> str:
     """A part that starts folded."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>"
+
+
+def moment(created: object) -> str:
+    """When a record was written, in UTC to the minute; a text that is no ISO date stands as it is."""
+    text = str(created or "")
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except ValueError:
+        return text
 
 
 def sentence(text: str) -> str:

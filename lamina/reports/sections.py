@@ -15,7 +15,7 @@ from lamina.placements.resolution import parse_spec
 from lamina.reports import depth, figures, monitored, tables
 from lamina.reports.metrics import METRICS
 from lamina.reports.notices import notices
-from lamina.reports.page import Section, callouts, details, figure, prose
+from lamina.reports.page import Section, callouts, details, figure, moment, prose
 from lamina.reports.palette import colors
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, rows_of
@@ -163,7 +163,7 @@ def facts(study: Study) -> list[str]:
     facts += [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds else []
     version = study.header.get("version")
     facts += [f"lamina {version}"] if version else []
-    return [*facts, str(study.header.get("created") or "")]
+    return [*facts, moment(study.header.get("created"))]
 
 
 _SMALL = 20e6  # parameters

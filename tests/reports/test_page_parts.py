@@ -2,9 +2,11 @@
 
 import base64
 import gzip
+import itertools
 import json
 import math
 import re
+from importlib import resources
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,8 @@ import plotly.graph_objects as go
 import pytest
 
 from lamina.reports.figures import loss_curves
+from lamina.reports.page import moment
+from lamina.reports.palette import PALETTE
 from lamina.reports.records import Trial
 from lamina.reports.sections import scale_note
 from lamina.reports.style import Shown, polish, to_html
@@ -78,3 +82,26 @@ def test_a_page_holds_a_figures_data_packed_so_that_nothing_in_it_can_end_its_el
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", data)
     assert json.loads(gzip.decompress(base64.b64decode(data)))["data"][0]["name"] == "</script><b>&"
     assert html == to_html(go.Figure(go.Scatter(x=[1], y=[1], name="</script><b>&"))), "the same figure, the same page"
+
+
+def test_no_two_colors_of_placements_look_alike_in_the_dark():
+    script = (resources.files("lamina.reports") / "assets" / "page.js").read_text("utf-8")
+    dark = dict(re.findall(r'"(#[0-9a-f]{6})": "(#[0-9a-f]{6})"', script))
+    shown = {dark.get(color, color) for color in PALETTE}
+    assert len(shown) == len(PALETTE)
+    for one, other in itertools.combinations(sorted(shown), 2):
+        apart = math.dist(*(bytes.fromhex(color[1:]) for color in (one, other)))
+        assert apart > 30, (one, other)
+
+
+@pytest.mark.parametrize(
+    ("created", "text"),
+    [
+        ("2026-11-22T23:01:14+00:00", "2026-11-22 23:01 UTC"),
+        ("2026-11-23T00:01:14+02:00", "2026-11-22 22:01 UTC"),
+        ("<b>yesterday</b>", "<b>yesterday</b>"),
+        (None, ""),
+    ],
+)
+def test_a_pages_moment_is_in_utc_to_the_minute(created, text):
+    assert moment(created) == text

@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.reports import charts, tables
 from lamina.reports.charts import Line
-from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, moment, prose, write_page
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_parquet, study_header
 from lamina.reports.registry import report_of
@@ -55,7 +55,7 @@ def coordinates_report(folder: Path) -> Path:
             f"widths {settings.get('widths', '')}",
             f"{settings.get('num_layers', '')} layers",
             f"learning rate {settings.get('learning_rate', '')}",
-            str(header.get("created") or ""),
+            moment(header.get("created")),
         ],
         command=str(header.get("command") or ""),
         sections=[

@@ -14,7 +14,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.reports import tables
-from lamina.reports.page import PAGE, Section, callouts, details, figure, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, moment, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.registry import report_of
@@ -62,7 +62,7 @@ def _page(folder: Path, known: Json, rows: list[Json]) -> Path:
             f"{len(models)} model{'s' * (len(models) != 1)}",
             f"at most {limit} items per task" if limit else "",
             f"{seconds:,.0f} seconds",
-            str(known.get("created") or ""),
+            moment(known.get("created")),
         ],
         command=str(known.get("command") or ""),
         sections=sections,

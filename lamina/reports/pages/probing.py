@@ -17,7 +17,7 @@ from lamina.jobs import digests
 from lamina.jobs.kinds import Kind
 from lamina.probes.job.compact import compact
 from lamina.reports import tables
-from lamina.reports.page import PAGE, Section, callouts, details, figure, prose, sentence, write_page
+from lamina.reports.page import PAGE, Section, callouts, details, figure, moment, prose, sentence, write_page
 from lamina.reports.records import Frame, read_parquet, rows_of
 from lamina.reports.registry import report_of
 from lamina.reports.style import polish_own, to_html
@@ -88,7 +88,7 @@ def _facts(result: Json, environment: Json) -> list[str]:
     facts += [str(model["placement"])] if model.get("placement") else []
     facts += [str(inputs["text"])] if inputs.get("text") else []
     version = (environment.get("versions") or {}).get("lamina")
-    return [*facts, f"lamina {version}" if version else "", str(result.get("created") or "")]
+    return [*facts, f"lamina {version}" if version else "", moment(result.get("created"))]
 
 
 def _in_short(result: Json, probes: Json) -> Section:

@@ -9,7 +9,7 @@ from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.reports import figures, tables
 from lamina.reports.mixture import refuse_other_experiments
-from lamina.reports.page import PAGE, Section, details, figure, prose, write_page
+from lamina.reports.page import PAGE, Section, details, figure, moment, prose, write_page
 from lamina.reports.pages.study import study_report
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Frame, read_study
@@ -52,7 +52,7 @@ def transfer_report(folder: Path) -> Path:
             f"width scaling {summary['width_scaling']}",
             str(study.settings.get("backbone", "")),
             f"{study.settings.get('steps', '')} steps",
-            str(study.header.get("created") or ""),
+            moment(study.header.get("created")),
         ],
         command=str(study.header.get("command") or ""),
         sections=[

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from lamina.reports import tables
-from lamina.reports.page import PAGE, Section, details, figure, write_page
+from lamina.reports.page import PAGE, Section, details, figure, moment, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.sections import scale_note
@@ -31,7 +31,7 @@ def claims_report(folder: Path) -> Path:
             f"scale {study.scale}",
             f"{len(study.results):,} trials",
             f"lamina {header['version']}" if header.get("version") else "",
-            str(header.get("created") or ""),
+            moment(header.get("created")),
         ],
         command=str(header.get("command") or ""),
         sections=[
