@@ -1,4 +1,4 @@
-"""What docs/tables.py fills in of single benchmarks: the monitor's alarms, what watching costs, digits classified."""
+"""What docs/tables.py fills in of single benchmarks: the monitor's alarms, what watching costs, digits, tasks."""
 
 from __future__ import annotations
 
@@ -57,6 +57,23 @@ def mnist_table(record: dict[str, Any] | None, where: str) -> str:
         f"| `{row['placement']}` | {100 * row['accuracy']:.1f} % | {row['cpu_minutes']:.1f} |" for row in record["rows"]
     ]
     return "\n".join(["| placement | test accuracy | CPU minutes |", "|---|---|---|", *rows, "", where])
+
+
+def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
+    """A row per task that both sides were asked, then the two targets."""
+    if record is None:
+        return _unmeasured("evaluation")
+    rows = [
+        f"| `{row['task']}` | {row['items']} | {row['largest_difference']:.1g} | {row['harness_seconds']:.1f} s | "
+        f"{row['seconds']:.1f} s |"
+        for row in record["tasks"]
+    ]
+    head = ["| task | items | largest difference of a log-likelihood | harness | Lamina |", "|---|---|---|---|---|"]
+    summary = (
+        f"The largest difference is {record['largest_difference']:.1g} nats ({record['tolerance']:g} is allowed); "
+        f"Lamina's throughput is {record['throughput_ratio']:.2f} times the harness's."
+    )
+    return "\n".join([*head, *rows, "", summary, "", where])
 
 
 def _unmeasured(name: str) -> str:
