@@ -19,7 +19,12 @@ from lamina.studies.judging.findings import Verdict
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "which-placement.md"
 Question: TypeAlias = Json
-_HELD = (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS)
+_WRITTEN_FOR = {  # the sentence of a rule that a verdict puts on the page
+    Verdict.HOLDS: "holds",
+    Verdict.HOLDS_AT_ISO_LOSS: "holds",
+    Verdict.FAILS: "fails",
+    Verdict.EXPLAINED: "explained",
+}
 _UNDECIDED = (
     ("Seen, but explained by a lower loss of pretraining", (Verdict.EXPLAINED,)),
     ("Tried, and still open", (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE)),
@@ -65,16 +70,20 @@ def _advice(question: Question, known: dict[str, Json]) -> list[str]:
     sentences = []
     for rule in question["rules"]:
         one = known[rule["claim"]]
-        text = rule.get("holds" if one["verdict"] in _HELD else "fails" if one["verdict"] == Verdict.FAILS else "")
-        if text:
+        if text := _sentence(rule, one):
             sentences.append(f"{text} ({_evidence(one)})")
     return sentences
+
+
+def _sentence(rule: Json, one: Json) -> str:
+    """What a rule says for the verdict that its claim has; empty if it says nothing."""
+    return rule.get(_WRITTEN_FOR.get(one["verdict"], ""), "")
 
 
 def _section(question: Question, advice: list[str], known: dict[str, Json]) -> str:
     parts = [f"## {question['if']}"]
     parts += ["\n".join(f"- {sentence}" for sentence in advice)] if advice else [question["else"]]
-    claims = [known[rule["claim"]] for rule in question["rules"]]
+    claims = [known[rule["claim"]] for rule in question["rules"] if not _sentence(rule, known[rule["claim"]])]
     for head, verdicts in _UNDECIDED:
         if here := [one for one in claims if one["verdict"] in verdicts]:
             parts.append(f"{head}: {'; '.join(_open(one) for one in here)}.")

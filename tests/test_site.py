@@ -137,10 +137,11 @@ def one(claim, verdict, **more):
     return {"claim": claim, "study": study, "scale": "cpu", "verdict": verdict, "says": f"{claim} says", **more}
 
 
-def advice(verdict, monkeypatch, tmp_path, **more):
+def advice(verdict, monkeypatch, tmp_path, *, explained="", **more):
     """The page of one question whose only rule is about a claim with this verdict."""
     module = loaded("decisions")
-    rules = "- if: Speed\n  else: Measure it.\n  rules: [{claim: a/b, holds: Take A., fails: Leave A.}]\n"
+    rule = {"claim": "a/b", "holds": "Take A.", "fails": "Leave A."} | ({"explained": explained} if explained else {})
+    rules = yaml.safe_dump([{"if": "Speed", "else": "Measure it.", "rules": [rule]}])
     (tmp_path / "decisions.yaml").write_text(rules, encoding="utf-8")
     monkeypatch.setattr(module, "HERE", tmp_path)
     return module.page([one("a/b", verdict, paper="+3", **more)], "Small.")
@@ -160,6 +161,9 @@ def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
     explained = advice("explained by loss", monkeypatch, tmp_path)
     assert "Take A." not in explained
     assert "explained by a lower loss" in explained
+    written = advice("explained by loss", monkeypatch, tmp_path, explained="Train B longer.")
+    assert "Train B longer. ([explained by loss](results/a.md)" in written
+    assert "Seen, but" not in written, "once is enough"
 
 
 def test_advice_is_about_claims_of_the_catalog():
@@ -169,7 +173,7 @@ def test_advice_is_about_claims_of_the_catalog():
     questions = yaml.safe_load((ROOT / "docs" / "decisions.yaml").read_text("utf-8"))
     rules = [rule for question in questions for rule in question["rules"]]
     assert {rule["claim"] for rule in rules} <= claims
-    assert all(set(rule) == {"claim", "holds"} or set(rule) == {"claim", "holds", "fails"} for rule in rules)
+    assert all({"claim", "holds"} <= set(rule) <= {"claim", "holds", "fails", "explained"} for rule in rules)
     assert all(set(question) == {"if", "else", "rules"} for question in questions)
 
 
