@@ -1,4 +1,7 @@
-"""Run by torchrun in two processes: a watched loop under DDP or FSDP2, and what one process computes by hand."""
+"""Run by torchrun in two processes: a watched loop under DDP or FSDP2, and what one process computes by hand.
+
+Both are wrapped by PyTorch's own calls, and by accelerate.
+"""
 
 import json
 import sys
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from training.watching.loops import Naive, Tokens, llama, llama_parts
@@ -42,26 +45,42 @@ def whole(parameter):
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def watched(kind, folder):
-    model = llama()
+def accelerated(kind, model):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    wrapping = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrapping) if kind.endswith("fsdp2") else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert isinstance(wrapped, DistributedDataParallel if plugin is None else FSDPModule)
+    return wrapped, optimizer, accelerator.backward, accelerator.clip_grad_norm_
+
+
+def wrapped_by_hand(kind, model):
     if kind == "fsdp2":
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if kind == "ddp" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return wrapped, optimizer, torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
+
+
+def watched(kind, folder):
+    wrap = accelerated if kind.startswith("accelerate") else wrapped_by_hand
+    wrapped, optimizer, backward, clip = wrap(kind, llama())
     context = lamina.watch(wrapped, optimizer, output=str(folder), every=STEPS) if folder else torch.enable_grad()
     with context as monitor:
         for step in range(STEPS):
             ids = batch_of(step, distributed.get_rank(), 2)
             loss = wrapped(input_ids=ids, labels=ids).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            backward(loss)
+            clip(wrapped.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
             if folder:
                 monitor.step(loss)
-    return [whole(parameter) for parameter in model.parameters()]
+    return [whole(parameter) for parameter in wrapped.parameters()]
 
 
 def main(kind, folder):
