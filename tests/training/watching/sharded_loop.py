@@ -46,11 +46,13 @@ def whole(parameter):
 
 
 def accelerated(kind, model):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     wrapping = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrapping) if kind.endswith("fsdp2") else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if plugin is not None:  # accelerate shards on accelerators only, but its code for that runs on a CPU as well
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     assert isinstance(wrapped, DistributedDataParallel if plugin is None else FSDPModule)
     return wrapped, optimizer, accelerator.backward, accelerator.clip_grad_norm_

@@ -1,4 +1,7 @@
-"""Two processes, DDP and FSDP2 over gloo, by hand and by accelerate: the numbers are those of one process, and training's bits stay."""
+"""Two processes, DDP and FSDP2 over gloo, by hand and by accelerate.
+
+The numbers are those of one process, and training's bits stay.
+"""
 
 import json
 import os
