@@ -187,7 +187,7 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
         if everything.resume not in ("", "yes", "auto"):
             raise UserError(f"--resume: {everything.resume!r} (allowed: --resume, --resume=auto)")
         everything.resume = everything.resume if everything.resume == "auto" else everything.resume == "yes"
-        if everything.resume:
+        if everything.resume and everything.output is not None:
             from lamina.jobs.folder import recover
 
             recover(Path(everything.output))

@@ -72,10 +72,14 @@ def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
     """
     if not paths:
         raise UserError("models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)")
+    expanded = {path: expand(path) for path in dict.fromkeys(paths)}
+    apart = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
     found: list[Candidate] = []
-    for path in dict.fromkeys(paths):
-        several = expand(path)
-        found += [_single(path)] if several is None else several
+    for path, runs in expanded.items():
+        if runs is None:
+            found.append(_single(path))
+        else:
+            found += [replace(run, arm=f"{path}: {run.arm}") for run in runs] if apart else runs
     if all(one.left_out for one in found):
         reasons = ", ".join(sorted({one.left_out for one in found}))
         raise UserError(f"models: none of the {len(found)} runs has a model to evaluate (they are {reasons})")

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import logging
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, out_of_memory
 from lamina.evaluation.local_data import DataFolder
+from lamina.evaluation.task_code import brings_code
 from lamina.evaluation.task_files import TaskFiles
 from lamina.evaluation.task_sets import GENERATED, SETS
 from lamina.jobs.files import disk_full
@@ -85,7 +85,7 @@ class Tasks:
         config = self.files.config(name)
         if config.get("unsafe_code"):
             raise UserError(f"tasks: {name!r} runs the code that a model writes (allowed with --run-code)")
-        if name in self.files.own and name not in self.made and _brings_code(self.files.files[name]):
+        if name in self.files.own and name not in self.made and brings_code(self.files.files[name]):
             raise UserError(f"tasks: the file of {name!r} runs Python code (allowed with --run-code)")
 
     def build(self, name: str) -> list[Task | Group]:
@@ -120,16 +120,6 @@ class Tasks:
         from lamina.evaluation.task_factory import LocalTaskFactory
 
         return LocalTaskFactory(self.data)
-
-
-def _brings_code(file: Path) -> bool:
-    """Whether a task file, or a file that it includes, names a Python function or class of the user's own."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if "!function" in text or re.search(r"^class:", text, re.MULTILINE):
-        return True
-    included = re.findall(r"^include:[ \t]*[\"']?([^\s\"'#]+)", text, re.MULTILINE)
-    inner = [file.parent / name for name in included]
-    return any(_brings_code(path) for path in inner if path.is_file() and path != file)
 
 
 @contextlib.contextmanager

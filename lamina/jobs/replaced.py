@@ -39,7 +39,7 @@ def is_aside(folder: Path) -> bool:
 
 
 def has_result(folder: Path) -> bool:
-    """Whether the work in a folder has a result: a checkpoint, a run that ended, a finished probe."""
+    """Whether the work in a folder has a result: a checkpoint, a run that ended, a finished probe, a score."""
     for place in [folder, *folder.glob("trials/*/")]:
         if any(place.glob("checkpoints/checkpoint-*/manifest.json")):
             return True
@@ -49,7 +49,7 @@ def has_result(folder: Path) -> bool:
             isinstance(probes, dict) and any(record.get("status") == "finished" for record in probes.values())
         ):
             return True
-    return (folder / "coordinates.parquet").is_file()
+    return (folder / "coordinates.parquet").is_file() or any(folder.glob("scores/*/*.json"))
 
 
 def resolve(folder: Path, *, failed: bool) -> None:

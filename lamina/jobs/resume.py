@@ -17,12 +17,14 @@ class ResumePolicy:
         free: the settings that may change.
         before: the values of settings in folders that are older than those settings.
         decided: settings that the job decides when it begins; "auto" stands for that decision.
+        compared: settings whose content the job compares itself: files and folders that may have moved.
     """
 
     what: str
-    free: Collection[str]
+    free: frozenset[str]
     before: Mapping[str, object] = field(default_factory=dict)
     decided: Collection[str] = ()
+    compared: frozenset[str] = frozenset()
 
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
@@ -41,7 +43,7 @@ class ResumePolicy:
         known = {**self.before, **stored}
         for name, value in given.items():
             old = known.get(name, defaults.get(name))
-            if name not in self.free and value != old:
+            if name not in self.free and name not in self.compared and value != old:
                 others = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
                     f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "

@@ -33,6 +33,7 @@ class BestWeights(TrainerCallback):
         noted = _noted(folder / NOTE)
         known = noted is not None and noted["step"] <= resumed and not digests.differs(folder / WEIGHTS)
         self.step, self.loss = (int(noted["step"]), float(noted["loss"])) if known and noted else (-1, math.inf)
+        self.metrics: Json = dict(noted.get("metrics", {})) if known and noted else {}
 
     def on_evaluate(
         self,
@@ -47,13 +48,15 @@ class BestWeights(TrainerCallback):
         if not loss < self.loss:
             return
         self.step, self.loss = state.global_step, loss
+        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        self.metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
         self.processes.by_first(self._write)
 
     def _write(self) -> None:
         tensors = {name: p.detach().cpu().contiguous() for name, p in self._trained().items()}
         with writing(self.folder / WEIGHTS) as temporary:
             save_file(tensors, temporary)
-        write_json(self.folder / NOTE, {"step": self.step, "loss": self.loss})
+        write_json(self.folder / NOTE, {"step": self.step, "loss": self.loss, "metrics": self.metrics})
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -66,7 +69,7 @@ class BestWeights(TrainerCallback):
         with torch.no_grad():
             for name, parameter in self._trained().items():
                 parameter.copy_(stored[name])
-        return {"best_step": self.step, "eval_loss": self.loss}
+        return {**self.metrics, "best_step": self.step, "eval_loss": self.loss}
 
     def forget(self) -> None:
         """Delete the copies, once the model is saved."""

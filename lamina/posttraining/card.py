@@ -13,7 +13,6 @@ MEASURES = {
     "parameters": ("parameters", ",.0f"),
     "trained_parameters": ("trained parameters", ",.0f"),
     "eval_loss": ("held-out loss", ".4f"),
-    "eval_mean_token_accuracy": ("accuracy of the answers' tokens", ".2%"),
     "eval_accuracy": ("accuracy on held-out pairs", ".2%"),
     "eval_rewards_accuracies": ("accuracy on held-out pairs", ".2%"),
     "eval_reward": ("held-out reward", ".4f"),
@@ -36,11 +35,14 @@ def card_of(settings: TuningSettings, result: Json, head: str) -> ModelCard:
     given = settings.to_dict()
     facts = {title: given[name] for name, title in _FACTS.items() if given.get(name) is not None}
     counts = {title: f"{result[name]:,}" for name, title in _COUNTS.items() if name in result}
+    measures = dict(MEASURES)
+    if settings.command_name == "sft":
+        measures["eval_accuracy"] = ("accuracy of the answers' tokens", ".2%")
     return ModelCard(
         head=head,
         data={**facts, **counts},
         result=result,
         command=settings.command(),
         base_model=settings.from_model,
-        measures=MEASURES,
+        measures=measures,
     )

@@ -40,6 +40,7 @@ POLICY = ResumePolicy(
     what="run",
     free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
     decided=frozenset(("precision", "steps")),
+    compared=frozenset(("from_model", "reward_model")),
 )
 
 
@@ -96,7 +97,7 @@ def _open(stage: Stage[S], settings: S | Mapping[str, object], *, resume: Resume
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
-        stored=lambda folder: stored_settings(folder, POLICY.free, stage.settings),
+        stored=lambda folder: stored_settings(folder, POLICY.free | POLICY.compared, stage.settings),
         wait=GRACE_SECONDS if resume else 0.0,
     )
 

@@ -48,7 +48,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         self.rewards, self.clip = rewards, clip
         super().__init__(*args, parts=parts, reward_funcs=self._clipped_rewards, **kwargs)
         self.beta = beta
-        if beta and reference is not None:
+        if reference is not None:  # with beta 0, too: the KL is measured
             from trl.trainer.utils import add_fused_lm_head
 
             add_fused_lm_head(reference, temperature=self.temperature)
@@ -121,7 +121,7 @@ class PolicyTrainer(TunedTrainer, _Online):
         if self.processes.first:
             held_out.write(Path(str(self.args.output_dir)).parent / held_out.FILE, self.state.global_step, everyone)
         metrics = {f"eval_{name}": sum(n[name] for n in everyone) / len(everyone) for name in MEASURED}
-        self.log(metrics)
+        self.log_held_out(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -215,7 +215,7 @@ class ReMaxTrainer(PolicyTrainer):
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         answer = output["completion_ids"].shape[1]
-        if self.beta and self.ref_model is not None:
+        if self.ref_model is not None:
             with torch.no_grad():
                 output["reference"] = self.token_logps(self.ref_model, ids, mask, answer)
         return output

@@ -15,7 +15,7 @@ from lamina.posttraining.preferences import read_preferences
 from lamina.posttraining.settings import RewardSettings
 from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import Parts, TunedTrainer, trl
+from lamina.posttraining.trainer import PairMetrics, Parts, TunedTrainer, trl
 
 
 def reward(
@@ -51,7 +51,7 @@ class RewardModeling(Stage[RewardSettings]):
 def trainer_class() -> type[TunedTrainer]:
     """TRL's RewardTrainer with Lamina's part."""
 
-    class LaminaRewardTrainer(TunedTrainer, trl("RewardTrainer")):
+    class LaminaRewardTrainer(PairMetrics, TunedTrainer, trl("RewardTrainer")):
         pass
 
     return LaminaRewardTrainer

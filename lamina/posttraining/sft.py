@@ -140,7 +140,7 @@ def trainer_class() -> type[TunedTrainer]:
 
         def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
             metrics = held_out_loss(self)
-            self.log(metrics)
+            self.log_held_out(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
 

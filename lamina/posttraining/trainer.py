@@ -52,6 +52,21 @@ class Parts:
     states: Sequence[Stateful]
 
 
+class PairMetrics:
+    """A mixin for TRL's trainers of pairs: TRL's means of an evaluation are over batches, here they are over pairs."""
+
+    _metrics: dict[str, dict[str, list[float]]]
+    model: nn.Module
+
+    def compute_loss(self, model: Passed, inputs: Passed, *args: Passed, **kwargs: Passed) -> Passed:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not self.model.training:
+            pairs = len(inputs["input_ids"]) // 2
+            for values in self._metrics["eval"].values():
+                values += values[-1:] * (pairs - 1)
+        return loss
+
+
 class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer):
     """A mixin for TRL's trainers; ``parts`` is its own argument."""
 
@@ -95,6 +110,16 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer
     def tokens_seen(self) -> int:
         """The tokens trained on so far, over all processes."""
         return int(self._total_train_tokens)
+
+    def log_held_out(self, metrics: dict[str, float]) -> None:
+        """Log an evaluation's numbers as such: in training mode TRL would add its training means, and forget them."""
+        model = self.bare_model()
+        was_training = model.training
+        model.eval()
+        try:
+            self.log(metrics)
+        finally:
+            model.train(was_training)
 
     def bare_model(self) -> Passed:
         """The model without the wrappers of accelerate and DDP; LoRA's matrices stand in its own layers."""

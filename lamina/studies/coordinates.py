@@ -92,7 +92,6 @@ def coord_check(
         write_study(folder, {**header, "settings": checked.to_dict()})
         table = _read(folder) if job.resumes else pd.DataFrame(columns=list(COLUMNS))
         done = set(zip(table["width"], table["seed"], strict=True))
-        table = table[[pair in runs for pair in zip(table["width"], table["seed"], strict=True)]]
         todo = {pair: run for pair, run in runs.items() if pair not in done}
         with tqdm(
             total=len(todo) * (checked.steps + 1), unit="step", disable=not (bar and has_bars()), dynamic_ncols=True
@@ -103,7 +102,8 @@ def coord_check(
                 new = pd.DataFrame(rows, columns=list(COLUMNS))
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
                 _write(folder, table)
-        result = slopes(table, checked.tolerance)
+        wanted = [pair in runs for pair in zip(table["width"], table["seed"], strict=True)]
+        result = slopes(table[wanted], checked.tolerance)
         job.write_text(SLOPES, result.to_csv(index=False))
         job.write_json(RESULT, verdict(result, checked))
     return result

@@ -16,7 +16,7 @@ RESULTS = "results.csv"
 
 
 def runs_of(path: str) -> list[Candidate] | None:
-    """One candidate per row of results.csv, its arm the placement (with the learning rate, where there are several).
+    """One candidate per row of results.csv; its arm is the placement, with width and rate where there are several.
 
     None for a folder that is no study's. Raises UserError for a study without results, or whose runs have no models.
     """
@@ -26,6 +26,11 @@ def runs_of(path: str) -> list[Candidate] | None:
     try:
         digests.require(folder / RESULTS)
         rows = pd.read_csv(folder / RESULTS)
+        if "trial" not in rows and "key" in rows:
+            raise UserError(
+                f"models: {path!r} is a study whose runs are in its store (allowed: their folders, STORE/KEY, with the "
+                f"key from results.csv, such as {rows['key'].iloc[0]})"
+            )
         found = [_candidate(folder, row, rows) for row in rows.to_dict("records")]
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, UserError):
@@ -36,13 +41,17 @@ def runs_of(path: str) -> list[Candidate] | None:
 
 def _candidate(folder: Path, row: Json, rows: pd.DataFrame) -> Candidate:
     placement, rate, seed = str(row["placement"]), row["learning_rate"], row["seed"]
-    rates = rows.loc[rows["placement"] == placement, "learning_rate"].nunique()
+    arm, alike = placement, rows[rows["placement"] == placement]
+    if "hidden_size" in rows and len(set(rows["hidden_size"])) > 1:
+        arm, alike = f"{arm} of width {row['hidden_size']}", alike[alike["hidden_size"] == row["hidden_size"]]
+    if len(set(alike["learning_rate"])) > 1:
+        arm = f"{arm} at {rate:g}"
     run = folder / "trials" / str(row["trial"])
     status = str(row["status"])
     candidate = Candidate(
         name=f"{folder.name}/{row['trial']}",
         path=str(run),
-        arm=placement if rates <= 1 else f"{placement} at {rate:g}",
+        arm=arm,
         seed=None if pd.isna(seed) else int(seed),
         status=status,
     )

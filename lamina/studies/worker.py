@@ -22,9 +22,10 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import orphans
 from lamina.jobs.environment import environment
-from lamina.jobs.files import disk_full, write_json
+from lamina.jobs.files import disk_full, read_result, write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.signals import STOP_SIGNALS
+from lamina.jobs.status import ENDED
 from lamina.studies.trials.task import Busy, Task
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h
@@ -92,26 +93,39 @@ def run(request: Json) -> int:
         _like_the_driver(request)
         task, rank = Task.from_request(request), int(os.environ.get("RANK", "0"))
         with task.claim() if rank == 0 else contextlib.nullcontext():
-            if rank == 0:  # marks the folder as ours before the log is in it
-                write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
-            name = f"log-{rank}.txt" if rank else "log.txt"
-            with (folder / name).open("a", encoding="utf-8") as log:
-                sys.stdout.flush()
-                for stream in (1, 2):
-                    os.dup2(log.fileno(), stream)
-                task.run()
+            return _claimed(task, rank, folder)
     except Busy:
         return BUSY
+    except KeyboardInterrupt:  # not claimed yet: the folder may be another driver's
+        return 0
+
+
+def _claimed(task: Task, rank: int, folder: Path) -> int:
+    """Run a trial that no other driver runs; returns the exit code."""
+    try:
+        if rank == 0:  # marks the folder as ours before the log is in it
+            write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
+        name = f"log-{rank}.txt" if rank else "log.txt"
+        with (folder / name).open("a", encoding="utf-8") as log:
+            sys.stdout.flush()
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+            task.run()
     except KeyboardInterrupt:
-        write_json(folder / "result.json", {"status": "interrupted", "reason": "stopped before it started"})
+        _note(folder, "interrupted", "stopped before it started")
     except Exception as error:
         if disk_full(error):
             return DISK_FULL
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        write_json(folder / "result.json", {"status": "failed", "reason": reason})
+        _note(folder, "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
     return 0
+
+
+def _note(folder: Path, status: str, reason: str) -> None:
+    """Write how a trial ended, unless it had ended before: what failed then is a measurement, and may be repeated."""
+    if (read_result(folder) or {}).get("status") not in ENDED:
+        write_json(folder / "result.json", {"status": status, "reason": reason})
 
 
 def _end_with(request: Json) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from lamina.core.json_types import Json
+from lamina.jobs.status import ENDED
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.trial import Trial
 
@@ -34,7 +35,10 @@ def runnable(trials: Iterable[Trial], store: Store, known: Known) -> dict[str, T
 def blocked(trial: Trial, failed: Mapping[str, Json]) -> Json | None:
     """The result of a trial one of whose inputs has failed; None for any other."""
     for source in trial.inputs.values():
-        if (found := failed.get(source.key) or blocked(source, failed)) is not None:
+        found = failed.get(source.key)
+        if found is None or found["status"] in ENDED:  # it ended, and only a measurement failed
+            found = blocked(source, failed)
+        if found is not None:
             return {"status": "failed", "reason": f"it starts from a trial that is {found['status']}: {source.name}"}
     return None
 

@@ -22,9 +22,12 @@ def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = 
     """A row per trial that has a result: its key, its place on the axes, whether it is tuned, and the result."""
     failed = failed or {}
     found: dict[str, Json] = {}
-    for trial in plan.wanted(store.result):
-        result = failed.get(trial.key) or store.result(trial)
-        if result is not None:
+
+    def known(trial: Trial) -> Json | None:
+        return failed.get(trial.key) or store.result(trial)
+
+    for trial in plan.wanted(known):
+        if (result := known(trial)) is not None:
             found[trial.key] = result_row(trial, result, _values(plan, trial), tuned=plan.is_tuned(trial))
     return as_table(found.values(), list(plan.scale.axis_names))
 

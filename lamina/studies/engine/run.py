@@ -112,6 +112,9 @@ def work(settings: StudySettings, *, bar: bool = True) -> int:
     """
     assert settings.study is not None
     plan, store = make_plan(read_study(settings.study), settings), store_of(settings)
+    if plan.scale.needs or plan.scale.search:
+        why = plan.scale.needs or "one driver runs a search"
+        raise UserError(f"scale: {settings.scale!r} has no trials to share: {why} (allowed: another scale)")
     Path(settings.store).mkdir(parents=True, exist_ok=True)
     return len(run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings)))
 
@@ -186,7 +189,8 @@ def _run(
 def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
     """Raise UserError if trials that ran in this folder are no longer the study's."""
     ran = set(stored.get("trials", []))
-    wanted = {trial.key for trial in plan.wanted(store.result)}
+    # A rate of which a trial failed was known to lose when the study ran here.
+    wanted = {trial.key for trial in plan.wanted(lambda trial: store.result(trial) or store.outcome(trial))}
     if gone := sorted(ran - wanted):
         raise UserError(
             f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "

@@ -98,9 +98,9 @@ def all_of(*findings: Finding) -> Finding:
 
 
 def any_of(*findings: Finding) -> Finding:
-    """The disjunction: holds if one holds, fails if all fail. Its p is the smallest times the number of parts.
+    """The disjunction: holds if one holds, fails if all fail. Its p is the deciding part's times the number of parts.
 
-    Where one holds, its numbers stand alone.
+    Where one holds, its numbers stand alone. Where all fail, the p is the smallest times their number.
     """
     assert findings
     ps = [finding.p for finding in findings if finding.p is not None]
@@ -111,7 +111,7 @@ def any_of(*findings: Finding) -> Finding:
         if deciding:
             best = min(deciding, key=lambda finding: 0.0 if finding.p is None else finding.p)
             parts = (best,) if verdict in shown else findings
-            return _joined(parts, best, None if best.p is None else p)
+            return _joined(parts, best, None if best.p is None else min(1.0, best.p * len(ps)))
     return _joined(findings, findings[0], p)
 
 

@@ -68,7 +68,7 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
-    lost = len(ours.losses.keys() & ours.values.keys()) - len(matched)
+    lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
     note = f"{lost} without a {names[1]} run of so low a loss, left out at equal loss" if lost > 0 else ""
     joined = replace(raw, ours=f"{raw.ours}; {equal.ours}", parts=(*raw.parts, *equal.parts)).noted(
         "; ".join(filter(None, [equal.note, note]))

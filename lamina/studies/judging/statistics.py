@@ -112,7 +112,11 @@ def equivalence_test(differences: Sequence[float], within: float) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment of p values, in their order: p_(i) * (n - i + 1), never falling, at most 1."""
+    """Holm's step-down adjustment of p values, in their order: p_(i) * (n - i + 1), never falling, at most 1.
+
+    A NaN counts as 1.
+    """
+    ps = [1.0 if math.isnan(p) else p for p in ps]
     adjusted = [0.0] * len(ps)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):

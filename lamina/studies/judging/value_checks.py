@@ -70,10 +70,10 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 
     Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
     direction, and a t test over the seeds of the slope (of value over the rank of x) has p below .05. Fails if the mean
-    tau is not in that direction at all. Seeds that lack an x are left out.
+    tau is not in that direction at all. Seeds that lack an x, or a finite value there, are left out.
     """
     xs = sorted(values)
-    seeds = sorted(set.intersection(*(set(values[x]) for x in xs)))
+    seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
     places = ", ".join(f"{x:g}" for x in xs)
     course = ", ".join(number(mean([values[x][seed] for seed in seeds])) if seeds else "-" for x in xs)
     text = f"{name} {course} at {places}".strip()
@@ -102,7 +102,10 @@ def same_order(a: Mapping[str, float], b: Mapping[str, float], *, at_least: floa
 
     It fails if tau is below that; inconclusive if it is not, but may be chance.
     """
-    arms = sorted(set(a) & set(b))
+    arms = [arm for arm in sorted(set(a) & set(b)) if math.isfinite(a[arm]) and math.isfinite(b[arm])]
+    if len(arms) < TOO_FEW:
+        few = f"fewer than {TOO_FEW} arms"
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} {len(arms)} arms".strip(), note=few)
     tau, p = kendall([a[arm] for arm in arms], [b[arm] for arm in arms])
     if tau < at_least:
         verdict = Verdict.FAILS

@@ -79,15 +79,18 @@ class Searching:
         return sorted(self.candidates.values(), key=lambda c: (order.get(c.state, 6), c.loss))
 
     def _study(self, name: str, pruner: Any) -> optuna.Study:
-        samplers = self.optuna.samplers
-        make = samplers.TPESampler if self.plan.sampler == "tpe" else samplers.RandomSampler
         return self.optuna.create_study(
             study_name=name,
             storage=self.storage,
-            sampler=make(seed=self.plan.seed),
             pruner=pruner,
             load_if_exists=True,
         )
+
+    def _sampler(self, asked: int) -> optuna.samplers.BaseSampler:
+        """The sampler of a candidate, whose random numbers depend on how many were proposed before it."""
+        samplers = self.optuna.samplers
+        make = samplers.TPESampler if self.plan.sampler == "tpe" else samplers.RandomSampler
+        return make(seed=self.plan.seed + asked)
 
     def _climb(self) -> None:
         """Propose in batches; run each batch rung by rung, and prune by successive halving."""
@@ -109,6 +112,7 @@ class Searching:
         return max(self.plan.keep**2, 4)
 
     def _ask(self, study: optuna.Study) -> optuna.Trial:
+        study.sampler = self._sampler(len(study.trials))  # not where the stream began: a resumed search would repeat it
         trial = study.ask()
         settings = self.plan.propose(trial)
         trial.set_user_attr("settings", settings)

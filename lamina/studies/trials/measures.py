@@ -124,6 +124,8 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
         return pd.concat([pd.read_parquet(part.absolute()) for part in parts], ignore_index=True)
     if name == "held_out":
         return pd.DataFrame(held_out.read(folder / held_out.FILE))
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError("no training records")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = pd.DataFrame([json.loads(line) for line in lines])
     return rows.drop(columns=["tokens_per_second"], errors="ignore")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import write_text, writing
+from lamina.jobs.status import ENDED
 from lamina.studies.trials.measures import file_name
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Records:
 
     @cached_property
     def rows(self) -> dict[str, Json]:
-        """The result of every recorded trial, by its key. Raises UserError for a file that can't be read."""
+        """The result of every recorded trial that ended, by its key. Raises UserError for a file that can't be read."""
         import pandas as pd
 
         rows: dict[str, Json] = {}
@@ -38,7 +39,8 @@ class Records:
             try:
                 table = pd.read_csv(path.absolute(), dtype={"key": str})
                 records = table.astype(object).where(table.notna(), None).to_dict("records")
-                rows.update({str(row["key"]): {str(k): v for k, v in row.items()} for row in records})
+                ended = (row for row in records if row["status"] in ENDED)  # what failed may be tried again
+                rows.update({str(row["key"]): {str(k): v for k, v in row.items()} for row in ended})
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
         return rows

@@ -56,6 +56,10 @@ class Store:
             self._ended[trial.key] = result
         return result
 
+    def outcome(self, trial: Trial) -> Json | None:
+        """How a trial's folder says that it ended, failed and interrupted included; None if there is none."""
+        return read_result(self.folder / trial.key)
+
     def has_model(self, trial: Trial) -> bool:
         """Whether a trial's model is here for other trials to start from."""
         return (self.folder / trial.key / MODEL).is_dir()

@@ -16,6 +16,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.guard import Diverged
+from lamina.training.watching.instruments import Instruments
 from lamina.training.watching.monitor import Monitor
 from lamina.training.watching.records import Records
 from lamina.training.watching.settings import WatchSettings
@@ -144,6 +145,7 @@ def open_monitor(
     a training that has begun does not end for its records. Raises UserError otherwise.
     """
     processes = these_processes()
+    instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
 
     def claimed() -> Records:
         return Records(settings, resume=resume, overwrite=overwrite, step=step)
@@ -157,7 +159,7 @@ def open_monitor(
         if processes.first:
             logger.warning("lamina.watch: %s; training goes on without records", error)
         return None
-    monitor = Monitor(model, optimizers, settings, records[0] if records else None, processes, step=step)
+    monitor = Monitor(instruments, records[0] if records else None, processes, step=step)
     monitor.begin()
     return monitor
 

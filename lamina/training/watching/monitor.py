@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from torch import nn
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
@@ -22,7 +21,6 @@ from lamina.training.watching.instruments import Instruments
 from lamina.training.watching.outliers import GRADIENT, OutlierRule
 from lamina.training.watching.outliers import LOSS as LOSS_VALUE
 from lamina.training.watching.records import Records
-from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -34,9 +32,7 @@ class Monitor:
     """Measures a training run, step by step, and writes its records; made by ``lamina.watch`` or ``LayerMonitor``.
 
     Args:
-        model: of any architecture, in the usual wrappers or without.
-        optimizers: those that step once per step.
-        settings: see ``WatchSettings``.
+        instruments: on the model and its optimizers.
         records: of the first process; None in the others.
         processes: this process and the run's others.
         step: the last step that was done before.
@@ -44,16 +40,15 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        settings: WatchSettings,
+        instruments: Instruments,
         records: Records | None,
         processes: Processes,
         *,
         step: int = 0,
     ):
-        self.settings, self.records, self.processes, self.step = settings, records, processes, step
-        self.instruments = Instruments(model, optimizers, settings)
+        settings = instruments.settings
+        self.instruments, self.settings = instruments, settings
+        self.records, self.processes, self.step = records, processes, step
         self.guard = DivergenceGuard(margin=settings.divergence_margin, patience=settings.divergence_patience)
         self.alarms = Alarms(half=self.instruments.half)
         self.series = StepSeries(processes)
