@@ -25,7 +25,7 @@ def runs_of(path: str) -> list[Candidate] | None:
         return None
     try:
         digests.require(folder / RESULTS)
-        rows = pd.read_csv(folder / RESULTS)
+        rows = pd.read_csv(folder / RESULTS, dtype={"key": str})
         if "trial" not in rows and "key" in rows:
             raise UserError(
                 f"models: {path!r} is a study whose runs are in its store (allowed: their folders, STORE/KEY, with the "

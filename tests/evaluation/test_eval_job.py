@@ -12,8 +12,11 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.evaluation import evaluating
+from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
 from lamina.jobs.kinds import Kind, kind_of
+from lamina.jobs.replaced import has_result
+from lamina.studies.evaluated import runs_of
 
 pytest.importorskip("lm_eval")
 
@@ -91,6 +94,37 @@ def test_a_changed_checkpoint_is_evaluated_again(text, tmp_path):
     saved_model(place, "pre_ln")
     after = lamina.evaluate(output=given["output"], resume=True, bar=False)["units"][0]["scores"]
     assert before[0]["value"] != after[0]["value"]
+
+
+def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
+    row = {"placement": "keel", "learning_rate": 1e-3, "seed": 0, "status": "finished"}
+    for name, widths in (("a", [16]), ("b", [16, 32])):
+        rows = [{**row, "trial": f"keel-{width}", "hidden_size": width} for width in widths]
+        for one in rows:
+            (tmp_path / name / "trials" / one["trial"] / "model").mkdir(parents=True)
+        pd.DataFrame(rows).to_csv(tmp_path / name / "results.csv", index=False)
+        (tmp_path / name / "study.yaml").write_text("placements: keel\n")
+        (tmp_path / name / "environment.json").write_text(json.dumps(environment(0, Kind.TRANSFER)))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert [one.arm for one in candidates_of([a], runs_of)] == ["keel"]
+    both = ["keel of width 16", "keel of width 32"]
+    assert [one.arm for one in candidates_of([b], runs_of)] == both
+    assert [one.arm for one in candidates_of([a, b], runs_of)] == [f"{a}: keel", *(f"{b}: {arm}" for arm in both)]
+
+
+def test_a_study_of_a_store_says_where_its_runs_are(tmp_path):
+    pd.DataFrame([{"key": "0123", "placement": "keel"}]).to_csv(tmp_path / "results.csv", index=False)
+    (tmp_path / "study.yaml").write_text("placements: keel\n")
+    (tmp_path / "environment.json").write_text(json.dumps(environment(0, Kind.STUDY)))
+    with pytest.raises(UserError, match=r"in its store .*STORE/KEY.* such as 0123"):
+        runs_of(str(tmp_path))
+
+
+def test_finished_scores_are_a_result(tmp_path):
+    assert not has_result(tmp_path)
+    (tmp_path / "scores" / "000-a").mkdir(parents=True)
+    (tmp_path / "scores" / "000-a" / "quiz.json").write_text("{}")
+    assert has_result(tmp_path), "--overwrite does not put the old content back over them"
 
 
 def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path, text):

@@ -15,6 +15,7 @@ from lamina.evaluation import harness
 from lamina.evaluation.harness import Runner, Tasks
 from lamina.evaluation.items import item_table
 from lamina.evaluation.scores import scores_of
+from lamina.evaluation.task_code import brings_code
 from lamina.evaluation.task_sets import SETS, columns_of
 
 pytest.importorskip("lm_eval")
@@ -147,6 +148,29 @@ def test_a_task_file_s_code_runs_only_when_asked(data_dir):
     (data_dir / "tasks/base.yaml").write_text("doc_to_text: !function own.text\n")
     with pytest.raises(UserError, match="runs Python code"):
         Tasks.find(str(data_dir)).require(["coded"])
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("doc_to_text: !%66unction own.text", True),  # YAML decodes a tag
+        ('"include": base.inc', True),
+        ("include: [plain.inc, base.inc]", True),
+        ("include: itself.yaml\n", False),
+        ('"class": own.Task', True),
+        ("task: [{task: a, class: own.Task}]", True),
+        ("doc_to_text: 'about !function'", False),
+        ("a: [", True),
+        ("a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]", False),
+        ("", False),
+    ],
+)
+def test_code_is_what_yaml_reads_as_code(tmp_path, text, code):
+    (tmp_path / "base.inc").write_text("doc_to_text: !function own.text\n")
+    (tmp_path / "plain.inc").write_text("doc_to_text: text\n")
+    file = tmp_path / "itself.yaml"
+    file.write_text(text)
+    assert brings_code(file) == code
 
 
 def test_without_the_harness_one_line_says_what_to_install(monkeypatch):

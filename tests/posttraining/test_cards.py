@@ -33,6 +33,8 @@ def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_pa
     assert {"lamina", "keel"} <= set(card.data.tags)
     assert f"| held-out loss | `{result['eval_loss']:.4f}` |" in card.content
     assert "| examples to train on | `9` |" in card.content
+    assert "| accuracy of the answers' tokens |" in card.content
+    assert "pairs" not in card.content
     assert "a \\| b.jsonl" in card.content
     assert "lamina sft --from-model" in card.content
     files = json.loads((tmp_path / "run" / "model" / "manifest.json").read_text())["files"]

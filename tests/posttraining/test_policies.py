@@ -66,6 +66,22 @@ def same_weights(one, other):
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, pairs, tmp_path):
+    rows = preferences(6)  # two batches, of four pairs and of two
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
+    result = reward({**common(base, pairs, tmp_path / "run"), "eval_data": str(held_out)}, bar=False)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+
+    def score(row, name):
+        inputs = tokenizer(row["prompt"] + row[name] + tokenizer.eos_token, return_tensors="pt")
+        return float(model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits)
+
+    margins = [score(row, "chosen") - score(row, "rejected") for row in rows]
+    assert result["eval_margin"] == pytest.approx(sum(margins) / 6, abs=1e-5)
+    assert result["eval_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
+
+
 def test_a_reward_model_orders_held_out_pairs(judge):
     folder, result = judge
     assert result["status"] == "finished"
@@ -177,6 +193,7 @@ def test_a_verifiable_reward_is_learned(policy, tmp_path):
     changes = {"reward_model": ..., "reward_function": f"{file}:low", "learning_rate": 3e-2, "beta": 0.0}
     _, result = policy(steps=12, batch_size=8, **changes)
     assert result["reward_gain"] > 0.5
+    assert result["eval_kl"] > 0.1, "without a penalty the KL is measured all the same"
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,9 @@ def test_the_best_evaluation_is_kept(tuned):
     losses = {r["step"]: r["eval_loss"] for r in records(folder) if "eval_loss" in r}
     best = min(losses, key=losses.get)
     assert (result["best_step"], result["eval_loss"]) == (best, losses[best])
+    accuracies = {r["step"]: r["eval_accuracy"] for r in records(folder) if "eval_accuracy" in r}
+    assert result["eval_accuracy"] == accuracies[best], "every number is of the model that is saved"
+    assert not [r for r in records(folder) if "eval_loss" in r and "mean_token_accuracy" in r], "training's own means"
     assert not list(folder.glob("best*"))
 
 

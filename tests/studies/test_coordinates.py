@@ -126,6 +126,8 @@ def test_the_folder_the_page_and_going_on(corpus, tmp_path, capsys):
     after = pd.read_parquet(folder / "coordinates.parquet")
     assert after[after.seed == 0].reset_index(drop=True).equals(before)
     assert len(after) == 2 * len(before)
+    assert main([*argv, "--seeds", "1", "--resume"]) == 0
+    assert pd.read_parquet(folder / "coordinates.parquet").equals(after), "a seed that is left out is not forgotten"
     assert main([*argv, "--steps", "2", "--resume"]) == 2
     assert "steps: 2 differs from the check's 1" in capsys.readouterr().err
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from scipy import stats
 
@@ -69,12 +71,23 @@ def test_a_trend_needs_its_direction_and_more_than_the_seeds_spread():
     assert monotone({1: {0: 1.0}, 2: {1: 2.0}}).verdict == "inconclusive"
 
 
+def test_a_seed_whose_value_is_not_finite_has_no_trend():
+    steep = {x: {seed: x + 0.01 * seed for seed in range(4)} for x in (1.0, 2.0, 3.0, 4.0)}
+    whole, steep[2.0][4] = monotone(steep), math.nan
+    for x in (1.0, 3.0, 4.0):
+        steep[x][4] = 0.0
+    assert monotone(steep) == whole
+
+
 def test_two_rankings():
     a = dict(zip("abcdef", range(6), strict=True))
     assert same_order(a, {**a, "z": 9}).verdict == "holds"
     assert same_order(a, {name: -value for name, value in a.items()}).verdict == "fails"
     short = {"a": 1.0, "b": 2.0, "c": 3.0}
     assert same_order(short, short).verdict == "inconclusive"
+    for few in ({"a": 1.0}, {"a": 1.0, "b": math.nan, "c": 3.0}, {}):
+        assert same_order(few, a).verdict == "inconclusive", "too few arms deny nothing"
+    assert denied(same_order({"a": 1.0}, a)).verdict == "inconclusive"
 
 
 def test_a_share_of_cases():
@@ -99,6 +112,8 @@ def test_all_of_is_as_strong_as_its_weakest_part():
 def test_any_of_pays_for_its_parts():
     either = any_of(finding("fails", 0.5), finding("holds", 0.01))
     assert (either.verdict, either.p) == ("holds", 0.02)
+    wrong = any_of(finding("fails", 0.00001), finding("holds", 0.02))
+    assert wrong.p == 0.04, "what fails significantly does not prove what holds"
     assert any_of(finding("fails"), finding("inconclusive")).verdict == "inconclusive"
     assert any_of(finding("fails"), finding("fails")).verdict == "fails"
 

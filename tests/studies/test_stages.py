@@ -12,6 +12,8 @@ from lamina.studies.catalog.study import read_study
 from lamina.studies.engine.driver import run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import results_table
+from lamina.studies.engine.run import _refuse_edited
+from lamina.studies.trials.measures import measure, missing
 from lamina.studies.trials.records import Records, write_results
 from lamina.studies.trials.scores import columns_of
 from lamina.studies.trials.store import Store
@@ -135,6 +137,43 @@ def test_trials_wait_for_the_models_that_they_start_from(plan, store, stages):
     assert {result["status"] for result in outcome.values()} == {"finished"}
     task = store.task(by_place(plan(stages), store)["policy", "keel", 0])
     assert task.settings.reward_model == str(store.folder / by_place(plan(stages), store)["judge", "pre_ln", 0].key)
+
+
+def test_stages_start_from_a_trial_of_which_only_a_measurement_failed(plan, store, stages):
+    """Otherwise every stage after it would be called failed, though the model is there."""
+    ran = []
+    measured = plan(stages, measures={"end": ["hidden_states"]})
+    outcome = run_plan(measured, store, workers=1, bar=False, execute=executor(ran))
+    assert ran == [["pretrain"], ["sft"], ["reward"], ["rlhf"]]
+    assert {result["status"] for result in outcome.values()} == {"finished"}
+
+
+def test_records_of_metrics_that_a_job_does_not_write_are_noted(tmp_path):
+    (tmp_path / "trial").mkdir()
+    measure(tmp_path / "trial", None, ["records/metrics"])
+    assert missing(tmp_path / "trial", ["records/metrics"]) == []
+
+
+def test_one_failed_trial_of_a_sweep_hides_no_other(plan, store):
+    """And the recorded failure is no result: the trial may run again, here or elsewhere."""
+    tuned = plan({}, axes={"placement": ["keel"], "learning_rate": {"tune": [1e-3, 3e-3, 1e-2], "seeds": 1}, "seed": 3})
+
+    def execute(trials, *, workers, ended, tick):
+        for name, task in trials.items():
+            rate = task.settings.learning_rate
+            if rate == 1e-3:
+                ended(name, finish(task.folder, status="failed", reason="out of memory"))
+            else:
+                ended(name, finish(task.folder, eval_loss=rate))
+
+    outcome = run_plan(tuned, store, workers=1, bar=False, execute=execute)
+    failed = {key: result for key, result in outcome.items() if result["status"] == "failed"}
+    rows = results_table(tuned, store, failed)
+    assert len(rows) == 5
+    assert set(rows[rows["tuned"]]["seed"]) == {0, 1, 2}
+    _refuse_edited({"trials": sorted(outcome)}, tuned, store)
+    write_results(store.records.folder / "mine-cpu", rows)
+    assert set(Records(store.records.folder).rows) == set(outcome) - set(failed)
 
 
 def test_what_does_not_train_is_not_tuned_and_its_rows_say_so(plan, store, stages):

@@ -9,9 +9,10 @@ from studies.study_files import write_study
 import lamina
 from lamina.api import study
 from lamina.errors import UserError
-from lamina.studies.search.searching import _worse
+from lamina.studies.catalog.study import read_study
+from lamina.studies.search.searching import Searching, _worse
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 SEARCH = {
     "space": {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "placement": ["pre_ln", "keel"]},
     "trials": 6,
@@ -55,6 +56,23 @@ def test_a_resumed_search_proposes_the_same_and_repeats_nothing(run, tmp_path):
     run(resume=True)
     pd.testing.assert_frame_equal(first, pd.read_csv(tmp_path / "out" / "search.csv"))
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_search_that_was_reopened_proposes_what_an_uninterrupted_one_does(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus, axes={"seed": 2}, search=SEARCH, claims="")
+
+    def proposed(folder, *, reopen):
+        folder.mkdir()
+        for asked in (3, 3) if reopen else (6,):
+            searching = Searching(read_study(file).scale("cpu"), {}, None, folder, None)
+            opened = searching._study("rungs", optuna.pruners.NopPruner())
+            for _ in range(asked):
+                searching._ask(opened)
+        return [trial.user_attrs["settings"]["learning_rate"] for trial in opened.trials]
+
+    whole = proposed(tmp_path / "whole", reopen=False)
+    assert len(set(whole)) == 6
+    assert proposed(tmp_path / "reopened", reopen=True) == whole
 
 
 def test_the_race_needs_pairs():

@@ -8,6 +8,8 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.folder import lock
+from lamina.studies.engine.run import work
+from lamina.studies.engine.settings import StudySettings
 
 
 def places(tmp_path):
@@ -41,6 +43,26 @@ def test_a_trial_that_another_driver_runs_is_waited_for(tmp_path, corpus):
         assert not (folder / "result.json").exists()
     assert worker.wait(120) == 0
     assert (folder / "result.json").exists()
+
+
+def test_a_scale_without_trials_to_share_has_no_workers(tmp_path, corpus):
+    space = {"space": {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}, "trials": 2}
+    for name, scale, why in (
+        ("searched", {"axes": {"seed": 2}, "search": space}, "one driver runs a search"),
+        ("later", {"needs": "a cluster"}, "a cluster"),
+    ):
+        file = write_study(tmp_path / name, corpus=corpus, claims="", **scale)
+        settings = StudySettings(study=str(file), store=str(tmp_path / "trials"), records=str(tmp_path / "records"))
+        with pytest.raises(UserError, match=f"scale: 'cpu' has no trials to share: {why}"):
+            work(settings, bar=False)
+    assert not (tmp_path / "trials").exists()
+
+
+def test_the_default_output_is_resumed(tmp_path, corpus, monkeypatch, capsys):
+    file = write_study(tmp_path / "files", corpus=corpus)
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "run", str(file), "--resume", *places(tmp_path)]) == 2
+    assert "runs/studies/mine-cpu" in capsys.readouterr().err
 
 
 def test_a_study_folder_has_one_driver(tmp_path, corpus):

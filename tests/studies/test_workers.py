@@ -12,8 +12,8 @@ from training.tiny_runs import SMALL, wait_for
 import lamina
 from lamina.cli import main
 from lamina.errors import TrialsFailed, UserError
-from lamina.jobs.files import read_result
-from lamina.studies import processes
+from lamina.jobs.files import read_result, write_json
+from lamina.studies import processes, worker
 from lamina.studies.trials.task import Task
 from lamina.training.settings import PretrainSettings
 
@@ -87,6 +87,19 @@ def test_a_study_of_failed_trials_raises_with_the_first_reason(failing, corpus, 
     assert "failed" in out
     (line,) = [line for line in err.splitlines() if line.startswith("lamina: ")]
     assert "all 2 trials failed" in line
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the SVD did not converge")])
+def test_a_measurement_that_fails_leaves_the_trials_result(tmp_path, monkeypatch, error):
+    def run(task):
+        write_json(task.folder / "result.json", {"status": "finished", "eval_loss": 2.0})
+        raise error
+
+    monkeypatch.setattr(Task, "run", run)
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
+    task = Task(settings=PretrainSettings(**SMALL, output=str(tmp_path)))
+    assert worker._claimed(task, 0, tmp_path) == (0 if isinstance(error, KeyboardInterrupt) else 1)
+    assert read_result(tmp_path) == {"status": "finished", "eval_loss": 2.0}
 
 
 def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_path):

@@ -110,8 +110,10 @@ def test_an_optimizer_without_moments_has_updates_all_the_same(tmp_path):
 def test_what_is_no_model_no_optimizer_or_no_setting_is_refused(tmp_path, model, optimizer, options, says):
     net = NanoGpt()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else [optimizer]
-    with pytest.raises(UserError, match=says), lamina.watch(model or net, optimizer, output=str(tmp_path), **options):
+    new = tmp_path / "new"
+    with pytest.raises(UserError, match=says), lamina.watch(model or net, optimizer, output=str(new), **options):
         pass
+    assert not new.exists(), "the corrected call finds the folder free"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="output"):
