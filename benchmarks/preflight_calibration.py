@@ -2,7 +2,7 @@
 
     python benchmarks/preflight_calibration.py          # all stages, `runs` and `measure` going on where they were
     python benchmarks/preflight_calibration.py measure fit judge
-    python benchmarks/preflight_calibration.py trials --store runs/studies/trials   # the studies' trials as runs
+    python benchmarks/preflight_calibration.py trials --store runs/trials   # the studies' trials as runs
 
 `runs` trains each case with lamina's own pretraining (runs.jsonl, a line a case), `measure` does each one's burn-in
 (measurements.jsonl, its features at every measurement), `fit` writes lamina/preflights/calibration.json from the sets
@@ -303,7 +303,7 @@ def main() -> None:
     stages = options.stages or STAGES
     if "trials" in stages:
         if options.store is None:
-            parser.error("trials: --store is missing (allowed: a folder of trials, such as runs/studies/trials)")
+            parser.error("trials: --store is missing (allowed: a folder of trials, such as runs/trials)")
         add_trials(options.store)
     if "runs" in stages:
         work_off("runs.jsonl", list(itertools.islice(all_cases(), options.most)), train, options.jobs)

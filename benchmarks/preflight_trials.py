@@ -1,6 +1,6 @@
 """The studies' trials as cases of the preflight's calibration: their runs are there, only the burn-ins are missing.
 
-    python benchmarks/preflight_calibration.py trials --store runs/studies/trials
+    python benchmarks/preflight_calibration.py trials --store runs/trials
 
 writes a line to runs.jsonl for each setting that the trials of a store had, with the lowest seed of those that ended.
 Depths of FITTED_DEPTHS are fitted on; the others are judged on, so that a depth is either.

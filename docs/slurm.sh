@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=lamina
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=8   # one process a GPU
+#SBATCH --ntasks-per-node=8   # one process per GPU
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00

@@ -1,4 +1,4 @@
-"""Combinations of the four seeds' placements against their parts."""
+"""Combinations of FuseNorm, Keel, Mix-LN and Peri-LN against their parts."""
 
 from lamina.studies.judging import Finding, Trials, all_of, any_of, claim, lower
 

@@ -1,4 +1,4 @@
-"""Which of the four seeds is best, with one initializer, each at its own learning rate."""
+"""Which of FuseNorm, Keel, Mix-LN and Peri-LN is best, with one initializer, each at its own learning rate."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from lamina.studies.judging import Finding, Trials, all_of, claim, lower, values
 PLACEMENTS = ("fusenorm", "keel", "mix_ln", "peri_ln", "pre_ln")
 
 
-@claim(says="One of the four seeds' placements has a lower loss than each of the others and Pre-LN")
+@claim(says="One of FuseNorm, Keel, Mix-LN and Peri-LN has a lower loss than each of the others and Pre-LN")
 def seeds_tuned(trials: Trials) -> Finding:
     tuned = trials.tuned()
     means = {arm: sum(losses.values()) / len(losses) for arm in PLACEMENTS if (losses := values_of(tuned, arm))}

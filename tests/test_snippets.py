@@ -219,7 +219,8 @@ SMALL = {
     "generate": "--max-new-tokens 2",
     "eval": "--limit 2",
     "probe": "--sequences 2",
-    "preflight": "--corpus words.txt --hidden-size 16 --num-heads 2 --num-layers 2",
+    "preflight": "--corpus words.txt --tokenizer bytes --hidden-size 16 --num-heads 2 --num-layers 2 --steps 20 "
+    "--sequence-length 16 --batch-size 2",
 }
 
 

@@ -12,7 +12,7 @@ COMMANDS = {
     "dpo": "train a policy on preferences directly",
     "coord-check": "check that no module's output grows with the width, before and after a few steps",
     "transfer": "find the learning rates that are stable and best on a narrow proxy, and from them a wide target's",
-    "max-lr": "find the largest learning rate that each placement bears: one warm-up until it fails",
+    "max-lr": "find the largest learning rate that each placement tolerates: one warm-up until it fails",
     "study": "run, list or show studies: each table and figure of the papers, with a verdict on its claim",
     "probe": "measure what each layer of a checkpoint does, and write one page about it",
     "eval": "evaluate models: perplexity of a text, tasks of lm-evaluation-harness, tables as the papers print them",
