@@ -202,6 +202,7 @@ def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
 def _record(study: Study, settings: StudySettings, folder: Path) -> None:
     """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine."""
     records = settings.records_folder / f"{study.name}-{settings.scale}"
+    known = environment(0)  # before the records change: they are part of the repository
     shutil.rmtree(records / TABLES, ignore_errors=True)
     records.mkdir(parents=True, exist_ok=True)
     for name in (RESULTS, verdicts.CLAIMS):
@@ -209,7 +210,6 @@ def _record(study: Study, settings: StudySettings, folder: Path) -> None:
     for path in sorted((folder / TABLES).glob("*.parquet")):
         (records / TABLES).mkdir(exist_ok=True)
         shutil.copyfile(path, records / TABLES / path.name)
-    known = environment(0)
     write_sealed(
         records / STUDY,
         {
