@@ -1,8 +1,8 @@
 """What the engine of studies costs beside its trials' own time.
 
-overhead: a study of trials of some ten seconds with one worker, beside the same trials one by one in a process without
-the engine. Both are processes from their start to their end, alternating; a study of one trial and one of several give
-the cost of each further trial, without the imports.
+overhead: in a study of trials of some ten seconds with one worker, the seconds from one trial's last file to the next
+one's first, as a share of the trials' own. Both are of the same run, so a machine that drifts changes neither. Beside
+it, the seconds of the same trials one by one in a process without the engine.
 start: a study whose trials have all ended but one: the seconds from the command to that trial's first file, less those
 of the same command on a study of that one trial alone. What is left is what finding the others costs.
 workers: the same trials with a worker per core and one thread each, beside one worker with all threads.
@@ -14,6 +14,7 @@ workers: the same trials with a worker per core and one thread each, beside one 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -60,14 +61,15 @@ def run_study(path: Path, store: Path, *options: str) -> float:
     return seconds_of([*command, str(output), *options])
 
 
-def run_plain(folder: Path, trial: dict[str, Any], count: int) -> float:
-    """The seconds of the same trials without the engine."""
+def run_plain(folder: Path, trial: dict[str, Any], count: int) -> Path:
+    """The same trials without the engine; returns their folder."""
     place = folder / f"plain-{time.monotonic_ns()}"
     settings = [
         {**trial, **ALIKE, "eval_steps": trial["steps"], "seed": seed, "output": str(place / str(seed))}
         for seed in range(count)
     ]
-    return seconds_of([sys.executable, "-c", PLAIN, json.dumps(settings)])
+    seconds_of([sys.executable, "-c", PLAIN, json.dumps(settings)])
+    return place
 
 
 def seconds_of(command: list[str]) -> float:
@@ -80,18 +82,28 @@ def seconds_of(command: list[str]) -> float:
 
 
 def overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds per further trial with the engine and without it."""
-    few, many = study_file(folder, TRIAL, 1), study_file(folder, TRIAL, 1 + arguments.trials)
-    rounds = []
+    """The seconds from one trial's last file to the next one's first, and the trials' own, with and without engine."""
+    path, rounds = study_file(folder, TRIAL, 1 + arguments.trials), []
     for turn in range(arguments.rounds):
-        stores = [folder / f"store-{turn}-{name}" for name in ("few", "many")]
-        engine = [run_study(path, store, "--workers", "1") for path, store in zip((few, many), stores, strict=True)]
-        plain = [run_plain(folder, TRIAL, count) for count in (1, 1 + arguments.trials)]
-        rounds.append({"engine": engine, "plain": plain})
-        print(f"overhead: engine {engine}, plain {plain}", flush=True)
-    each = {name: statistics.median((r[name][1] - r[name][0]) / arguments.trials for r in rounds) for name in rounds[0]}
-    ratio = statistics.median((r["engine"][1] - r["engine"][0]) / (r["plain"][1] - r["plain"][0]) for r in rounds)
-    return {"trials": arguments.trials, "seconds_per_trial": each, "ratio": ratio, "rounds": rounds}
+        store = folder / f"store-{turn}"
+        run_study(path, store, "--workers", "1")
+        times = sorted((begun.stat().st_mtime, ended_of(begun.parent)) for begun in store.glob("[0-9a-f]*/trial.json"))
+        plain = run_plain(folder, TRIAL, 1 + arguments.trials)
+        rounds.append(
+            {
+                "between": [after[0] - before[1] for before, after in itertools.pairwise(times)],
+                "trials": [ended - begun for begun, ended in times],
+                "plain": [json.loads(file.read_text())["seconds"] for file in sorted(plain.glob("*/result.json"))],
+            }
+        )
+        print("overhead:", {name: [round(one, 2) for one in rounds[-1][name]] for name in rounds[-1]}, flush=True)
+    medians = {name: statistics.median(one for r in rounds for one in r[name]) for name in rounds[0]}
+    return {**medians, "ratio": 1 + medians["between"] / medians["trials"], "rounds": rounds}
+
+
+def ended_of(trial: Path) -> float:
+    """When a trial wrote its result."""
+    return (trial / "result.json").stat().st_mtime
 
 
 def first_file(path: Path, store: Path, known: set[str]) -> float:
