@@ -76,5 +76,18 @@ def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
     return "\n".join([*head, *rows, "", summary, "", where])
 
 
+def studies_sentence(record: dict[str, Any] | None, where: str) -> str:
+    """What the engine of studies costs."""
+    if record is None:
+        return _unmeasured("studies")
+    overhead, start, workers = record["overhead"], record["start"], record["workers"]
+    return (
+        f"Between two trials of {overhead['trials']:.1f} s pass {overhead['between']:.2f} s "
+        f"({100 * (overhead['ratio'] - 1):.1f} % of a trial). Finding {start['ended']} ended trials takes "
+        f"{start['seconds_added']:.1f} s before the next one starts. {workers['cores']} workers with one thread each do "
+        f"{workers['throughput_ratio']:.2f} times the trials of one worker with all threads. " + where
+    )
+
+
 def _unmeasured(name: str) -> str:
     return f"Not measured yet: there is no benchmarks/results/{name}.json (`python benchmarks/{name}.py`)."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from measured_tables import alarms_table, evaluation_table, mnist_table, watching_sentence
+from measured_tables import alarms_table, evaluation_table, mnist_table, studies_sentence, watching_sentence
 
 from lamina.core.architectures import conversions, verified
 from lamina.jobs import aliases
@@ -19,7 +19,7 @@ from lamina.placements import get, names
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
     *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
-    *("evaluate", "loss-spiked"),
+    *("evaluate", "loss-spiked", "studies"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
@@ -332,6 +332,7 @@ def tables() -> dict[str, str]:
         "watching": watching_sentence,
         "mnist": mnist_table,
         "evaluation": evaluation_table,
+        "studies": studies_sentence,
     }
     for name, table in made.items():
         record = _record(name)
