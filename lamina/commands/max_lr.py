@@ -1,4 +1,4 @@
-"""`lamina max-lr`: the largest learning rate that each placement bears."""
+"""`lamina max-lr`: the largest learning rate that each placement tolerates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = """
   lamina max-lr --output runs/limits --resume
 """
 DESCRIPTION = """\
-How high a learning rate does each placement bear? One run per placement and seed, with one linear warm-up from 0 to
+How high a learning rate does each placement tolerate? One run per placement and seed, with one linear warm-up from 0 to
 --max-learning-rate over all --steps (Keel's protocol). A run ends at the first of: a loss or gradient that is not
 finite; a spike, a loss that stays --spike-margin nats above its low for --spike-patience; a plateau, a loss that does
 not fall by --plateau-margin nats while the rate grows by --plateau-factor ("stuck" if it never got below the corpus's

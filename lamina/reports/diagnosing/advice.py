@@ -73,7 +73,7 @@ CAUSES = {
                     setting="beta2",
                     most=0.95,
                 ),
-                "a placement that bears higher rates (Peri-LN, Keel): lamina compare on your text",
+                "a placement that tolerates higher rates (Peri-LN, Keel): lamina compare on your text",
             ),
             claims=("peri-lr", "keel-maxlr", "peri-budget"),
         ),

@@ -66,16 +66,16 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def sentences(rows: Sequence[MaxRate]) -> list[str]:
-    """The result in plain sentences: which placement bears the highest rate, and how many times the lowest one's."""
+    """The result in plain sentences: which placement tolerates the highest rate, and how many times the lowest one's."""
     measured = [row for row in rows if row.seeds and row.mean > 0]
     if not measured:
         return ["No trial has found its largest rate."]
     first, last = measured[0], measured[-1]
     least = "at least " if first.open else ""
-    texts = [f"{first.placement} bears {least}{first.mean:.2g}."]
+    texts = [f"{first.placement} tolerates {least}{first.mean:.2g}."]
     if len(measured) > 1:
         texts[0] = (
-            f"{first.placement} bears the highest learning rate, {least}{first.mean:.2g}: {least}"
+            f"{first.placement} tolerates the highest learning rate, {least}{first.mean:.2g}: {least}"
             f"{first.mean / last.mean:.2g} times that of {last.placement} ({last.mean:.2g})."
         )
     stuck = [row.placement for row in measured if row.ends == STUCK]
