@@ -84,8 +84,8 @@ def studies_sentence(record: dict[str, Any] | None, where: str) -> str:
     return (
         f"Between two trials of {overhead['trials']:.1f} s pass {overhead['between']:.2f} s "
         f"({100 * (overhead['ratio'] - 1):.1f} % of a trial). Finding {start['ended']} ended trials takes "
-        f"{start['seconds_added']:.1f} s before the next one starts. {workers['cores']} workers with one thread each do "
-        f"{workers['throughput_ratio']:.2f} times the trials of one worker with all threads. " + where
+        f"{start['seconds_added']:.1f} s before the next one starts. {workers['cores']} workers with one thread each "
+        f"do {workers['throughput_ratio']:.2f} times the trials of one worker with all threads. " + where
     )
 
 

@@ -10,15 +10,18 @@ TABLE = "Post 3.0e-4, DeepNorm 3.5e-4, HybridNorm 4.9e-4, Mix 8.6e-4, Pre 7.65e-
 
 
 @claim(
-    says="Keel tolerates a higher learning rate than Pre-LN, and Pre-LN a higher one than Mix-LN, HybridNorm, DeepNorm and "
-    "Post-LN",
+    says="Keel tolerates a higher learning rate than Pre-LN, and Pre-LN a higher one than Mix-LN, HybridNorm, DeepNorm "
+    "and Post-LN",
     paper=TABLE,
 )
 def keel_maxlr(trials: Trials) -> Finding:
     return all_of(_higher(trials, "keel", "pre_ln"), *(_higher(trials, "pre_ln", arm) for arm in POST))
 
 
-@claim(says="Keel tolerates a higher learning rate than Pre-LN", paper="1.01e-2 > 7.65e-3; 512 layers 6.31e-3 > 4.67e-3")
+@claim(
+    says="Keel tolerates a higher learning rate than Pre-LN",
+    paper="1.01e-2 > 7.65e-3; 512 layers 6.31e-3 > 4.67e-3",
+)
 def keel_maxlr__keel(trials: Trials) -> Finding:
     return _higher(trials, "keel", "pre_ln")
 

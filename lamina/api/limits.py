@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @job(MaxRateStudySettings)
 def max_lr(*, resume: Resume = False, overwrite: bool = False, bar: bool = True, **settings: object) -> Comparison:
-    """Find the largest learning rate that each placement tolerates, as `lamina max-lr` does; ``settings`` are its flags.
+    """Find the largest learning rate of each placement, as `lamina max-lr` does; ``settings`` are its flags.
 
     Returns the rows of results.csv (``max_learning_rate``, ``stop_rule`` and ``loss_at_stop`` of every placement and
     seed) and the page, OUTPUT/report.html. ``placements`` and ``seeds`` may also be lists.

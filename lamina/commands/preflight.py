@@ -26,8 +26,8 @@ ABOUT_ONE = 2.0
 DESCRIPTION = """\
 Before a run: take its first steps at full depth, measure the layers, and say whether it will train, why, and what to
 change. "fine" and "risky" runs learned in these steps; an "undecided" one did not yet, and its line "change" says
-how many steps should decide; a "will not train" one is not expected to learn. The exit code is 0 whatever the verdict; with
---strict it is 1 if any verdict is "will not train"."""
+how many steps should decide; a "will not train" one is not expected to learn. The exit code is 0 whatever the
+verdict; with --strict it is 1 if any verdict is "will not train"."""
 
 
 def parser() -> Parser:

@@ -66,7 +66,7 @@ def max_rate_report(folder: Path) -> Path:
 
 
 def sentences(rows: Sequence[MaxRate]) -> list[str]:
-    """The result in plain sentences: which placement tolerates the highest rate, and how many times the lowest one's."""
+    """The result in plain sentences: which placement tolerates the highest rate, and its ratio to the lowest one's."""
     measured = [row for row in rows if row.seeds and row.mean > 0]
     if not measured:
         return ["No trial has found its largest rate."]
