@@ -93,24 +93,16 @@ def run(request: Json) -> int:
         _like_the_driver(request)
         task, rank = Task.from_request(request), int(os.environ.get("RANK", "0"))
         with task.claim() if rank == 0 else contextlib.nullcontext():
-            return _claimed(task, rank, folder)
+            if rank == 0:  # marks the folder as ours before the log is in it
+                write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
+            name = f"log-{rank}.txt" if rank else "log.txt"
+            with (folder / name).open("a", encoding="utf-8") as log:
+                sys.stdout.flush()
+                for stream in (1, 2):
+                    os.dup2(log.fileno(), stream)
+                task.run()
     except Busy:
         return BUSY
-    except KeyboardInterrupt:  # not claimed yet: the folder may be another driver's
-        return 0
-
-
-def _claimed(task: Task, rank: int, folder: Path) -> int:
-    """Run a trial that no other driver runs; returns the exit code."""
-    try:
-        if rank == 0:  # marks the folder as ours before the log is in it
-            write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))
-        name = f"log-{rank}.txt" if rank else "log.txt"
-        with (folder / name).open("a", encoding="utf-8") as log:
-            sys.stdout.flush()
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-            task.run()
     except KeyboardInterrupt:
         _note(folder, "interrupted", "stopped before it started")
     except Exception as error:

@@ -97,9 +97,12 @@ def test_a_measurement_that_fails_leaves_the_trials_result(tmp_path, monkeypatch
 
     monkeypatch.setattr(Task, "run", run)
     monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
-    task = Task(settings=PretrainSettings(**SMALL, output=str(tmp_path)))
-    assert worker._claimed(task, 0, tmp_path) == (0 if isinstance(error, KeyboardInterrupt) else 1)
-    assert read_result(tmp_path) == {"status": "finished", "eval_loss": 2.0}
+    monkeypatch.setattr(worker.signal, "signal", lambda *handlers: None)
+    monkeypatch.setattr(worker, "_like_the_driver", lambda request: None)
+    task = Task(settings=PretrainSettings(**SMALL, output=str(tmp_path / "run")))
+    code = worker.run({**task.to_request(), "directory": str(tmp_path)})
+    assert code == (0 if isinstance(error, KeyboardInterrupt) else 1)
+    assert read_result(tmp_path / "run") == {"status": "finished", "eval_loss": 2.0}
 
 
 def test_a_trial_alone_in_its_interpreter_does_the_same_and_stops(corpus, tmp_path):
