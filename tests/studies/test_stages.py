@@ -204,8 +204,11 @@ def test_recorded_trials_run_again_only_where_a_model_is_needed(plan, store, sta
     run_plan(plan(stages), again, workers=1, bar=False, execute=executor(ran))
     assert ran == []
     stages["policy"]["settings"]["beta"] = 0.3
-    run_plan(plan(stages), again, workers=1, bar=False, execute=executor(ran))
+    changed = plan(stages)
+    run_plan(changed, again, workers=1, bar=False, execute=executor(ran, pretrain={"eval_loss": 2.0}))
     assert ran == [["pretrain"], ["sft"], ["reward"], ["rlhf"]]
+    losses = results_table(changed, again).set_index("stage")["eval_loss"]
+    assert set(losses["pretrain"]) == {2.0}, "of the models that the stages started from, not of the recorded ones"
 
 
 def test_tuned_rates_are_known_before_a_chain_begins(plan, store, stages):

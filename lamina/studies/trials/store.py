@@ -50,10 +50,9 @@ class Store:
         if trial.key in self._ended:
             return self._ended[trial.key]
         result = read_result(self.folder / trial.key) if (self.folder / trial.key).is_dir() else None
-        if result is None or result["status"] not in ENDED:
-            result = self.records.rows.get(trial.key) or self._inherited(trial)
-        if result is not None:
-            self._ended[trial.key] = result
+        if result is None or result["status"] not in ENDED:  # not kept: the trial may run here for its model
+            return self.records.rows.get(trial.key) or self._inherited(trial)
+        self._ended[trial.key] = result
         return result
 
     def outcome(self, trial: Trial) -> Json | None:
@@ -75,7 +74,7 @@ class Store:
     def complete(self, trial: Trial) -> Json | None:
         """The result of a trial that has ended and has all its measures; None for any other."""
         result, place = self.result(trial), (trial.key, trial.measures)
-        if result is None or not trial.measures or place in self._complete:
+        if result is None or not trial.measures or place in self._complete or self._inherited(trial) is not None:
             return result
         lacking = measures.missing(self.folder / trial.key, trial.measures)
         if any(self.records.table(trial.key, measure) is None for measure in lacking) and self._can_measure(result):
