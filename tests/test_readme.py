@@ -55,7 +55,7 @@ def test_a_python_example_runs_as_a_script(code, tmp_path):
     out = run_as_a_script(smaller(code), tmp_path)
     if "lamina.compare" in code:
         assert "failed" not in out
-        assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+        assert (tmp_path / "runs" / "deep" / "report.html").is_file()
 
 
 @pytest.mark.slow
