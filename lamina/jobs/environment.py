@@ -13,6 +13,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.ledger import LEDGER
 
 ENVIRONMENT = "environment.json"
+_WRITTEN = ("studies/records", "docs/results")  # recording one study does not make the next one's code another
 
 
 def environment(seed: int, kind: str = "") -> Json:
@@ -35,16 +36,22 @@ def environment(seed: int, kind: str = "") -> Json:
 
 
 def git_revision() -> str | None:
-    """The revision of the source tree that this package was imported from; None outside a checkout."""
+    """The revision of the source tree that this package was imported from; None outside a checkout.
+
+    It ends in "-dirty" where a tracked file was changed, other than what studies themselves write (``_WRITTEN``).
+    """
+    revision = _git("describe", "--always", "--abbrev=12")
+    if not revision:
+        return None
+    changed = _git("diff", "--name-only", "HEAD", "--", ":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN))
+    return f"{revision}-dirty" if changed else revision
+
+
+def _git(*words: str) -> str | None:
+    """What a git command prints in the package's folder; None if it fails."""
     package = Path(__file__).resolve().parent
     try:
-        process = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=package,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        process = subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() if process.returncode == 0 else None
