@@ -76,6 +76,24 @@ def evaluation_table(record: dict[str, Any] | None, where: str) -> str:
     return "\n".join([*head, *rows, "", summary, "", where])
 
 
+def after_pretraining_table(record: dict[str, Any] | None, where: str) -> str:
+    """A row per placement that examples/after_pretraining.py took through the stages."""
+    if record is None:
+        return _unmeasured("after_pretraining")
+    rows = [
+        f"| `{row['placement']}` | {' + '.join(f'{minutes:.0f}' for minutes in row['minutes'].values())} | "
+        f"{100 * row['reward_accuracy']:.0f} % | {row['reward_gain']:+.3f} ({row['reward_gain_low']:+.3f} to "
+        f"{row['reward_gain_high']:+.3f}) | {row['eval_kl']:.2f} |"
+        for row in record["rows"]
+    ]
+    head = [
+        "| placement | minutes of the stages | reward model's accuracy | gain of the held-out reward (95 % interval) | "
+        "KL in nats |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows, "", where])
+
+
 def studies_sentence(record: dict[str, Any] | None, where: str) -> str:
     """What the engine of studies costs."""
     if record is None:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from measured_tables import alarms_table, evaluation_table, mnist_table, studies_sentence, watching_sentence
+from measured_tables import (
+    after_pretraining_table,
+    alarms_table,
+    evaluation_table,
+    mnist_table,
+    studies_sentence,
+    watching_sentence,
+)
 
 from lamina.core.architectures import conversions, verified
 from lamina.jobs import aliases
@@ -19,7 +26,7 @@ from lamina.placements import get, names
 ROOT = Path(__file__).resolve().parent.parent
 _OF_DOCS = (
     *("benchmarks", "command-line", "convert", "placements", "probes", "reliability", "run-folder", "vision", "watch"),
-    *("evaluate", "loss-spiked", "studies"),
+    *("evaluate", "loss-spiked", "studies", "posttraining"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in _OF_DOCS))
 SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # tests/reliability/NAME.py
@@ -328,6 +335,7 @@ def tables() -> dict[str, str]:
         "other-names": other_names_table(),
     }
     made = {
+        "after_pretraining": after_pretraining_table,
         "alarms": alarms_table,
         "watching": watching_sentence,
         "mnist": mnist_table,

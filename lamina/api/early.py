@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from lamina.core import initializers
 from lamina.core.values import text
 from lamina.errors import UserError, nearest
 from lamina.jobs.aliases import suggestion
@@ -49,9 +50,13 @@ def refuse_early(
         settings = record.from_dict(given)
         if record.needed and "preset" not in given:
             settings.require(*record.needed)
-    for spec in _specs(record, given):
-        if not re.search(r"\.py\s*(\(|$)", spec):  # a Python file runs as code: once is enough
+    specs = _specs(record, given)
+    codes = [spec for spec in specs if re.search(r"\.py\s*(\(|$)", spec)]  # a file that runs as code: once is enough
+    for spec in specs:
+        if spec not in codes:
             check_spec(spec)
+    if "init" in record.names() and not codes and (init := text("init", given.get("init", "normal"))) != "recommended":
+        initializers.check(init.removeprefix(initializers.SAME))
     for name in ("corpus", "data"):
         if isinstance(place := given.get(name), str):
             _refuse_missing(name, place)

@@ -71,7 +71,7 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
         print(f"    {line}")
     print(f"\nWired for {num_layers} layers:\n")
     print(textwrap.indent(text(plan), "    "))
-    print(f"\nInitialization: {placement.initialization}")
+    print(f"\nInitialization: {plan.initialization}")
     if placement.advice:
         print(f"Advice:         {placement.advice}")
     print(f'Source:         {placement.source}\n\nOptions, as in "{placement.name}(option=value)":')

@@ -68,10 +68,8 @@ Expand = Callable[[str], Sequence[Candidate] | None]
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
     """One candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
 
-    Raises UserError if there is none, or none that is to be evaluated.
+    Raises UserError if none is to be evaluated.
     """
-    if not paths:
-        raise UserError("models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)")
     expanded = {path: expand(path) for path in dict.fromkeys(paths)}
     apart = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
     found: list[Candidate] = []

@@ -9,7 +9,6 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.core.values import comma_separated
 from lamina.data import Corpus
-from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of
 from lamina.evaluation.evaluating import Evaluating
 from lamina.evaluation.generated import writing as generated
@@ -62,6 +61,7 @@ def evaluate(
         Kind.EVALUATION, EvalSettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
     )
     complete = job.settings
+    complete.require()
     columns, tasks = what_to_run(complete)
     candidates = candidates_of(complete.model_list(), expand)
     evaluating = Evaluating(complete, candidates, columns, tasks, device=checked_device(complete.device), bar=bar)
@@ -74,11 +74,9 @@ def evaluate(
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
     """The columns, and the tasks that they need (None for a perplexity alone).
 
-    Raises UserError for an unknown task, nothing to run, or a corpus that does not exist.
+    Raises UserError for an unknown task, or a corpus that does not exist.
     """
     names = settings.task_list()
-    if not names and settings.corpus is None:
-        raise UserError("tasks: none given (allowed: --tasks with tasks or a set, --corpus for a perplexity, or both)")
     columns: list[Wanted] = []
     if settings.corpus is not None:
         Corpus.parse(settings.corpus, settings.text_field)

@@ -46,6 +46,8 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         *(*PerplexitySettings.names(), "tokenizer", "batch_size", "dtype", "device"),
     )
 
+    needed = ("models", "tasks")
+
     models: str = setting(
         "", "folders with config.json, runs' or studies' folders, .gguf files, or names on the hub", comma_separated
     )
@@ -84,6 +86,18 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         super().check()
         if self.window is not None and self.stride is not None and self.stride > self.window:
             raise UserError(f"stride: {self.stride} skips tokens (allowed: at most the window, {self.window})")
+
+    def require(self, *names: str) -> None:
+        """Raise UserError if no model is given, or nothing to evaluate."""
+        super().require(*names)
+        if not self.model_list():
+            raise UserError(
+                "models: none given (allowed: a folder, a run's or a study's folder, a .gguf file, a hub name)"
+            )
+        if not self.task_list() and self.corpus is None:
+            raise UserError(
+                "tasks: none given (allowed: --tasks with tasks or a set, --corpus for a perplexity, or both)"
+            )
 
     def command(self) -> str:
         """The command line for these settings, the models first."""

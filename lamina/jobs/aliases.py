@@ -184,6 +184,7 @@ _TABLE |= {
         ("text_field",): ("dataset_text_field", "text_column", "text_column_name"),
         ("lora_rank",): ("lora_r",),
         ("lora_targets",): ("lora_target_modules",),
+        ("label_smoothing",): ("label_smoothing_factor",),
         ("max_answer",): ("max_completion_length", "response_length"),
         ("reward_model",): ("reward_model_path", "reward_model_name_or_path"),
         ("chat_template",): ("apply_chat_template",),
@@ -195,7 +196,7 @@ _TABLE |= dict.fromkeys(("model_name_or_path", "model_name", "pretrained", "mode
 _TABLE |= {
     name: (_same(f"trainer.{name}"),)
     for name in (
-        *("optim_args", "lr_scheduler_kwargs", "label_smoothing_factor", "neftune_noise_alpha", "tf32"),
+        *("optim_args", "lr_scheduler_kwargs", "neftune_noise_alpha", "tf32"),
         *("full_determinism", "per_device_eval_batch_size", "dataloader_num_workers", "dataloader_pin_memory"),
         *("dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_find_unused_parameters", "ddp_timeout"),
         *("log_level", "run_name"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from lamina.errors import UserError
-from lamina.jobs.manifest import MANIFEST
+from lamina.jobs.manifest import MANIFEST, sha256
 
 MODEL = "model"
 
@@ -14,6 +15,15 @@ def model_folder(path: str | Path) -> Path:
     """The folder of a saved model: model/ in a run's folder; any other folder is a model's itself."""
     inner = Path(path) / MODEL
     return inner if any((inner / name).is_file() for name in ("config.json", MANIFEST)) else Path(path)
+
+
+def content_hash(path: str | Path) -> str:
+    """A hash of a saved model: of its manifest, or of its configuration and weights; of its name on the hub."""
+    folder = model_folder(path)
+    if (folder / MANIFEST).is_file():
+        return sha256(folder / MANIFEST)
+    parts = [sha256(file) for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
+    return hashlib.sha256("".join(parts or [str(path)]).encode()).hexdigest()
 
 
 def refuse_as_output(output: str, from_model: str) -> None:

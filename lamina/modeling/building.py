@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lamina.core import initializers
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
@@ -82,7 +83,7 @@ def build(
     plan = _plan_of(placement, config.num_hidden_layers, placement_options)
     init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
-    initialization.check(name)
+    initializers.check(name)
     model = _wired(config, plan, head, num_labels)
     initialization.initialize(model, name, profile_ids, _base_weights(model, width_scaling))
     from_file = not isinstance(backbone, PreTrainedConfig) and str(backbone) not in PRESETS

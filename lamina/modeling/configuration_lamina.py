@@ -87,11 +87,14 @@ class LaminaConfig(PreTrainedConfig):
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field where it is read."""
         backbone = self.__dict__.get("backbone_config")
+        again = name in self.__dict__
         own = name in self.__dict__ or hasattr(type(self), name) or name in _TOKENS or name.startswith("_")
         if not own and isinstance(backbone, PreTrainedConfig) and hasattr(backbone, name):
             setattr(backbone, name, value)
         else:
             super().__setattr__(name, value)
+        if again and name == "tie_word_embeddings" and isinstance(backbone, PreTrainedConfig):
+            backbone.tie_word_embeddings = value  # one value for both; the first is a default
 
     def to_dict(self) -> dict:
         """The configuration as JSON has it, with the copies of the backbone's fields."""

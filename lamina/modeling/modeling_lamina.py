@@ -893,7 +893,7 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
         The two differ where the text ends with the token that also pads, as in tokenizers that have one for both.
         """
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
-        if attention_mask is None or attention_mask.ndim != 2 or labels is not None:
+        if attention_mask is None or attention_mask.ndim != 2:
             return super().forward(
                 input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache, **kwargs
             )
@@ -901,8 +901,13 @@ class LaminaForSequenceClassification(GenericForSequenceClassification, LaminaPr
         hidden = outputs.last_hidden_state
         places = torch.arange(attention_mask.shape[-1], device=hidden.device)
         last = (places * attention_mask.to(hidden.device).bool()).argmax(-1)
+        scores = self.score(hidden[torch.arange(len(hidden), device=hidden.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=scores, labels=labels, pooled_logits=scores, config=self.config)
         return SequenceClassifierOutputWithPast(
-            logits=self.score(hidden[torch.arange(len(hidden), device=hidden.device), last]),
+            loss=loss,
+            logits=scores,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

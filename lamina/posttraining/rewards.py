@@ -16,8 +16,8 @@ from lamina.data.encoding import Encoder
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line
 from lamina.jobs.digests import refuse_damaged
-from lamina.jobs.manifest import MANIFEST, sha256
-from lamina.jobs.model_folder import model_folder
+from lamina.jobs.manifest import sha256
+from lamina.jobs.model_folder import content_hash, model_folder
 from lamina.modeling.backbones.configurations import read_config
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.stage import Row
@@ -59,8 +59,7 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
             f"reward_model: {settings.reward_model!r} has another vocabulary than the model {start.path!r} (allowed: "
             "a reward model that was trained from it or has its tokenizer)"
         )
-    listed = folder / MANIFEST
-    return sha256(listed if listed.is_file() else folder / "config.json")
+    return content_hash(folder)
 
 
 def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:

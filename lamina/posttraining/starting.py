@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
-from lamina.jobs.manifest import MANIFEST
-from lamina.jobs.model_folder import model_folder, refuse_as_output
+from lamina.jobs.model_folder import content_hash, model_folder, refuse_as_output
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
 from lamina.placements import Plan
@@ -45,15 +44,10 @@ class Start:
     positions: int
     longest: int
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """A hash of the model's files (of its manifest, if it has one)."""
-        folder = model_folder(self.path)
-        digest = hashlib.sha256(str(self.path).encode() if not folder.is_dir() else b"")
-        names = [MANIFEST] if (folder / MANIFEST).is_file() else ["config.json", "model.safetensors.index.json"]
-        for path in (folder / name for name in names):
-            digest.update(path.read_bytes() if path.is_file() else b"")
-        return digest.hexdigest()
+        """A hash of the model."""
+        return content_hash(self.path)
 
     def policy(self) -> LaminaForCausalLM:
         """The model in float32, to be trained."""

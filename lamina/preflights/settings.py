@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.values import numbers
+from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, SequencesSettings, ThreadSettings
 from lamina.jobs.settings import above, at_least, changed, setting
 from lamina.training.setting_groups import (
@@ -17,6 +18,7 @@ from lamina.training.setting_groups import (
     SpeedSettings,
     StreamSettings,
     WidthSettings,
+    in_steps,
 )
 from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings
 
@@ -71,7 +73,9 @@ class PreflightSettings(
     def check(self) -> None:
         """Raise UserError for a value that is invalid in one of the planned runs."""
         super().check()
-        self.runs()
+        for run in self.runs():
+            if run.steps == 1 and in_steps(run.warmup, run.steps):
+                raise UserError("steps: 1 is all warm-up, at a learning rate of 0 (allowed: 2 or more, or --warmup 0)")
 
     def rates(self) -> list[float]:
         """The learning rates as a list."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from lamina.core.frames import Frame
@@ -81,7 +83,8 @@ def _which(layer: float, size: int) -> str:
 
 def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
     """The layers whose harm is below 1 % of the whole model's value, or within the noise."""
-    border = (2 * group["standard_error"].fillna(0.0)).clip(lower=0.01 * abs(whole))
+    errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
+    border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
     harmless = group[group["value"] < border]
     if not len(harmless):
         return [

@@ -167,6 +167,8 @@ def heat_maps(maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, up
     drawn = [(title, cells) for title, cells in drawn if cells.notna().to_numpy().any()]
     if not drawn:
         return None
+    if (most := max(len(table) for _, table in maps)) > _MAX_ROWS:
+        upwards = f"{upwards} ({_MAX_ROWS} of {most})"
     grid = Grid(len(drawn))
     height = 196 * grid.down + 84
     figure = make_subplots(

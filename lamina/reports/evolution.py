@@ -25,7 +25,7 @@ from lamina.reports.style import Shown, polish, to_html
 _BY_DEPTH = ("layer", "size", "distance")  # possible x axes; the first that a frame has is used
 _TEXTS = ("metric", "sublayer", "role", "format", "meaning")  # columns that tell measurements apart
 _WHOLE = ("model", "block", "state", "all", "jacobian", "", None)  # values for a whole layer
-_LINES, _QUANTITIES = 7, 4  # steps per panel, quantities per probe
+_LINES, _QUANTITIES = 7, 6  # steps per panel, quantities per probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class Quantity:
         values = {k: str(v).replace("_", " ") for k, v in self.fixed}
         silent = ("all", "model", "block", "", "None", "nan")
         rest = [v for k, v in values.items() if k not in ("metric", "index") and v not in silent]
+        if rest and (number := float(values.get("index", 0))) > 0:
+            rest[-1] += f" {number + 1:g}"  # the second of several norms
         name = values.get("metric", self.probe.replace("_", " "))
         return name + (f" ({', '.join(rest)})" if rest else "")
 
@@ -66,18 +68,19 @@ def sections(items: Sequence[Shown]) -> list[Section]:
 
 
 def quantities(name: str, frame: Frame, chosen: Sequence[str] = ()) -> list[Quantity]:
-    """The quantities of a frame to draw by depth: all metrics, or those ``chosen``; whole layers before parts."""
+    """The quantities of a frame that can be drawn by depth: all metrics, or those ``chosen``; whole layers first."""
     by = next((column for column in _BY_DEPTH if column in frame), None)
     if by is None or frame.empty:
         return []
-    keys = [k for k in _TEXTS if k in frame and frame[k].notna().any()]
+    several_norms = ("index",) if "path" in frame else ()  # each row names its module
+    keys = [k for k in (*_TEXTS, *several_norms) if k in frame and frame[k].notna().any()]
     ranked = []
     for key, rows in frame[frame[by] >= 0].groupby(keys, sort=False, dropna=False) if keys else [((), frame)]:
         along = "start" if by == "size" and rows[by].nunique() < 2 and "start" in rows else by
         if rows[along].nunique() < 2:
             continue
         fixed = dict(zip(keys, key if isinstance(key, tuple) else (key,), strict=True))
-        if "index" in rows and rows["index"].nunique() > 1:  # the largest of top-k, the first of several norms
+        if "index" in rows and rows["index"].nunique() > 1:  # the largest of top-k
             fixed["index"] = rows["index"].min()
             rows = rows[rows["index"] == fixed["index"]]
         values: Frame = pd.to_numeric(rows["value"], errors="coerce")
@@ -89,7 +92,7 @@ def quantities(name: str, frame: Frame, chosen: Sequence[str] = ()) -> list[Quan
         whole = fixed.get("sublayer") in _WHOLE and fixed.get("role") in _WHOLE
         rank = (not whole, chosen.index(metric) if chosen else 0)
         ranked.append((rank, Quantity(probe=name, by=along, fixed=tuple(fixed.items()), log=log)))
-    return [quantity for _, quantity in sorted(ranked, key=lambda pair: pair[0])][:_QUANTITIES]
+    return [quantity for _, quantity in sorted(ranked, key=lambda pair: pair[0])]
 
 
 class Drawable(Protocol):
@@ -205,7 +208,8 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
     html = callouts(_notes(name, items))
     if frames:
         everything: Frame = pd.concat(frames.values(), ignore_index=True)
-        drawn = quantities(name, everything, tuple(facts.get("over_steps") or ()))
+        found = quantities(name, everything, tuple(facts.get("over_steps") or ()))
+        drawn = found[:_QUANTITIES]
         for quantity in drawn:
             lines, maps = by_steps(items, quantity), None
             if everything["step"].nunique() > 2:
@@ -214,6 +218,9 @@ def _section(name: str, items: Sequence[Shown]) -> Section:
                 html += figure(to_html(lines), _LINES_CAPTION, quantity.label.capitalize())
             if maps is not None:
                 html += figure(to_html(maps), _MAPS_CAPTION.format(by=quantity.by))
+        if len(found) > len(drawn):
+            left = ", ".join(quantity.label for quantity in found[len(drawn) :])
+            html += callouts([f"{len(drawn)} of {len(found)} quantities are drawn. In the folder only: {left}."])
         numbers = over_steps(items, frames, name)
         if numbers is not None:
             html += figure(to_html(numbers), "Numbers for the whole model, against the step.", "The whole model")

@@ -30,6 +30,7 @@ class Monitored:
     metric: str
     sublayer: str | None = None
     role: str | None = None
+    index: int | None = None
     log: bool = True
     by: str = "layer"
 
@@ -37,7 +38,7 @@ class Monitored:
         """One row per layer, one column per step; empty where nothing was recorded."""
         rows = trial.layers
         rows = rows[rows["metric"].eq(self.metric) & rows["layer"].ge(0)]
-        for column in ("sublayer", "role"):
+        for column in ("sublayer", "role", "index"):
             if (value := getattr(self, column)) is not None:
                 rows = rows[rows[column] == value]
         return by_depth(rows)
@@ -139,18 +140,19 @@ def _logits(items: Sequence[Shown]) -> Section:
 def _gains(items: Sequence[Shown]) -> Section:
     rows = _all_rows(items, "gain_mean")
     inside = rows[rows["layer"].ge(0)]
-    places = sorted({(role, sub) for role, sub in zip(inside["role"], inside["sublayer"], strict=True)})
+    places = sorted(set(inside[["role", "sublayer", "index"]].itertuples(index=False, name=None)))
     html = ""
     for metric in (METRICS["gain_mean"], METRICS["gain_abs_max"]):
         drawn = [
             Monitored(
-                label=f"{metric.quantity}, {_words(role)} ({_words(sub)})",
+                label=f"{metric.quantity}, {_words(role)}{f' {index + 1:g}' if index else ''} ({_words(sub)})",
                 metric=metric.name,
                 role=role,
                 sublayer=sub,
+                index=index,
                 log=False,
             )
-            for role, sub in places
+            for role, sub, index in places
         ]
         if metric.name == "gain_mean":
             html += by_steps(drawn, items, metric.caption)

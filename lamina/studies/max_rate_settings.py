@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lamina.core.initializers import SAME
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, WorkerSettings
@@ -119,7 +120,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
 
     def trials(self) -> dict[str, MaxRateSettings]:
         """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
-        common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix("same:")}
+        common: Json = self.shared_with(MaxRateSettings) | {"init": self.init.removeprefix(SAME)}
         trials = {}
         for spec, seed in self._grid():
             trial = f"{slug(spec)}-seed{seed}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from lamina.core.initializers import SAME
 from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, numbers, seed_number
 from lamina.errors import UserError, unknown
@@ -110,7 +111,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     def trials(self) -> dict[str, PretrainSettings]:
         """The trials by id, which is also the folder's name. Raises UserError for an invalid value in one."""
         trials: dict[str, PretrainSettings] = {}
-        common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix("same:")}
+        common = self.shared_with(PretrainSettings) | {"init": self.init.removeprefix(SAME)}
         for spec, rate, seed in self._grid():
             trial = f"{slug(spec)}-lr{rate!r}-seed{seed}"
             varied = {"placement": spec, "learning_rate": rate, "seed": seed}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from lamina.core import initializers
 from lamina.data import single_corpus_of
 from lamina.errors import UserError
-from lamina.modeling import initialization
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, recommended
 from lamina.modeling.configuration_lamina import backbone_of
@@ -47,7 +47,7 @@ def check_settings(settings: PretrainSettings, plan: Plan, processes: int = 1) -
             raise UserError(f"report_to: {name!r} is not installed (allowed: pip install 'lamina[{name}]')")
     if settings.probe_every or settings.probes != PretrainSettings.probes:
         registry.make_all(settings.probes)
-    initialization.check(recommended(plan) if settings.init == "recommended" else settings.init)
+    initializers.check(recommended(plan) if settings.init == "recommended" else settings.init)
     arguments = training_arguments(settings, processes)
     if width_scaling_of(settings) is not None:
         check_optimizer(arguments)

@@ -157,7 +157,8 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
             self.task_scores = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
         alone = self.processes.size == 1 and self.scores is None and self.average is None
         if alone or any(args) or any(kwargs.values()):
-            return super().evaluate(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are
+                return super().evaluate(*args, **kwargs)
         measured = self._measured(self.eval_dataset)
         self.eval_scores = {name: value for name, value in measured.items() if name != "eval_loss"}
         metrics = {"eval_loss": measured["eval_loss"], **{f"eval_{k}": v for k, v in self.eval_scores.items()}}

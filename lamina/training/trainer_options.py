@@ -54,7 +54,6 @@ OPTIONS: dict[str, tuple[Check, str]] = {
     "optim_args": _or_none(_TEXT),
     "lr_scheduler_type": _one_of(*SCHEDULES),
     "lr_scheduler_kwargs": _MAPPING,
-    "label_smoothing_factor": _number(0.0, 1.0),
     "neftune_noise_alpha": _or_none(_number(0.0, 1e6)),
     "tf32": _or_none(_BOOL),
     "torch_empty_cache_steps": _or_none(_whole(1)),

@@ -84,6 +84,11 @@ assert not {"torch", "transformers", "pandas"} & set(sys.modules)
         (["pretrain", "--output", "used"], "in use"),
         (["sft", "--data", "no.jsonl", "--from", "m"], "no.jsonl"),
         (["sft"], "--from"),
+        (["pretrain", "--init", "xavie"], "did you mean 'xavier'"),
+        (["compare", "--init", "same:xavie"], "did you mean 'xavier'"),
+        (["eval"], "models: none given"),
+        (["eval", "some/model"], "--tasks"),
+        (["diagnose", "nosuch"], "'nosuch' is no folder"),
         (["generate", "no/such"], "no/such"),
     ],
 )

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from studies.study_files import write_study
 from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
@@ -70,3 +71,24 @@ def test_a_disk_that_fills_up_at_a_checkpoint_is_one_line(small_disk, corpus, co
     (line,) = [line for line in err.splitlines() if "lamina:" in line]
     assert "No space left on device" in line
     assert (small_disk / "out").is_dir()
+
+
+@pytest.mark.slow
+def test_a_study_on_a_disk_that_fills_up_keeps_its_trials_and_resumes(corpus, tmp_path):
+    study = write_study(tmp_path / "studies", corpus=corpus, changed={"hidden_size": 64, "steps": 5}.items())
+    with tmpfs(tmp_path / "disk", "1500k") as disk:
+        command = ("study", "run", study, "--store", disk / "store", "--output", disk / "out", "--workers", "1")
+        process = start(*command)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2, err
+        assert "Traceback" not in err
+        (line,) = [line for line in err.splitlines() if "lamina:" in line]
+        assert "No space left on device" in line
+        ended = {path: path.stat().st_mtime_ns for path in disk.glob("store/*/result.json")}
+        assert 0 < len(ended) < 4
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        process = start(*command, "--resume")
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert len(list(disk.glob("store/*/result.json"))) == 4
+        assert ended.items() <= {path: path.stat().st_mtime_ns for path in disk.glob("store/*/result.json")}.items()

@@ -116,6 +116,7 @@ def test_the_order_is_that_of_the_bases_after_the_names_that_come_first():
 def test_the_command_line_says_what_is_not_at_its_default():
     settings = Job(steps=3, name="a b", options={"k": 1})
     assert settings.command() == "lamina job --name 'a b' --steps 3 --options.k 1"
+    assert Job(options={"a": None, "b": True}).command() == "lamina job --options.a none --options.b true"
     assert Steps(extra=True).command().endswith("--extra")
 
 

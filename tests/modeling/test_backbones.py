@@ -253,3 +253,12 @@ def test_a_folders_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "mystery", "auto_map": {"AutoConfig": "evil.Config"}}')
     with pytest.raises(UserError, match="code of its own"):
         resolve_backbone(tmp_path)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1, 2, 4])
+def test_heads_of_latent_attention_keep_their_width(factor):
+    """DeepSeek's head_dim is only the part of a head that is rotated."""
+    own = resolve_backbone("16b-a2.4b")
+    width = int(own.hidden_size * factor)
+    config = resolve_backbone("16b-a2.4b", hidden_size=width)
+    assert config.num_attention_heads == own.num_attention_heads * factor

@@ -6,9 +6,10 @@ import pytest
 import torch
 from test_backbone_parity import BACKBONES, NO_MORE_NORMS, configuration
 from tiny import llama, token_ids
+from transformers import Starcoder2Config
 
 import lamina
-from lamina.core import architectures
+from lamina.core import architectures, initializers
 from lamina.errors import UserError
 from lamina.modeling import initialization
 from lamina.modeling.initialization import weights
@@ -82,8 +83,8 @@ def test_every_role_starts_with_its_standard_deviation(init):
 
 
 def test_every_initializer_is_tested_here():
-    assert set(initialization.names()) == set(STD)
-    assert all(initialization.help_of(name) for name in STD)
+    assert set(initializers.names()) == set(STD)
+    assert all(initializers.help_of(name) for name in STD)
 
 
 def test_the_base_standard_deviation_can_be_given():
@@ -203,3 +204,42 @@ def test_small_scaled_is_cut_off_at_three_standard_deviations_and_its_other_form
 
     assert 2.5 < largest("small_scaled") <= 3.0
     assert largest("small_scaled_uncut") > 3.3
+
+
+def test_deepnorm_scales_the_values_of_latent_attention_by_beta():
+    """MLA's kv_b_proj holds each head's key rows, then its value rows."""
+    torch.manual_seed(0)
+    model = lamina.build("deepseek-nano", "deepnorm", num_layers=4, hidden_size=96, num_heads=4)
+    config, plan = model.config.get_text_config(), resolve("deepnorm", 4)
+    key_rows, value_rows = config.qk_nope_head_dim, config.v_head_dim
+    for block, layer in zip(model.model.layers, plan.layers, strict=True):
+        stored = block.attention.module.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))
+        rank = stored.shape[-1]
+        for part, rows, gain in (
+            (stored[:, :key_rows], key_rows, 1.0),
+            (stored[:, key_rows:], value_rows, layer.attention.weight_gain),
+        ):
+            xavier = math.sqrt(2 / (rank + config.num_attention_heads * rows))
+            assert part.std().item() == pytest.approx(gain * xavier, rel=0.15)
+
+
+@pytest.fixture
+def starcoder():
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
+    return Starcoder2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
+
+
+def test_feed_forwards_by_other_names_are_scaled_too(starcoder, caplog):
+    torch.manual_seed(0)
+    mlp = lamina.build(starcoder, "fusenorm", init="scaled").model.layers[1].feed_forward.module
+    assert mlp.c_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.05)
+    assert mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert "does not know" not in caplog.text
+
+
+def test_weights_without_a_role_are_counted_where_it_matters(starcoder, caplog, monkeypatch):
+    monkeypatch.delitem(architectures.ROLES, "feed_forward.c_proj")
+    lamina.build(starcoder, "pre_ln", init="normal")
+    assert "does not know" not in caplog.text
+    lamina.build(starcoder, "pre_ln", init="scaled")
+    assert "init 'scaled': 4 weights" in caplog.text

@@ -204,3 +204,33 @@ def test_a_configuration_of_the_users_is_not_changed():
     assert config.to_dict() == before
     LaminaConfig(backbone_config=config, plan=resolve("keel", 2).to_dict())
     assert config.to_dict() == before
+
+
+def test_a_head_that_was_untied_stays_untied(tmp_path):
+    model = lamina.build(llama(2, tie_word_embeddings=True), "keel")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.tie_word_embeddings is again.config.backbone_config.tie_word_embeddings is False
+    again.tie_weights()
+    assert torch.equal(again(token_ids()).logits, model.eval()(token_ids()).logits)
+
+
+def test_a_configuration_that_is_given_is_not_changed():
+    given = llama(2, tie_word_embeddings=True)
+    assert LaminaConfig(backbone_config=given).tie_word_embeddings
+    assert given.tie_word_embeddings
+
+
+def test_the_classifier_reads_the_same_token_with_labels_and_without():
+    """Padding is the end token here, as in many tokenizers: only the mask tells them apart."""
+    model = lamina.build(llama(2), "keel", head="sequence_classification", num_labels=3).eval()
+    model.config.get_text_config().pad_token_id = 2
+    ids = torch.tensor([[5, 6, 2, 2], [5, 6, 7, 8]])
+    given = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
+    labels = torch.tensor([0, 2])
+    with torch.no_grad():
+        plain, labeled = model(**given), model(**given, labels=labels)
+    assert torch.equal(plain.logits, labeled.logits)
+    assert labeled.loss == torch.nn.functional.cross_entropy(plain.logits, labels)

@@ -132,3 +132,10 @@ def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_facto
     shown = run("placements", "theirs(alpha=0.5)", cwd=folder, path=[site])
     assert "From a package (theirs)" in shown.stdout
     assert "alpha (float; default 1.0)" in shown.stdout
+
+
+def test_the_initialization_shown_is_the_plans(capsys):
+    """Admin with omegas of its own is not profiled, which would overwrite them."""
+    for spec, name in (("admin", "admin"), ("admin(omega=log)", "normal")):
+        assert main(["placements", spec]) == 0
+        assert f"Initialization: {name}\n" in capsys.readouterr().out

@@ -187,3 +187,14 @@ def test_changed_data_is_not_resumed(tuned, tmp_path):
     write_rows(mine, sorting(12, seed=1))
     with pytest.raises(UserError, match=r"data: .* is not what it was"):
         tuned("changed", resume=True)
+
+
+def test_a_run_resumes_from_a_model_that_has_moved_and_from_no_other(tuned, tmp_path):
+    first, moved = write_model(tmp_path / "first", seed=1), tmp_path / "moved"
+    tuned("part", from_model=str(first), pause_step=2)
+    other = write_model(tmp_path / "other", seed=2)
+    with pytest.raises(UserError, match=r"from: .* is not what it was"):
+        tuned("part", resume=True, from_model=str(other), pause_step=None)
+    first.rename(moved)
+    _, resumed = tuned("part", resume=True, from_model=str(moved), pause_step=None)
+    assert resumed["status"] == "finished"

@@ -9,6 +9,7 @@ from training.tiny_runs import SMALL, records
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
+from lamina.errors import UserError
 from lamina.preflights.burn_in import BurningIn, rates_until, unigram_losses, warmup_steps
 from lamina.preflights.features import features
 from lamina.preflights.proxy import build_model, choose
@@ -219,3 +220,9 @@ class TestStandIn:
             spread[proxy.hidden_size] = float(weight.detach().std()) * math.sqrt(weight.shape[1])
         # fan_in * std^2 is what the output's variance goes by; 64 * 171 draws know their deviation to 1 %
         assert spread[64] == pytest.approx(spread[512], rel=0.03)
+
+
+def test_a_run_that_is_all_warm_up_is_one_line():
+    with pytest.raises(UserError, match="steps: 1 is all warm-up"):
+        PreflightSettings(steps=1)
+    PreflightSettings(steps=1, warmup=0)

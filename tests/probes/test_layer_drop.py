@@ -438,3 +438,8 @@ def test_an_output_of_any_kind_is_made_again_with_another_first_tensor():
     made = refill(BaseModelOutput(last_hidden_state=x))(y)
     assert isinstance(made, BaseModelOutput)
     assert made.last_hidden_state is y
+
+
+def test_with_one_sequence_the_error_is_unknown_and_excuses_no_layer():
+    said = " ".join(LayerDrop().sentences(_frame([2.0, 0.4, 0.02, 0.01]).assign(standard_error=np.inf)))
+    assert "one at a time: 2-3" in said

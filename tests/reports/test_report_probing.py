@@ -196,3 +196,9 @@ def test_the_page_loads_neither_torch_nor_transformers(tmp_path):
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_main_numbers_keep_formats_and_meanings_apart():
+    frame = pd.DataFrame({"layer": [0, 1] * 2, "metric": "m", "format": ["fp8"] * 2 + ["bf16"] * 2, "value": range(4)})
+    assert main_numbers(frame)["median"].tolist() == [0.5, 2.5]
+    assert main_numbers(frame.rename(columns={"format": "meaning"}))["median"].tolist() == [0.5, 2.5]

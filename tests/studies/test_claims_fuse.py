@@ -66,6 +66,7 @@ LOSSES = {
     "fuse-dense": [by_placement(DENSE), by_placement(DENSE_BAD)],
     "fuse-moe": [by_placement(DENSE), by_placement(DENSE_BAD)],
     "fuse-init": [collapse, collapse_of_all],
+    "fuse-init/deepest": [collapse, collapse_of_all],
     "fuse-init/pre": [collapse, collapse_of_all],
     "fuse-lr-range": [up_to("placement", fusenorm=3, post_ln=2), up_to("placement", fusenorm=2, post_ln=3)],
     "fuse-width": [up_to("width", narrow=3, wide=3), up_to("width", narrow=3, wide=4)],

@@ -6,7 +6,7 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
-from studies.study_files import write_study
+from studies.study_files import run_here, write_study
 from training.tiny_runs import result
 
 import lamina
@@ -14,8 +14,12 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
+from lamina.reports.results.writing import write_results
 from lamina.reports.studies.folder import read_folder
+from lamina.studies.catalog.study import read_study
+from lamina.studies.engine import run as studies_run
 from lamina.studies.engine.plan import _rank
+from lamina.studies.trials.records import Records
 
 
 @pytest.fixture
@@ -89,6 +93,37 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
         pd.testing.assert_frame_equal(
             *(pd.read_parquet(tmp_path / folder / "tables" / name) for folder in ("out", "again"))
         )
+
+
+def test_a_study_that_is_stopped_records_what_has_ended(run, tmp_path, corpus, monkeypatch):
+    file = write_study(tmp_path / "files", corpus=corpus, measures={"end": ["hidden_states"]})
+
+    def stopped(trials, *, ended, **options):
+        def one_and_no_more(name, outcome):
+            ended(name, outcome)
+            raise KeyboardInterrupt
+
+        run_here(trials, workers=1, ended=one_and_no_more, tick=None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(studies_run, "run_trials", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(file, record=True)
+    shutil.rmtree(tmp_path / "trials")
+    part = Records(tmp_path / "records")
+    (key,) = part.rows
+    assert part.table(key, "end-hidden_states") is not None
+    claim = {"claim": "mine", "says": "so", "study": "mine", "scale": "cpu", "verdict": "not run yet", "paper": ""}
+    write_results([claim], [read_study(str(file))], tmp_path / "records", tmp_path / "pages", draw=False)
+    assert "Not run yet" in (tmp_path / "pages" / "mine.md").read_text()
+    again = run(file, "again", record=True)
+    assert len(again.results) == 4
+    assert len(times(tmp_path)) == 3, "the recorded trial is not trained again"
+    whole = (tmp_path / "records" / "mine-cpu" / "results.csv").read_text()
+    monkeypatch.setattr(studies_run, "run_trials", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(file, "third", record=True, seeds="7,8")
+    assert (tmp_path / "records" / "mine-cpu" / "results.csv").read_text() == whole, "a part replaces no whole record"
 
 
 @pytest.mark.slow

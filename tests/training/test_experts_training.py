@@ -1,9 +1,11 @@
 """Expert balance in runs: it helps, it resumes, it leaves dense models alone, and bad settings are refused."""
 
+import shutil
 import socket
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training.tiny_experts import CONFIGS, EXPERTS, config, moe, token_ids, watched
 from training.tiny_runs import layers, settings
 
@@ -142,3 +144,19 @@ def test_two_processes_share_their_loads_and_move_their_biases_alike(tmp_path):
         load, bias = torch.load(tmp_path / f"{rank}.pt")
         assert torch.allclose(load, experts.load[1])
         assert torch.equal(bias, find_routers(model)[1].e_score_correction_bias)
+
+
+def test_a_model_that_is_written_again_has_the_experts_bias(folder, trained, tmp_path):
+    """The bias is a buffer: the average of the weights leaves it out, and the model must not."""
+    given = {"backbone": folder("v3"), "hidden_size": None, "num_heads": None, "expert_balance": "bias"}
+    given |= {"expert_balance_rate": 0.03, "ema_decay": 0.5, "steps": 4, "save_steps": 2}
+    trained("run", **given)
+    path = tmp_path / "run" / "model" / "model.safetensors"
+    before = load_file(path)
+    shutil.rmtree(tmp_path / "run" / "model")
+    trained("run", resume=True, **given)
+    after = load_file(path)
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert any(before[name].abs().max() > 0 for name in biases)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name

@@ -222,7 +222,7 @@ def test_a_masked_language_model_is_trained_as_it_says(masked, tmp_path):
 def test_a_resumed_masked_run_is_the_run_that_was_not_interrupted(masked, tmp_path):
     pretrain(masked("whole", steps=6), bar=False)
     pretrain(masked("stopped", steps=6, pause_step=2), bar=False)
-    pretrain({"output": str(tmp_path / "stopped"), "pause_step": None}, resume=True, bar=False)
+    pretrain({"output": str(tmp_path / "stopped")}, resume=True, bar=False)  # it has paused where it was told to
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -305,3 +305,11 @@ def test_placements_are_compared_on_images(squares, tmp_path):
     assert "top-5 accuracy" in page
     assert "perplexity" not in pd.Series(page).str.extract(r"(<table.*?</table>)", expand=False)[0]
     assert json.loads((tmp_path / "compare" / "trials").glob("*").__next__().joinpath("result.json").read_text())
+
+
+def test_smoothing_by_the_trainer_is_refused_for_text_too(trained):
+    """Trainer would smooth the labels of a causal LM before they are shifted: it would learn to copy its input."""
+    with pytest.raises(UserError, match="set by --label-smoothing"):
+        trained(trainer={"label_smoothing_factor": 0.1})
+    with pytest.raises(UserError, match=r"label_smoothing: 0\.1 has no effect"):
+        lamina.pretrain(label_smoothing_factor=0.1)

@@ -250,3 +250,11 @@ def test_only_the_output_is_needed_to_resume(trained, tmp_path, stop_at, whole):
     trained(**LONG)
     assert main(["pretrain", "--output", str(tmp_path / "run"), "--resume"]) == 0
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_pause_between_evaluations_changes_no_random_number(trained, tmp_path):
+    """The pause brings an evaluation of its own, whose data loader draws a seed."""
+    trained("whole", **LONG, drop_path=0.5)
+    assert trained("paused", **LONG, drop_path=0.5, pause_step=6)["status"] == "interrupted"
+    pretraining.pretrain({"output": str(tmp_path / "paused")}, resume=True, bar=False)
+    assert_same_run(tmp_path / "whole", tmp_path / "paused")

@@ -106,6 +106,8 @@ def test_a_run_that_diverged_before_its_first_checkpoint_starts_again(trained, t
     found = trained(**OPTIONS)
     assert found["rollbacks"][0]["step"] == 0
     assert [(step, place) for step, place, _ in seen[2:]] == [(s, s + 2) for s in range(1, 17)]
+    assert {rate for *_, rate in seen[:2]} == {1e-2}
+    assert {rate for *_, rate in seen[2:]} == {5e-3}, "no checkpoint is read, and the rate is lowered all the same"
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == list(range(1, 17))
 
 

@@ -109,6 +109,13 @@ def equivalent(model: LaminaForCausalLM) -> PreTrainedModel:
     return found.eval()
 
 
+def window_of(config: PreTrainedConfig) -> int | None:
+    """The sliding window of a layer, where a sequence can be longer than it; None where no layer slides."""
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    slides = "sliding_attention" in types if types else bool(window)
+    return window if slides and window and window < config.max_position_embeddings else None
+
+
 def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str:
     """The model type with the same equation. Raises UserError if there is none."""
     if config.model_type not in LLAMAS:
@@ -120,6 +127,11 @@ def _find(model: LaminaForCausalLM, plan: Plan, config: PreTrainedConfig) -> str
     inner = _inner_norms(attention, plan, _head_dim(config))
     bias = "q_proj.bias" in attention.state_dict()
     others = [m for b in _blocks(model) for m in (*_linear(b.attention, "o_proj"), *_linear(b.feed_forward))]
+    if (window := window_of(config)) is not None:
+        raise UserError(
+            f"plan: {plan.placement!r} on this backbone is no model of transformers: its sliding window of {window} is "
+            f"less than max_position_embeddings, {config.max_position_embeddings}"
+        )
     if any(linear.bias is not None for linear in others) or config.hidden_act != "silu" or any(LogitsStyle.of(config)):
         raise UserError(
             f"plan: {plan.placement!r} on this backbone is no model of transformers: it has biases outside queries, "

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lamina.errors import UserError
-from lamina.modeling.backbones.equivalent import in_pairs
+from lamina.modeling.backbones.equivalent import in_pairs, window_of
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -67,13 +67,12 @@ def check(config: PreTrainedConfig) -> Format:
         raise UserError(f"--to gguf: not written for {model_type!r} (allowed: {', '.join(FORMATS)})")
     row = FORMATS[model_type]
     rope = dict(config.rope_parameters or {})
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    slides = "sliding_attention" in types if types else bool(window)
+    types, window = getattr(config, "layer_types", None), window_of(config)
     heads, width = config.num_attention_heads, config.hidden_size
     says = None
     if rope.get("rope_type", "default") != "default":
         says = f"rope_parameters: {rope['rope_type']!r} scaling (allowed: default)"
-    elif not row.window and slides and window and window < config.max_position_embeddings:
+    elif not row.window and window is not None:
         says = f"sliding_window: {window} is less than max_position_embeddings (allowed: none)"
     elif model_type == "olmo2" and _head_dim(config) * heads != width:
         says = f"head_dim: {_head_dim(config)} (allowed: hidden_size / num_attention_heads)"

@@ -240,6 +240,9 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
+    """The width of a head; DeepSeek's ``head_dim`` is only the part of it that is rotated."""
+    if hasattr(config, "kv_lora_rank"):
+        return config.hidden_size // config.num_attention_heads
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

@@ -15,7 +15,11 @@ from lamina.placements.registry import placement
     equation=("y = LN(omega_1 * x + A(x))", "x' = LN(omega_2 * y + F(y))", "omega: one learned vector per sub-layer"),
     source="Liu et al. 2020 (arXiv 2004.08249) Eq 5; profile-free: admin-torch",
     initialization="admin",
-    advice="Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %; omega from the profiling pass of init admin",
+    advice=(
+        "Mix-LN's baseline at 250M: learning rate 1e-3, warm-up 10 %; omega from the profiling pass of init admin. The "
+        "authors' embedding has unit variance; after one of 0.02 all omegas but the first start near 0.02 instead of 1 "
+        "(embedding_norm=true avoids it)"
+    ),
 )
 def admin(num_layers: int, *, omega: Literal["profiled", "log", "sqrt", "one"] = "profiled") -> Plan:
     """Starts each skip as strong as the sum of the branches below it, so that no branch dominates early training.

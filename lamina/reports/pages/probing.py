@@ -50,11 +50,13 @@ def probing_report(folder: Path) -> Path:
 
 
 def main_numbers(frame: Frame) -> Frame:
-    """How a probe's values spread: one row per metric (and sub-layer and role), with the places of the extremes.
+    """How a probe's values spread: one row per metric, with the places of the extremes.
 
-    Columns: those of sublayer, role and metric that the frame has, then rows, lowest, at, median, highest, at_highest.
+    Sub-layers, roles, number formats and meanings of a drop stand apart. Columns: those of them that the frame has,
+    then rows, lowest, at, median, highest, at_highest.
     """
-    by = [name for name in ("metric", "sublayer", "role") if name in frame and frame[name].notna().any()]
+    apart = ("metric", "sublayer", "role", "format", "meaning")
+    by = [name for name in apart if name in frame and frame[name].notna().any()]
     columns = [name for name in ("layer", "other", "start", "size", "index", "step") if name in frame]
     values: Frame = pd.to_numeric(frame["value"], errors="coerce")
     frame = frame.assign(value=values.where(values.abs() < math.inf))

@@ -13,7 +13,7 @@ from lamina.reports.results.pages import index, study_page
 from lamina.reports.studies import interactive, printed
 from lamina.reports.studies.choice import drawings
 from lamina.reports.studies.drawing import Drawing
-from lamina.reports.studies.folder import RESULTS, StudyFolder, read_folder
+from lamina.reports.studies.folder import CLAIMS, RESULTS, StudyFolder, read_folder
 from lamina.studies.catalog.study import Study
 
 _FIGURES_OF_A_PAGE = 3
@@ -38,7 +38,8 @@ def write_results(
     drawn: set[Path] = set()
     folders: list[StudyFolder] = []
     for study in studies:
-        ran = {scale: read_folder(path) for scale in study.scales if _has(path := records / f"{study.name}-{scale}")}
+        places = {scale: records / f"{study.name}-{scale}" for scale in study.scales}
+        ran = {scale: read_folder(place) for scale, place in places.items() if _is_whole(place)}
         figures = {scale: drawings(one)[:_FIGURES_OF_A_PAGE] for scale, one in ran.items()}
         folders += ran.values()
         pages[folder / f"{study.name}.md"] = study_page(study, verdicts, ran, figures)
@@ -55,8 +56,9 @@ def write_results(
     return sorted(pages)
 
 
-def _has(folder: Path) -> bool:
-    return (folder / RESULTS).is_file()
+def _is_whole(folder: Path) -> bool:
+    """Whether it is the record of a study that has ended: one that was stopped has no verdicts."""
+    return all((folder / name).is_file() for name in (RESULTS, CLAIMS))
 
 
 def _draw(drawing: Drawing, folder: Path) -> set[Path]:

@@ -60,7 +60,8 @@ def run_study(
     """Run a study at one scale; returns the rows of results.csv, a row per trial.
 
     OUTPUT/claims.json has the verdicts. A trial that the store or the records have is not run again. ``record`` also
-    writes the study's tables and verdicts to the records.
+    writes the study's tables and verdicts to the records; of a study that is stopped, the trials that have ended, if
+    there is no whole record of it.
 
     Raises:
         UserError: for invalid settings, a study that can't be read or has changed since it ran here, an output folder
@@ -83,8 +84,14 @@ def run_study(
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
         processes.prepare()
     execute = _executor(complete)
-    with job:
-        results = _run(study, plan, complete, store, job.folder, execute, bar)
+    try:
+        with job:
+            results = _run(study, plan, complete, store, job.folder, execute, bar)
+    except KeyboardInterrupt:
+        if record and plan.scale.search is None:
+            _write_tables(plan, results_table(plan, store), store, job.folder)
+            _record(study, complete, job.folder, whole=False)
+        raise
     if record:
         _record(study, complete, job.folder)
     return results
@@ -93,16 +100,21 @@ def run_study(
 def output_of(settings: Mapping[str, object]) -> Path:
     """The study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
     record = StudySettings.from_dict(settings)
-    if record.study is None:
+    name = record_name(record)
+    return Path("runs") / "studies" / name if record.output is None else Path(record.output)
+
+
+def record_name(settings: StudySettings) -> str:
+    """The name of the folder of a study's record."""
+    if settings.study is None:
         raise UserError("study: none given (see `lamina study list`)")
-    if record.output is not None:
-        return Path(record.output)
-    return Path("runs") / "studies" / f"{read_study(record.study).name}-{record.scale}"
+    return f"{read_study(settings.study).name}-{settings.scale}"
 
 
 def store_of(settings: StudySettings) -> Store:
     """The store of the trials, with the records."""
-    return Store(Path(settings.store), Records(settings.records_folder), settings.threads)
+    records = Records(settings.records_folder, own=record_name(settings))
+    return Store(Path(settings.store), records, settings.threads)
 
 
 def work(settings: StudySettings, *, bar: bool = True) -> int:
@@ -179,11 +191,15 @@ def _run(
         results = results_table(plan, store, failed)
         write_results(folder, results)
         write_study(folder, {**header, "trials": sorted(outcome)})
-        for measure in measures.names(plan.scale.all_measures):
-            if (rows := measured_table(results, store, measure)) is not None:
-                write_table(folder, measure, rows)
+        _write_tables(plan, results, store, folder)
     write_json(folder / verdicts.CLAIMS, verdicts.judge_study(study, plan.scale, results, store))
     return results
+
+
+def _write_tables(plan: Plan, results: pd.DataFrame, store: Store, folder: Path) -> None:
+    for measure in measures.names(plan.scale.all_measures):
+        if (rows := measured_table(results, store, measure)) is not None:
+            write_table(folder, measure, rows)
 
 
 def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
@@ -199,13 +215,18 @@ def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
         )
 
 
-def _record(study: Study, settings: StudySettings, folder: Path) -> None:
-    """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine."""
-    records = settings.records_folder / f"{study.name}-{settings.scale}"
+def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
+    """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine.
+
+    A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
+    """
+    records = settings.records_folder / record_name(settings)
+    if not whole and (records / verdicts.CLAIMS).is_file():
+        return
     known = environment(0)  # before the records change: they are part of the repository
     shutil.rmtree(records / TABLES, ignore_errors=True)
     records.mkdir(parents=True, exist_ok=True)
-    for name in (RESULTS, verdicts.CLAIMS):
+    for name in (RESULTS, verdicts.CLAIMS) if whole else (RESULTS,):
         shutil.copyfile(folder / name, records / name)
     for path in sorted((folder / TABLES).glob("*.parquet")):
         (records / TABLES).mkdir(exist_ok=True)

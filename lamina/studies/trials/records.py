@@ -23,10 +23,16 @@ RESULTS, TABLES = "results.csv", "tables"
 
 
 class Records:
-    """The records in a folder, read when they are needed. ``folder`` need not exist."""
+    """The records in a folder, read when they are needed.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        folder: of the records; it need not exist.
+        own: the name of a study's own record. Where it and another have the same trial, it counts: a trial that was
+            trained again on another kind of machine has a slightly different loss.
+    """
+
+    def __init__(self, folder: Path, own: str = ""):
+        self.folder, self.own = folder, own
         self._tables: dict[str, dict[str, pd.DataFrame]] = {}
 
     @cached_property
@@ -35,12 +41,14 @@ class Records:
         import pandas as pd
 
         rows: dict[str, Json] = {}
-        for path in sorted(self.folder.glob(f"*/{RESULTS}")):
+        for path in self._files(RESULTS):
             try:
                 table = pd.read_csv(path.absolute(), dtype={"key": str})
                 records = table.astype(object).where(table.notna(), None).to_dict("records")
                 ended = (row for row in records if row["status"] in ENDED)  # what failed may be tried again
-                rows.update({str(row["key"]): {str(k): v for k, v in row.items()} for row in ended})
+                for row in ended:
+                    key = str(row["key"])
+                    rows[key] = _filled({str(name): value for name, value in row.items()}, rows.get(key, {}))
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
         return rows
@@ -51,14 +59,26 @@ class Records:
             self._tables[measure] = self._read(measure)
         return self._tables[measure].get(key)
 
+    def _files(self, name: str) -> list[Path]:
+        """The records' files of a name, the study's own last: what is read later counts."""
+        own = self.folder / self.own / name
+        return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
+
     def _read(self, measure: str) -> dict[str, pd.DataFrame]:
         import pandas as pd
 
         found: dict[str, pd.DataFrame] = {}
-        for path in sorted(self.folder.glob(f"*/{TABLES}/{file_name(measure)}")):
+        for path in self._files(f"{TABLES}/{file_name(measure)}"):
             for key, rows in pd.read_parquet(path.absolute()).groupby("key", sort=False):
                 found[str(key)] = rows.drop(columns="key").reset_index(drop=True)
         return found
+
+
+def _filled(row: Json, other: Json) -> Json:
+    """A trial's row, with what only another study's record of it has: an older record lacks later columns."""
+    if row.get("eval_loss") != other.get("eval_loss"):
+        return row  # trained again, on another kind of machine
+    return {**other, **{name: value for name, value in row.items() if value is not None or name not in other}}
 
 
 def write_results(folder: Path, results: pd.DataFrame) -> None:

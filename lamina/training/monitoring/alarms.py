@@ -10,10 +10,12 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lamina.core.json_types import Json
-from lamina.training.monitoring.layers import Row
+
+if TYPE_CHECKING:
+    from lamina.training.monitoring.layers import Row
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""

@@ -66,6 +66,7 @@ class RunRecorder(TrainerCallback):
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
+        self._begun_at = 0  # the step at which this process began
         self._logged_tokens, self._logged_seconds = 0, 0.0
         self._flushed = time.monotonic()
 
@@ -77,6 +78,7 @@ class RunRecorder(TrainerCallback):
         self.lines = ProgressLines(state.max_steps, state.global_step, show=self.show_bar and off)
         assert self.trainer is not None
         self.trainer.continue_records()
+        self._begun_at = state.global_step
         self._logged_tokens = self.tokens_at(state.global_step)
         if state.global_step == 0:
             self._monitor(0, [])
@@ -99,7 +101,8 @@ class RunRecorder(TrainerCallback):
             self.bar.update(1)
         if orphaned():
             self.interrupted = "the study that started it is gone"
-        if self.pause_step is not None and self.pause_step <= state.global_step < state.max_steps:
+        pause = self.pause_step
+        if pause is not None and self._begun_at < pause <= state.global_step < state.max_steps:
             self.interrupted, control.should_evaluate = "paused", True
         if self.processes.anyone(self.interrupted is not None):  # signals reach processes at different moments
             self.interrupted = next(reason for reason in self.processes.everyones(self.interrupted) if reason)

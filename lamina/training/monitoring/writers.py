@@ -40,6 +40,7 @@ class MetricsWriter:
         self.second_loss: float | None = None  # at the last evaluation
         self.task_scores: dict[str, float] | None = None  # at the last evaluation
         self.scores: dict[str, float] = {}  # at the last evaluation
+        self.tokens_before = 0  # in the records of an earlier process
         self._sum, self._size = hashlib.sha256(), 0  # of the file
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
         self._unsynced = 0
@@ -69,6 +70,7 @@ class MetricsWriter:
         self._size = len(text.encode())
         evals = [(r["step"], r["eval_loss"]) for r in map(json.loads, lines) if "eval_loss" in r]
         self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
+        self.tokens_before = max((r["tokens"] for r in map(json.loads, lines) if r.get("tokens")), default=0)
         second = [r["eval_corpus_loss"] for r in map(json.loads, lines) if r.get("eval_corpus_loss") is not None]
         self.second_loss = second[-1] if second else None
         tasks = [r["tasks"] for r in map(json.loads, lines) if r.get("tasks") is not None]

@@ -40,8 +40,6 @@ class ImageClassification(Objective):
             raise UserError(
                 f"corpus: {EMBEDDED!r} is text, the backbone {settings.backbone!r} reads images (allowed: {ALLOWED})"
             )
-        if "label_smoothing_factor" in settings.trainer:
-            raise UserError("trainer.label_smoothing_factor: set by --label-smoothing (allowed: that flag)")
         augmentation_of(settings, 1).check()
 
     def fit(self, config: PreTrainedConfig, settings: PretrainSettings) -> None:

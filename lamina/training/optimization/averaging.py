@@ -56,3 +56,5 @@ class WeightAverage(TrainerCallback):
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 tensor.copy_(stored[name])
+            for own, trained in zip(self.model.buffers(), self.trained.buffers(), strict=True):
+                own.copy_(trained)  # such as an experts' bias: it is not averaged

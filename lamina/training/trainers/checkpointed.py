@@ -83,6 +83,13 @@ class CheckpointedTrainer(_Trainer):
             saving.read_optimizer(self, Path(checkpoint))
             saving.scale_learning_rate(self, self.rate_factor / self._resumed.get("learning_rate_factor", 1.0))
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's schedule; after a rollback to the start, where no checkpoint is read, at the rates it asks for."""
+        schedule = super().create_scheduler(num_training_steps, optimizer)
+        if self._resumed.get("step", -1) < 0 and self.rate_factor != 1:
+            saving.scale_learning_rate(self, self.rate_factor)
+        return schedule
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             saving.read_random_state(self, self.processes, Path(checkpoint))

@@ -109,8 +109,8 @@ class LayerMonitor(TrainerCallback):
     ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
         if self.monitor is not None and self.monitor.records is not None:
-            tokens = self.monitor.instruments.tokens * self.monitor.processes.size
-            self.monitor.records.metrics.write({"step": state.global_step, "tokens": tokens, "eval_loss": loss})
+            record = {"step": state.global_step, "tokens": self.monitor.tokens, "eval_loss": loss}
+            self.monitor.records.metrics.write(record)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -59,13 +59,19 @@ class Monitor:
         self._snapshots: list[Snapshot] = []
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
-        self._tokens_written = 0
+        self._tokens_written = self.tokens
         self._open = False
 
     @property
     def is_due(self) -> bool:
         """Whether the step that comes next is recorded."""
         return self.step == 0 or (self.step + 1) % self.settings.every == 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all steps so far and of all processes, those of an earlier session included."""
+        before = 0 if self.records is None else self.records.metrics.tokens_before
+        return before + self.instruments.tokens * self.processes.size
 
     def begin(self) -> None:
         """Attach to model and optimizers."""
@@ -134,8 +140,9 @@ class Monitor:
         self._add(new)
         self._tell(alarms)
         losses = {row[0]: row[6] for row in rows if row[5] == LOSS}
+        self._losses += [losses[step] for step in sorted(losses)]
         if due:
-            self._write(losses, rate)
+            self._write(rate)
         self._check(losses, rows)
         if due and self.settings.on_divergence == "roll_back" and self.guard.above_since is None:
             model, optimizers = self.instruments.model, self.instruments.optimizers
@@ -148,9 +155,8 @@ class Monitor:
             elif not math.isfinite(value) and not self.instruments.scales_losses:
                 self.guard.see_gradient(step, value, [])
 
-    def _write(self, losses: dict[int, float], rate: float | None) -> None:
-        self._losses += [losses[step] for step in sorted(losses)]
-        now, tokens = time.monotonic(), self.instruments.tokens * self.processes.size
+    def _write(self, rate: float | None) -> None:
+        now, tokens = time.monotonic(), self.tokens
         record: Json = {"step": self.step, "tokens": tokens}
         if self._losses:
             record["loss"] = math.fsum(self._losses) / len(self._losses)
@@ -208,8 +214,8 @@ class Monitor:
             self._add(self.series.rows())
         if self.records is not None:
             seconds = time.monotonic() - self._begun
-            tokens = self.instruments.tokens * self.processes.size
-            result: Json = {"status": str(status), "reason": reason, "steps": self.step, "tokens": tokens}
-            result |= {"seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
+            new = self.instruments.tokens * self.processes.size
+            result: Json = {"status": str(status), "reason": reason, "steps": self.step, "tokens": self.tokens}
+            result |= {"seconds": seconds, "tokens_per_second": new / seconds if seconds else None}
             result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
             self.records.close({**result, "rollbacks": self.rolled_back})

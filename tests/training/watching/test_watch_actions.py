@@ -203,7 +203,11 @@ def test_records_are_continued_and_the_page_is_drawn(tmp_path):
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2)
     with pytest.raises(UserError, match="in use"):
         loop(NanoGpt(), tmp_path / "run")
+    first = result(tmp_path / "run")["tokens"]
     loop(NanoGpt(), tmp_path / "run", steps=4, every=2, resume=True, step=4)
+    assert result(tmp_path / "run")["tokens"] == 2 * first
+    tokens = [line["tokens"] for line in lines(tmp_path / "run")]
+    assert tokens == sorted(tokens)
     rows = rows_of(tmp_path / "run")
     assert sorted(rows[rows["metric"] == "update_norm"]["step"].unique()) == [
         1,
@@ -265,3 +269,19 @@ def test_a_compiled_model_has_gradients_and_updates(tmp_path):
     assert set(found[found["metric"] == "update_norm"]["layer"]) == {-1, 0, 1}
     notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
     assert any("compiled" in note for note in notes)
+
+
+def test_a_record_has_the_mean_loss_of_the_steps_since_the_last(tmp_path):
+    seen = []
+
+    def loss_of(model, batch):
+        loss = model(batch[:, :-1], batch[:, 1:])[1]
+        seen.append(loss.item())
+        return loss
+
+    loop(NanoGpt(), tmp_path / "run", steps=6, every=3, loss_of=loss_of)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "run")] == [
+        (1, pytest.approx(seen[0])),
+        (3, pytest.approx(sum(seen[1:3]) / 2)),
+        (6, pytest.approx(sum(seen[3:]) / 3)),
+    ]

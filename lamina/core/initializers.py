@@ -1,0 +1,158 @@
+"""The initializers: each maps a weight, by its role, to the standard deviation of its normal distribution.
+
+Reading them loads no torch; lamina/modeling/initialization.py draws the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lamina.core import specs
+from lamina.core.registry import Registry
+from lamina.core.values import is_finite
+from lamina.errors import UserError
+
+SAME = "same:"  # before the one initializer of all of a study's trials
+BRANCH_OUT = ("attention_out", "feed_forward_out")
+_WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
+WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
+
+
+class Facts(Protocol):
+    """What an initializer may need to know of a weight.
+
+    ``layer`` is 0-based, -1 outside the blocks; ``wiring`` is the sub-layer's part of the plan; ``num_layers`` counts
+    blocks; ``fan_in`` and ``fan_out`` count channels.
+    """
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def wiring(self) -> Mapping[str, Any]: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def fan_in(self) -> int: ...
+
+    @property
+    def fan_out(self) -> int: ...
+
+
+Initializer = Callable[[Facts, float], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A registered initializer: (weight, base std) -> std, one line of help, where its distribution is cut off."""
+
+    function: Initializer
+    help: str
+    truncated: float | None
+
+
+INITIALIZERS: Registry[_Entry] = Registry("init")
+names = INITIALIZERS.names
+
+
+def initializer(name: str, help: str, truncated: float | None = None) -> Callable[[Initializer], Initializer]:
+    """Register a function (weight, base std) -> standard deviation of the weight's normal distribution.
+
+    ``truncated`` cuts the distribution off at so many standard deviations.
+    """
+
+    def register(function: Initializer) -> Initializer:
+        INITIALIZERS.add(name, _Entry(function=function, help=help, truncated=truncated))
+        return function
+
+    return register
+
+
+def help_of(name: str) -> str:
+    """One line about an initializer."""
+    return INITIALIZERS.get(name).help
+
+
+@initializer("normal", "N(0, std^2) everywhere, std 0.02")
+def _normal(weight: Facts, std: float) -> float:
+    return std
+
+
+@initializer("scaled", "Megatron: N(0, std^2), attention-out and FFN-out divided by sqrt(2 * num_layers)")
+def _scaled(weight: Facts, std: float) -> float:
+    return std / math.sqrt(2 * weight.num_layers) if weight.role in BRANCH_OUT else std
+
+
+@initializer(
+    "deepnorm", "Xavier normal with gain beta on value, attention-out and FFN weights, 1 elsewhere (DeepNet Fig 2)"
+)
+def _deepnorm(weight: Facts, std: float) -> float:
+    if weight.layer < 0:
+        return std
+    gain = 1.0
+    if weight.role in WITH_GAIN:
+        gain = weight.wiring["weight_gain"]
+    elif weight.role == "gate":
+        gain = weight.wiring["gate_gain"]
+    return gain * math.sqrt(2 / (weight.fan_in + weight.fan_out))
+
+
+@initializer("xavier", "Xavier normal (variance 2 / (fan_in + fan_out)) in the blocks, std elsewhere")
+def _xavier(weight: Facts, std: float) -> float:
+    return std if weight.layer < 0 else math.sqrt(2 / (weight.fan_in + weight.fan_out))
+
+
+@initializer("small", "SmallInit (Nguyen & Salazar): variance 2 / (5 * hidden_size)")
+def _small(weight: Facts, std: float) -> float:
+    return math.sqrt(2 / (5 * weight.hidden_size))
+
+
+@initializer(
+    "small_scaled",
+    "HybridNorm's: SmallInit cut off at 3 std, attention-out and FFN-out divided by sqrt(2 * num_layers)",
+    truncated=3.0,
+)
+@initializer(
+    "small_scaled_uncut",
+    "Mix-LN Table 8's Scaled Initialization: small_scaled, not cut off (for weights other than attention-out and "
+    "FFN-out the paper states none; SmallInit's is the natural reading)",
+)
+def _small_scaled(weight: Facts, std: float) -> float:
+    return _scaled(weight, _small(weight, std))
+
+
+@initializer("admin", "N(0, std^2), then Admin's profiling pass sets every omega (Liu et al. 2020)")
+def _admin(weight: Facts, std: float) -> float:
+    return std
+
+
+for _name, _variance in (("he", 2.0), ("lecun", 1.0), ("10/d", 10.0), ("1/(10d)", 0.1)):
+
+    @initializer(_name, f"variance {_variance:g} / hidden_size everywhere (Peri-LN Table 9)")
+    def _over_width(weight: Facts, std: float, variance: float = _variance) -> float:
+        return math.sqrt(variance / weight.hidden_size)
+
+
+def check(init: str) -> tuple[str, float]:
+    """Split "name" or "name(std=0.01)" into name and base std. Raises UserError for anything else."""
+    if init in names():  # some names have brackets of their own
+        return init, 0.02
+    name, options = specs.parse(init, "init")
+    INITIALIZERS.get(name, other_names=("recommended",))
+    if name not in _WITH_STD:
+        raise UserError(f"init: {init!r}, but {name!r} takes no std (allowed: {name})")
+    std = options.get("std")
+    if list(options) != ["std"] or not (isinstance(std, float | int) and is_finite(std) and std > 0):
+        raise UserError(f"init: {init!r} (allowed: {name} or {name}(std=NUMBER), the number above 0)")
+    return name, float(std)
