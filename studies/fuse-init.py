@@ -34,6 +34,14 @@ def fuse_init(trials: Trials) -> Finding:
 
 
 @claim(
+    says="With 48 blocks it collapses with the plain initializer and trains with the scaled one",
+    paper="Figure 2: stable at 48 with the scaled initializer; the plain one collapses at 24 already",
+)
+def fuse_init__deepest(trials: Trials) -> Finding:
+    return all_of(fails_to_train(trials, _arm("48 blocks", "plain")), trains(trials, _arm("48 blocks", "scaled")))
+
+
+@claim(
     says="With 24 blocks the shallow layers' gradients vanish with the plain initializer and not with the scaled one",
     paper="Figure 13: below 1e-12 against about 1e-1",
 )

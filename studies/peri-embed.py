@@ -7,7 +7,7 @@ WITH, WITHOUT = {"scheme": "with"}, {"scheme": "without"}
 
 
 @claim(
-    says="A norm on the embedding lowers Peri-LN's loss slightly",
+    says="A norm on the embedding lowers Peri-LN's loss",
     paper="Figures 20-22 (400M, 1.5B, 3.2B): slightly; no numbers printed",
 )
 def peri_embed(trials: Trials) -> Finding:
