@@ -19,6 +19,7 @@ from lamina.errors import UserError
 from lamina.jobs.files import disk_full
 from lamina.training import pretrain as pretraining
 from lamina.training.checks import SHARDED_OPTIMIZERS, check_sharded
+from lamina.training.execution import processes
 from lamina.training.execution.processes import _sendable, launched, lost_another, parallel_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer
@@ -345,3 +346,14 @@ def test_the_slurm_job_of_the_docs_runs_its_processes_and_queues_itself_again(co
     second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert second.returncode == 0, second.stderr[-3000:]
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == list(range(1, 401))
+
+
+def test_a_finished_process_waits_for_the_threads_of_gloo_before_it_ends(monkeypatch):
+    """Or one of them aborts it now and then, and torchrun calls a finished run failed."""
+    registered = []
+    monkeypatch.setattr(processes.atexit, "register", registered.append)
+    monkeypatch.setattr(processes.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with processes.join("cpu", "ddp"):
+        assert registered == [processes._settle]

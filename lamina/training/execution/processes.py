@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -206,6 +209,8 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
             )
         torch.cuda.set_device(local_rank)
     ours = not distributed.is_initialized()
+    atexit.unregister(_settle)
+    atexit.register(_settle)
     if ours:
         try:
             distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
@@ -225,6 +230,16 @@ def join(device: str, parallel: str) -> Iterator[Processes]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 distributed.destroy_process_group()
+
+
+def _settle() -> None:
+    """Let the threads of gloo end, or at least come to rest, before the interpreter ends.
+
+    Such a thread lets go of a collective's tensors a moment after the collective has ended, and needs the interpreter
+    for it. If it is late, it aborts the process (exit status -6), and torchrun calls a finished run failed.
+    """
+    gc.collect()  # a process group that nothing keeps waits for its threads itself
+    time.sleep(0.2)  # DTensor's caches keep FSDP2's group for good; its threads need a millisecond
 
 
 def parallel_of(parallel: str) -> str:
