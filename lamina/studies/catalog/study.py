@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.core.values import is_finite, seed_number
+from lamina.core.values import seed_number
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.studies.catalog.entries import known, mapping, text
 from lamina.studies.catalog.places import BASES, catalog_folder, find
+from lamina.studies.catalog.rates import Tuning, check_also, read_rates
 from lamina.studies.catalog.space import Search, read_search
 from lamina.studies.catalog.stages import RECORDS, STAGE, Stage, read_stages
 from lamina.studies.trials.jobs import JOBS, TrialJob
@@ -35,14 +36,6 @@ _SCALE = {
     "figure",
     "figures",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """A search for each arm's best learning rate: every rate with the first ``seeds`` seeds."""
-
-    rates: tuple[float, ...]
-    seeds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +164,12 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     if job not in (first := [each.name for each in JOBS.values() if not each.inputs]):
         raise unknown("job", job, first)
     axes = dict(mapping(where, data, "axes"))
-    rates, tuning = _rates(where, axes.pop("learning_rate", None))
+    rates, tuning = read_rates(where, axes.pop("learning_rate", None))
     seeds = _seeds(where, axes.pop("seed", 1))
     settings = {**_base(where, data.get("base"), folder), **mapping(where, data, "settings")}
     steps = settings.get("steps")
     points = {axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()}
+    check_also(where, tuning, points)
     scale = Scale(
         name=name,
         job=job,
@@ -234,40 +228,6 @@ def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, J
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise UserError(f"{where}{axis}: {values!r} (allowed: a list of values)")
     return {str(value): {axis: value} for value in values}
-
-
-def _rates(where: str, given: object) -> tuple[tuple[float, ...], Tuning | None]:
-    if given is None:
-        return (), None
-    if isinstance(given, Mapping):
-        known(f"{where}learning_rate: ", given, {"tune", "seeds"})
-        seeds = given.get("seeds", 1)
-        if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-            raise UserError(f"{where}learning_rate: seeds: {seeds!r} (allowed: a whole number of at least 1)")
-        return (), Tuning(rates=_numbers(where, given.get("tune")), seeds=seeds)
-    return _numbers(where, given), None
-
-
-def _numbers(where: str, values: object) -> tuple[float, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise UserError(f"{where}learning_rate: {values!r} (allowed: a list of rates, or tune: with one)")
-    read = []
-    for value in values:
-        number = float(value) if isinstance(value, str) and _is_number(value) else value
-        if not is_finite(number) or number <= 0:
-            raise UserError(f"{where}learning_rate: {value!r} (allowed: numbers above 0)")
-        read.append(float(number))
-    if len(set(read)) < len(read):
-        raise UserError(f"{where}learning_rate: {values!r} names one twice")
-    return tuple(read)
-
-
-def _is_number(text: str) -> bool:
-    try:  # YAML reads 1e-3 as a text
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _seeds(where: str, given: object) -> tuple[int, ...]:

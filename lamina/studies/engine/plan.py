@@ -1,7 +1,8 @@
 """Which trials a scale needs, given what is known so far.
 
 A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
-other seeds at each arm's best rate. ``Plan.wanted`` is a function of the results, so resuming needs no state.
+other seeds at each arm's best rate and, where the study asks for it, at another arm's. ``Plan.wanted`` is a function of
+the results, so resuming needs no state.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, severity
 from lamina.studies.catalog.arms import Arm, arms, matches
+from lamina.studies.catalog.rates import Tuning
 from lamina.studies.catalog.stages import STAGE, Stage
 from lamina.studies.catalog.study import Scale
 from lamina.studies.trials import measures
@@ -70,9 +72,12 @@ class Plan:
             for number, (tried, _) in enumerate(rates):
                 wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
         self.chosen = {number: best for number, (_, best) in enumerate(rates) if best is not None}
+        others = self._others(scale.tuning)
         for seed in scale.seeds:
             for number, rate in self.chosen.items():
                 wanted += self._chain(number, rate, seed)
+            for number, rate in others.items():
+                wanted.append(self._trial(number, rate, seed, measured=False))
         return list({(trial.key, trial.measures): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: Trial) -> bool:
@@ -82,6 +87,13 @@ class Plan:
         stage = {STAGE: self.scale.job} if self.scale.stages else {}
         number = next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
         return self.chosen.get(number) == trial.learning_rate
+
+    def _others(self, tuning: Tuning) -> dict[int, float]:
+        """The rate of another arm for each arm that is trained at it, too, as far as it is known."""
+        numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
+        pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
+        found = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
+        return {number: self.chosen[other] for number, other in found.items() if other in self.chosen}
 
     def _chain(self, number: int, rate: float | None, seed: int) -> list[Trial]:
         """An arm's first trial and those of the stages after it, as far as they are known."""
