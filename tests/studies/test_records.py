@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from lamina.errors import UserError
 from lamina.studies.trials.records import Records, write_results, write_table
 
 
@@ -12,7 +13,7 @@ def two(tmp_path):
 
     def write(first, second):
         for name, row in (("a-cpu", first), ("b-cpu", second)):
-            write_results(tmp_path / name, pd.DataFrame([{"key": "k", "status": "finished", **row}]))
+            write_results(tmp_path / name, pd.DataFrame([{"key": "k", "tuned": True, "status": "finished", **row}]))
         return Records(tmp_path).rows["k"]
 
     return write
@@ -36,9 +37,28 @@ def test_a_trial_trained_again_elsewhere_is_not_mixed_with_the_older_one(two):
 
 def test_a_study_reads_its_own_record_of_a_trial(tmp_path):
     for name, loss in (("a-cpu", 2.5), ("b-cpu", 2.5001)):
-        write_results(tmp_path / name, pd.DataFrame([{"key": "k", "status": "finished", "eval_loss": loss}]))
+        write_results(
+            tmp_path / name, pd.DataFrame([{"key": "k", "tuned": True, "status": "finished", "eval_loss": loss}])
+        )
         write_table(tmp_path / name, "probe", pd.DataFrame([{"key": "k", "value": loss}]))
     for own, loss in (("a-cpu", 2.5), ("b-cpu", 2.5001), ("c-cpu", 2.5001)):
         records = Records(tmp_path, own=own)
         assert records.rows["k"]["eval_loss"] == loss
         assert records.table("k", "probe")["value"].tolist() == [loss]
+
+
+def test_a_trials_place_in_one_study_is_no_result_in_another(tmp_path):
+    """A study without stages would be drawn as one with them; a record written before kept such columns at its end."""
+    row = {"key": "k", "seed": 0, "tuned": True, "status": "finished", "eval_loss": 2.5, "steps": 9}
+    write_results(tmp_path / "a-cpu", pd.DataFrame([row | {"stage": "pretrain", "shelf": "b"}]))
+    write_results(tmp_path / "b-cpu", pd.DataFrame([{"key": "k", "stage": "pretrain", "shelf": "b", **row}]))
+    write_results(tmp_path / "c-cpu", pd.DataFrame([{"key": "k", "steps": 9, **row}]))
+    found = Records(tmp_path).rows["k"]
+    assert not {"stage", "shelf"} & set(found)
+    assert found["steps"] == 9, "an axis that is a column of every result"
+
+
+def test_a_file_without_the_columns_of_a_record_is_refused(tmp_path):
+    write_results(tmp_path / "a-cpu", pd.DataFrame([{"key": "k", "status": "finished"}]))
+    with pytest.raises(UserError, match=r"a-cpu.*no record of a study"):
+        _ = Records(tmp_path).rows

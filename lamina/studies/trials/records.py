@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
+from lamina.jobs import columns
 from lamina.jobs.files import write_text, writing
 from lamina.jobs.status import ENDED
 from lamina.studies.trials.measures import file_name
@@ -40,17 +41,20 @@ class Records:
         """The result of every recorded trial that ended, by its key. Raises UserError for a file that can't be read."""
         import pandas as pd
 
-        rows: dict[str, Json] = {}
+        tables, places = [], set()
         for path in self._files(RESULTS):
             try:
                 table = pd.read_csv(path.absolute(), dtype={"key": str})
-                records = table.astype(object).where(table.notna(), None).to_dict("records")
-                ended = (row for row in records if row["status"] in ENDED)  # what failed may be tried again
-                for row in ended:
-                    key = str(row["key"])
-                    rows[key] = _filled({str(name): value for name, value in row.items()}, rows.get(key, {}))
+                tables.append(table[table["status"].isin(ENDED)])  # what failed may be tried again
+                places |= _places(table)
             except (OSError, ValueError, KeyError) as error:
                 raise UserError(f"{str(path)!r}: no record of a study ({type(error).__name__}: {error})") from None
+        rows: dict[str, Json] = {}
+        for table in tables:
+            kept = table.drop(columns=[name for name in table if name in places]).astype(object)
+            for row in kept.where(kept.notna(), None).to_dict("records"):
+                key = str(row["key"])
+                rows[key] = _filled({str(name): value for name, value in row.items()}, rows.get(key, {}))
         return rows
 
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
@@ -72,6 +76,12 @@ class Records:
             for key, rows in pd.read_parquet(path.absolute()).groupby("key", sort=False):
                 found[str(key)] = rows.drop(columns="key").reset_index(drop=True)
         return found
+
+
+def _places(table: pd.DataFrame) -> set[str]:
+    """The columns of a study's axes: a trial's place in that study, which is none of its results."""
+    ahead = [str(name) for name in table.columns[: list(table.columns).index("tuned")]]
+    return set(ahead) - {"key", *columns.names()}
 
 
 def _filled(row: Json, other: Json) -> Json:
