@@ -9,11 +9,12 @@ import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
 from lamina.reports.palette import look
-from lamina.reports.studies import interactive, printed
+from lamina.reports.studies import choice, interactive, printed
 from lamina.reports.studies.choice import drawings
 from lamina.reports.studies.drawing import Request
 from lamina.reports.studies.folder import arms, read_folder
 from lamina.reports.studies.kinds import KINDS, sweep
+from lamina.reports.studies.page import _figures
 from lamina.reports.studies.splitting import ordered_values
 from lamina.studies.catalog import places
 from lamina.studies.catalog.study import read_study
@@ -119,6 +120,21 @@ def test_the_pages_figures_have_the_same_points(everything):
         assert traces[series.label].line.dash == series.look.dash
     for drawing in drawings(everything):
         assert interactive.plot(drawing).data
+
+
+def test_figures_beyond_the_first_few_are_named_and_written_for_a_paper(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    folder = write_claims_study(tmp_path / "study")
+    study = read_folder(folder)
+    everything = [drawing.name for drawing in drawings(study)]
+    assert len(everything) > 1
+    monkeypatch.setattr(choice, "_MOST", 1)
+    shown, left_out = choice.chosen(study)
+    assert [drawing.name for drawing in (*shown, *left_out)] == everything
+    assert len(shown) == max(1, len(choice._written(study)))
+    [figures] = _figures(study)
+    assert all(drawing.title in figures.html.split("not drawn here:")[1] for drawing in left_out)
+    assert {path.stem for path in printed.write_all(folder)} == set(everything)
 
 
 def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_path):

@@ -19,15 +19,27 @@ _FIELDS = ("kind", "x", "y", "color", "measure")
 
 def drawings(study: StudyFolder) -> list[Drawing]:
     """The figures of a study, the one of the paper's own form first; none of a study without a result."""
+    return chosen(study)[0]
+
+
+def chosen(study: StudyFolder) -> tuple[list[Drawing], list[Drawing]]:
+    """The figures of a study, and those that are left out: of what follows from its axes, only the first few."""
+    written = _made(study, _written(study))
+    made = written | {name: drawing for name, drawing in _made(study, _default(study)).items() if name not in written}
+    count = max(_MOST, len(written))
+    return list(made.values())[:count], list(made.values())[count:]
+
+
+def _made(study: StudyFolder, requests: Iterable[Request]) -> dict[str, Drawing]:
     made: dict[str, Drawing] = {}
-    for request in (*_written(study), *_default(study)):
+    for request in requests:
         if request.kind not in KINDS:
             logger.warning("%s: figure %r: left out (known: %s)", study.name, request.kind, ", ".join(KINDS))
             continue
         drawing = KINDS[request.kind](study, request)
         if drawing is not None:
             made.setdefault(drawing.name, drawing)
-    return list(made.values())[:_MOST]
+    return made
 
 
 def _written(study: StudyFolder) -> list[Request]:

@@ -10,7 +10,7 @@ from lamina.reports.page import PAGE, Section, details, figure, moment, write_pa
 from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.sections import scale_note
-from lamina.reports.studies.choice import drawings
+from lamina.reports.studies.choice import chosen
 from lamina.reports.studies.folder import StudyFolder, arms, read_folder
 from lamina.reports.studies.interactive import plot
 from lamina.reports.studies.splitting import title_of
@@ -80,8 +80,11 @@ def _margin(row: Row) -> str:
 
 
 def _figures(study: StudyFolder) -> list[Section]:
-    html = "".join(figure(to_html(plot(drawn)), drawn.caption, drawn.title) for drawn in drawings(study))
-    note = '<p class="source">For a paper: <code>lamina report FOLDER --figures</code> writes them as SVG and PDF.</p>'
+    shown, left_out = chosen(study)
+    html = "".join(figure(to_html(plot(drawn)), drawn.caption, drawn.title) for drawn in shown)
+    note = "For a paper: <code>lamina report FOLDER --figures</code> writes them as SVG and PDF"
+    names = ", ".join(escape(drawn.title) for drawn in left_out)
+    note = f'<p class="source">{note}{f", and those not drawn here: {names}" if names else ""}.</p>'
     return [Section(name="Figures", title="Figures", html=html + note)] if html else []
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from lamina.errors import UserError
 from lamina.jobs.files import writing
 from lamina.reports.charts import Grid
-from lamina.reports.studies.choice import drawings
+from lamina.reports.studies.choice import chosen
 from lamina.reports.studies.drawing import Axis, Drawing, Panel, Series, Value, marks
 from lamina.reports.studies.folder import has_claims, read_folder
 from lamina.reports.studies.interactive import top_edge
@@ -65,8 +65,8 @@ def write_all(folder: Path) -> list[Path]:
         raise UserError(
             f"figures: {str(folder)!r} holds no study with claims (allowed: the folder of `lamina study run`)"
         )
-    drawn = drawings(read_folder(folder))
-    return [path for drawing in drawn for path in write(drawing, folder / FIGURES)]
+    shown, left_out = chosen(read_folder(folder))
+    return [path for drawing in (*shown, *left_out) for path in write(drawing, folder / FIGURES)]
 
 
 def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf")) -> list[Path]:
