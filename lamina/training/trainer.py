@@ -167,11 +167,15 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         return metrics
 
     def _measured(self, held_out: Any) -> dict[str, float]:
-        """The mean loss and scores over items, each counted once, over all processes; draws no random number."""
+        """The mean loss over all that is predicted, the mean scores over items; each item counted once.
+
+        Over all processes; draws no random number.
+        """
         model: Any = self.model if self.average is None else self.average.model
         rank, size = self.processes.rank, self.processes.size
         batch = self.args.per_device_eval_batch_size * size
         totals: dict[str, float] = {"eval_loss": 0.0}
+        weights = 0.0
         was_training = model.training
         model.eval()
         try:
@@ -182,15 +186,23 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
                 inputs = self._prepare_inputs(dict(self.collate_eval([held_out[i] for i in mine or chunk[:1]])))
                 with torch.no_grad(), uncompiled(model), self.compute_loss_context_manager():
                     loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-                totals["eval_loss"] += float(loss) * len(mine)
+                weight = _predicted(inputs["labels"]) if mine else 0
+                totals["eval_loss"] += float(loss) * weight
+                weights += weight
                 scored = {} if self.scores is None else self.scores(outputs["logits"], inputs["labels"])
                 for name, values in scored.items():
                     totals[name] = totals.get(name, 0.0) + (float(values.sum()) if mine else 0.0)
         finally:
             model.train(was_training)
-        return {name: self.processes.mean(total) * size / len(held_out) for name, total in totals.items()}
+        counted = {name: len(held_out) / size for name in totals} | {"eval_loss": self.processes.mean(weights)}
+        return {name: self.processes.mean(total) / counted[name] for name, total in totals.items()}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Trainer's evaluation, uncompiled: evaluations are rare and their batches have several shapes."""
         with uncompiled(self.bare_model()):
             return super().evaluation_loop(*args, **kwargs)
+
+
+def _predicted(labels: torch.Tensor) -> int:
+    """How many predictions a batch's mean loss is over: its items, or its tokens that have a label."""
+    return int((labels != -100).sum()) if labels.ndim == 2 and not labels.is_floating_point() else len(labels)

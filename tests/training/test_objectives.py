@@ -219,6 +219,13 @@ def test_a_masked_language_model_is_trained_as_it_says(masked, tmp_path):
     assert lamina.data.load_tokenizer(str(tmp_path / "run" / "model")).mask_token_id == 257
 
 
+def test_the_loss_of_masked_tokens_does_not_depend_on_the_batches_of_the_evaluation(masked):
+    """It is a mean over the masked tokens, of which blocks have different numbers."""
+    sizes = {f"by {size}": {"trainer": {"per_device_eval_batch_size": size}} for size in (1, 3, 64)}
+    losses = [pretrain(masked(name, steps=1, **changed), bar=False)["eval_loss"] for name, changed in sizes.items()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
 def test_a_resumed_masked_run_is_the_run_that_was_not_interrupted(masked, tmp_path):
     pretrain(masked("whole", steps=6), bar=False)
     pretrain(masked("stopped", steps=6, pause_step=2), bar=False)
