@@ -1,7 +1,5 @@
 """Kendall's tau between the rankings at two sizes; below 0.6 a proxy of the small size is not to be trusted."""
 
-import math
-
 from lamina.studies.judging import Finding, Trials, claim, denied, same_order, values_of
 
 TRUSTED = 0.6
@@ -27,15 +25,9 @@ def depth_proxy__tokens(trials: Trials) -> Finding:
 
 def _order(trials: Trials, a: str, b: str) -> Finding:
     tuned = trials.tuned()
-    means = [{arm: _mean(tuned.where(size=size), arm) for arm in _placements(trials)} for size in (a, b)]
-    return same_order(*means, at_least=TRUSTED, name=f"{a} and {b}:")
+    losses = [{arm: values_of(tuned.where(size=size), arm) for arm in _placements(trials)} for size in (a, b)]
+    return same_order(*losses, at_least=TRUSTED, name=f"{a} and {b}:")
 
 
 def _placements(trials: Trials) -> list[str]:
     return [str(placement) for placement in trials.values("placement")]
-
-
-def _mean(trials: Trials, arm: str) -> float:
-    """The mean loss of the seeds that trained; infinite where none did, so that it ranks last."""
-    losses = list(values_of(trials, arm).values())
-    return sum(losses) / len(losses) if losses else math.inf

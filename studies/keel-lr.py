@@ -1,5 +1,7 @@
 """Keel, Section 5.2."""
 
+from dataclasses import replace
+
 from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, higher, lower, optimum
 
 
@@ -10,12 +12,15 @@ from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, high
 def keel_lr(trials: Trials) -> Finding:
     ours, other = (optimum(trials, arm) for arm in ("keel", "pre_ln"))
     rates = f"best rate {ours.trained:g} (keel), {other.trained:g} (pre_ln)"
-    if ours.trained <= other.trained:
-        return Finding(verdict=Verdict.FAILS, ours=rates, seeds=len(trials.seeds))
+    if ours.trained == other.trained:
+        note = "the best rates are equal"
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=rates, seeds=len(trials.seeds), note=note)
     finding = all_of(
         lower(trials, _at("keel", ours.trained), than=_at("keel", other.trained)),
         higher(trials, _at("pre_ln", ours.trained), than=_at("pre_ln", other.trained)),
     ).noted(rates)
+    if ours.trained < other.trained and finding.verdict.shown:  # both, but over rates that fall
+        finding = replace(finding, verdict=Verdict.FAILS)
     return finding.noted("a best rate lies at the sweep's edge") if ours.at_edge or other.at_edge else finding
 
 

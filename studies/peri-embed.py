@@ -1,7 +1,7 @@
 """Peri-LN Figures 20-22."""
 
-from lamina.studies.judging import Finding, Trials, all_of, claim, lower, monotone
-from lamina.studies.judging.curves import split, trained
+from lamina.studies.judging import Finding, Trials, all_of, claim, lower, monotone, values_of
+from lamina.studies.judging.curves import split
 
 WITH, WITHOUT = {"scheme": "with"}, {"scheme": "without"}
 
@@ -23,7 +23,6 @@ def peri_embed__size(trials: Trials) -> Finding:
     gains: dict[float, dict[int, float]] = {}
     tuned = trials.tuned()
     for place, size in enumerate(tuned.values("size")):
-        part = trained(tuned.where(size=size))
-        arms = [part.by_seed(arm)["eval_loss"].to_dict() for arm in (WITHOUT, WITH)]
+        arms = [values_of(tuned.where(size=size), arm) for arm in (WITHOUT, WITH)]
         gains[float(place)] = {seed: arms[0][seed] - arms[1][seed] for seed in arms[0].keys() & arms[1].keys()}
     return monotone(gains, rising=False, name="gain by size")

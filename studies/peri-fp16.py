@@ -27,7 +27,11 @@ def growth(table: Frame) -> float:
 )
 def peri_fp16(trials: Trials) -> Finding:
     """Where Pre-LN stays below, a larger scale decides, unless Peri-LN passes the limit itself."""
-    pre, peri = (numbers(trials.tuned(), arm, "layers", largest, at="records") for arm in ("pre_ln", "peri_ln"))
+    records = trials.tuned().record("layers")  # of all runs: one that diverges has passed the limit on its way
+    pre, peri = (
+        {seed: largest(part) for seed, part in records[records["placement"] == arm].groupby("seed")}
+        for arm in ("pre_ln", "peri_ln")
+    )
     stays = fraction((value < FP16 for value in peri.values()), at_least=1.0, name="Peri-LN below", seeds=len(peri))
     if stays.verdict == Verdict.HOLDS and trials.scale != "paper" and all(value < FP16 for value in pre.values()):
         highest = max(pre.values(), default=0.0)

@@ -3,6 +3,7 @@
 from lamina.studies.judging import (
     Finding,
     Trials,
+    Verdict,
     above,
     all_of,
     any_of,
@@ -47,7 +48,10 @@ def peri_gamma__spikes(trials: Trials) -> Finding:
 )
 def peri_gamma__depth(trials: Trials) -> Finding:
     found = []
-    table = trained(trials.tuned().arm(LEARNED)).measure("gains")
+    learned = trained(trials.tuned().arm(LEARNED))
+    if not len(learned):
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours="no run with learned gains trained")
+    table = learned.measure("gains")
     for sublayer, gains in rows(table, role="out_norm", metric="gain_mean").groupby("sublayer"):
         name = f"mean gain of the {sublayer}'s output norm"
         spread = gains.groupby("seed")["value"].std().to_dict()

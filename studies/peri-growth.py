@@ -58,14 +58,8 @@ def peri_growth__exponential(trials: Trials) -> Finding:
 def peri_growth__post_constant(trials: Trials) -> Finding:
     found = []
     for part in split(trials.tuned(), "size"):
-        post = part.arm("post_ln")
-        change = {
-            int(seed): abs(last_variance(end) - last_variance(begin))
-            for (seed, end), (_, begin) in zip(
-                post.measure("hidden_states").groupby("seed"),
-                post.measure("hidden_states", at="init").groupby("seed"),
-                strict=True,
-            )
-        }
+        measured = (part.arm("post_ln").measure("hidden_states", at=at).groupby("seed") for at in ("init", "end"))
+        begin, end = ({int(str(seed)): last_variance(table) for seed, table in tables} for tables in measured)
+        change = {seed: abs(end[seed] - begin[seed]) for seed in sorted(begin.keys() & end.keys())}
         found.append(below(change, math.log(TWICE), name="log of the factor"))
     return all_of(*found)

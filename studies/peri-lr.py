@@ -1,32 +1,23 @@
 """Peri-LN Figures 3a, 12, 16-18."""
 
-from dataclasses import replace
-
 from lamina.studies.judging import (
     Finding,
     Trials,
-    Verdict,
     all_of,
     claim,
     compare_values,
-    higher,
     needs_scale,
+    no_worse,
     optimum,
 )
 
-OPPOSITE = {Verdict.HOLDS: Verdict.FAILS, Verdict.FAILS: Verdict.HOLDS}
 LEVEL = 0.01  # nats by which Peri-LN may lie above and still count as level
-
-
-def not_worse(trials: Trials) -> Finding:
-    """Peri-LN's loss is not above Pre-LN's by more than LEVEL: the refutation of "Peri-LN's is higher"."""
-    worse = higher(trials, "peri_ln", than="pre_ln", by=LEVEL)
-    return replace(worse, verdict=OPPOSITE.get(worse.verdict, worse.verdict), p=None)
 
 
 def at_every_rate(trials: Trials) -> Finding:
     both = trials.where(placement=["pre_ln", "peri_ln"])
-    return all_of(*(not_worse(both.where(learning_rate=rate)) for rate in both.values("learning_rate")))
+    rates = (both.where(learning_rate=rate) for rate in both.values("learning_rate"))
+    return all_of(*(no_worse(part, "peri_ln", than="pre_ln", within=LEVEL) for part in rates))
 
 
 @claim(

@@ -1,7 +1,6 @@
 """Peri-LN Figure 35."""
 
-from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values
-from lamina.studies.judging.curves import trained
+from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values, values_of
 from lamina.studies.judging.sweeps import best_rate
 
 
@@ -9,7 +8,7 @@ def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:
     """By seed the loss at the best of an optimizer's rates, of runs that learned."""
     labels = [str(label) for label in trials.values("optimizer")]
     sweep = trials.where(placement=placement, optimizer=[label for label in labels if label.startswith(optimizer)])
-    return trained(sweep.where(learning_rate=best_rate(sweep.table))).by_seed(placement)["eval_loss"].to_dict()
+    return values_of(sweep.where(learning_rate=best_rate(sweep.table)), placement)
 
 
 @claim(

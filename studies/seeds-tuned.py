@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 
-from lamina.studies.judging import Finding, Trials, all_of, claim, lower, values_of
+from lamina.studies.judging import Finding, Trials, Verdict, all_of, claim, lower, values_of
 
-PLACEMENTS = ("fusenorm", "keel", "mix_ln", "peri_ln", "pre_ln")
+SEEDS = ("fusenorm", "keel", "mix_ln", "peri_ln")
 
 
 @claim(says="One of FuseNorm, Keel, Mix-LN and Peri-LN has a lower loss than each of the others and Pre-LN")
 def seeds_tuned(trials: Trials) -> Finding:
     tuned = trials.tuned()
-    means = {arm: sum(losses.values()) / len(losses) for arm in PLACEMENTS if (losses := values_of(tuned, arm))}
+    means = {arm: sum(losses.values()) / len(losses) for arm in SEEDS if (losses := values_of(tuned, arm))}
+    if not means:
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours="none of the four trained")
     best = min(means, key=lambda arm: means[arm])
-    finding = all_of(*(lower(tuned, best, than=arm) for arm in PLACEMENTS if arm != best))
-    p = None if finding.p is None else min(1.0, finding.p * len(PLACEMENTS))  # the best one was chosen by its loss
+    finding = all_of(*(lower(tuned, best, than=arm) for arm in (*SEEDS, "pre_ln") if arm != best))
+    p = None if finding.p is None else min(1.0, finding.p * len(SEEDS))  # the best one was chosen by its loss
     return replace(finding, p=p)
 
 

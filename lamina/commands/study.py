@@ -100,7 +100,7 @@ def _run(argv: list[str]) -> int:
     code = 0
     for name in chosen:
         try:
-            _run_one({**typed, "study": name}, others.resume, others.overwrite, others.record)
+            code = max(code, _run_one({**typed, "study": name}, others.resume, others.overwrite, others.record))
         except UserError as error:
             if len(chosen) == 1:
                 raise
@@ -109,7 +109,15 @@ def _run(argv: list[str]) -> int:
     return code
 
 
-def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> None:
+def _failures(reasons: list[str]) -> int:
+    """Say how many trials failed, and why the first did; the exit code."""
+    if not reasons:
+        return 0
+    print(f"lamina: {len(reasons)} trials failed; the first: {reasons[0]}", file=sys.stderr)
+    return 1
+
+
+def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int:
     outcome = study(**settings, resume=resume, overwrite=overwrite, record=record)
     print(f"\n{settings['study']}: {len(outcome.results)} trials")
     for one in outcome.claims:
@@ -119,6 +127,9 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> Non
             if text:
                 print(f"  {'':<13} {label}: {text}")
     print(f"the page: {outcome.folder / 'report.html'}")
+    results = outcome.results
+    failed = results[results["status"] == "failed"] if "status" in results else results[:0]
+    return _failures([str(row.get("reason")) for row in failed.to_dict("records")])
 
 
 def _dry_run(records: list[StudySettings]) -> int:
@@ -131,11 +142,13 @@ def _dry_run(records: list[StudySettings]) -> int:
 
 def _worker(argv: list[str]) -> int:
     settings = _given("worker", "Train a share of a study's trials; other workers share the store.", argv)[0]
+    from lamina.jobs.status import ENDED
     from lamina.studies.engine.run import work
 
-    count = work(_record(settings))
-    print(f"{count} trials are done")
-    return 0
+    outcome = work(_record(settings))
+    ended = sum(result["status"] in ENDED for result in outcome.values())
+    print(f"{ended} trials are done")
+    return _failures([str(one.get("reason")) for one in outcome.values() if one["status"] not in ENDED])
 
 
 def _record(settings: Json) -> StudySettings:

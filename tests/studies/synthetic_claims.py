@@ -36,6 +36,14 @@ def _matches(arm, pattern):
     return all(arm[axis] in (value if isinstance(value, list) else [value]) for axis, value in pattern.items())
 
 
+def _rough(table: pd.DataFrame, key: str) -> pd.DataFrame:
+    """The table with each value off by a millionth: differences that are equal in all seeds are those of counts."""
+    draw = random.Random(key)
+    if "value" in table and pd.api.types.is_float_dtype(table["value"]):
+        table = table.assign(value=[value * (1 + draw.gauss(0, 1e-6)) for value in table["value"]])
+    return table
+
+
 def trials_of(
     study: str,
     scale: str,
@@ -77,7 +85,7 @@ def trials_of(
     def measured(key, name, at):
         made = (tables or {}).get((name, at))
         if made is not None and (key, name, at) not in frames:
-            frames[key, name, at] = made(*trained[key])
+            frames[key, name, at] = _rough(made(*trained[key]), key)
         return frames.get((key, name, at))
 
     return Trials(table, axes=list(described["axes"]), scale=scale, measures=measured)

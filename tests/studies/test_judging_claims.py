@@ -9,7 +9,7 @@ from synthetic_trials import rows, trials
 from lamina.errors import UserError
 from lamina.studies.catalog.study import Scale
 from lamina.studies.engine.verdicts import _reader
-from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims
+from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims, lower
 from lamina.studies.judging.claims import Claim, unjudged
 
 CLAIMS = '''
@@ -78,6 +78,22 @@ def test_a_claim_over_something_not_measured_is_one_line(file):
     text = CLAIMS.replace('lower(trials.tuned(), "mix_ln", than="pre_ln")', 'trials.measure("angular_distance")')
     with pytest.raises(UserError, match="claim 'mix-ppl': the study does not measure angular_distance at end"):
         judge(load_claims(file(text)), one)
+
+
+def test_a_claim_that_cannot_be_judged_takes_no_verdict_from_the_others(caplog):
+    def wrong(trials):
+        raise ValueError("no layer")
+
+    checks = {"a": holding(0.01), "a/wrong": wrong, "a/missing": lambda trials: lower(trials, "keel", than="pre_ln")}
+    claims = [Claim(name=name, says="", paper="", check=check) for name, check in checks.items()]
+    first, second, third = judge(claims, trials(rows("pre_ln", BASE)))
+    assert first.verdict == "holds"
+    assert first.p_holm == pytest.approx(0.01), "only what was tested is corrected for"
+    assert second.verdict == third.verdict == "inconclusive"
+    assert "a/wrong" in second.note
+    assert "ValueError" in second.note
+    assert "does not measure the arm 'keel'" in third.note
+    assert [record.message for record in caplog.records] == [second.note, third.note]
 
 
 @pytest.mark.parametrize(

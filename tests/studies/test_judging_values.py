@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 from scipy import stats
@@ -80,14 +81,58 @@ def test_a_seed_whose_value_is_not_finite_has_no_trend():
 
 
 def test_two_rankings():
-    a = dict(zip("abcdef", range(6), strict=True))
-    assert same_order(a, {**a, "z": 9}).verdict == "holds"
-    assert same_order(a, {name: -value for name, value in a.items()}).verdict == "fails"
-    short = {"a": 1.0, "b": 2.0, "c": 3.0}
+    a = ranking("abcdef")
+    assert same_order(a, {**a, "z": by_seeds(9)}).verdict == "holds"
+    assert same_order(a, ranking("fedcba")).verdict == "fails"
+    assert same_order(a, ranking("fedcba")).seeds == 5
+    short = ranking("abc")
     assert same_order(short, short).verdict == "inconclusive"
-    for few in ({"a": 1.0}, {"a": 1.0, "b": math.nan, "c": 3.0}, {}):
+    for few in (ranking("a"), ranking("ab"), {}):
         assert same_order(few, a).verdict == "inconclusive", "too few arms deny nothing"
-    assert denied(same_order({"a": 1.0}, a)).verdict == "inconclusive"
+    assert denied(same_order(ranking("a"), a)).verdict == "inconclusive"
+    assert same_order(a, {arm: {0: values[0], 1: values[1]} for arm, values in a.items()}).verdict == "inconclusive"
+
+
+def test_rankings_inside_the_spread_over_seeds_are_not_different():
+    """The same true order at both sizes, with gaps far below the spread: tau is low by chance."""
+    draw = random.Random(3)
+    a, b = ({arm: by_seeds(0.01 * place, draw, 0.1) for place, arm in enumerate("abcdef")} for _ in range(2))
+    found = same_order(a, b)
+    assert found.margin < 0.6
+    assert found.verdict == "inconclusive"
+
+
+def test_an_arm_that_never_trains_ranks_last():
+    a = ranking("abcdef")
+    assert same_order(a, {**a, "f": {}}).margin == pytest.approx(1.0)
+    assert same_order(a, {**a, "a": {}}).margin < 0.5
+
+
+def by_seeds(center, draw=None, spread=0.0):
+    return {seed: center + (draw.gauss(0, spread) if draw else 0.0) for seed in range(5)}
+
+
+def ranking(arms):
+    return {arm: by_seeds(float(place)) for place, arm in enumerate(arms)}
+
+
+def test_no_case_is_no_verdict():
+    assert fraction([], at_least=1.0).verdict == "inconclusive"
+
+
+def test_noise_neither_rises_nor_fails_to():
+    draw = random.Random(1)
+    verdicts = [monotone({x: by_seeds(0.0, draw, 1.0) for x in (1.0, 2.0, 3.0, 4.0)}).verdict for _ in range(60)]
+    assert verdicts.count("inconclusive") > 50
+
+
+def test_equal_differences_of_counts_are_as_sure_as_their_number():
+    """Not as an exact formula: 1 against 0 in each of three seeds is no proof."""
+    for count, verdict in ((3, "inconclusive"), (5, "inconclusive"), (6, "holds")):
+        none, one = dict.fromkeys(range(count), 0.0), dict.fromkeys(range(count), 1.0)
+        found = compare_values(none, one)
+        assert found.p == pytest.approx(2.0 ** (1 - count))
+        assert found.verdict == verdict
 
 
 def test_a_share_of_cases():

@@ -1,11 +1,20 @@
 """Which trials a plan asks for, from results that are made up."""
 
+from types import SimpleNamespace
+
 import pytest
+import yaml
 from studies.study_files import write_study
 
 from lamina.errors import UserError
+from lamina.jobs.files import read_yaml
+from lamina.studies.catalog.arms import resolved
 from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.plan import Plan
+from lamina.studies.engine.plan import Plan, _rank
+from lamina.studies.engine.results import results_table
+from lamina.studies.engine.run import _refuse_edited, make_plan, run_study
+from lamina.studies.engine.settings import StudySettings
+from lamina.studies.engine.showing import description, dry_run_text
 
 AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
 BEST = {"pre_ln": 1e-3, "keel": 4e-3, "post_ln": 2e-3}
@@ -63,3 +72,97 @@ def test_without_the_other_arms_rate_nothing_more_is_asked_for(tmp_path, corpus)
 def test_labels_that_are_not_two_of_one_axis_are_refused(tmp_path, corpus, also, message):
     with pytest.raises(UserError, match=message):
         plan_of(tmp_path, corpus, also=also)
+
+
+def test_two_arms_that_are_one_computation_have_their_rows_each(tmp_path, corpus):
+    arms = {"plain": {"placement": "pre_ln"}, "zero": {"placement": "mix_ln(alpha=0)"}, "keel": {"placement": "keel"}}
+    for rates in ([1e-3], {"tune": [5e-4, 1e-3, 2e-3]}):
+        axes = {"arm": arms, "learning_rate": rates, "seed": 2}
+        plan = Plan(read_study(write_study(tmp_path, corpus=corpus, axes=axes, claims="")).scale("cpu"))
+        store = SimpleNamespace(result=lambda trial: {"status": "finished", "eval_loss": trial.learning_rate})
+        rows = results_table(plan, store)
+        assert rows.groupby("arm")["seed"].nunique().to_dict() == {"plain": 2, "zero": 2, "keel": 2}
+        assert rows[rows["arm"] == "plain"]["key"].tolist() == rows[rows["arm"] == "zero"]["key"].tolist()
+
+
+def test_a_rate_at_which_nothing_ended_is_not_widened(tmp_path, corpus):
+    plan = plan_of(tmp_path, corpus)
+    rates = {trial.learning_rate for trial in plan.wanted(lambda trial: {"status": "failed"})}
+    assert rates == {5e-4, 1e-3, 2e-3, 4e-3, 8e-3}
+
+
+def test_rates_that_each_lost_a_seed_are_told_apart_by_the_others():
+    lost = {"status": "diverged", "eval_loss": None}
+    one, other = ([lost, {"status": "finished", "eval_loss": loss}] for loss in (3.0, 2.4))
+    assert _rank(other) < _rank(one)
+
+
+RATES = {"low": 1e-4, "high": 1e-1, "log": True}
+SEARCH = {"space": {"learning_rate": RATES, "placement": ["./own.py", "keel"]}, "trials": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale", "allowed"),
+    [
+        ({"seed": 7}, {}, "--seeds"),
+        ({"learning_rate": 1.0}, {}, "a copy of the study with other rates"),
+        ({"placement": "post_ln"}, {}, "a copy of the study with another axis"),
+        ({"placement": "post_ln"}, {"axes": {"seed": 2}, "search": SEARCH}, "a copy of the study with another space"),
+    ],
+)
+def test_a_change_of_what_the_trials_say_themselves_is_refused(tmp_path, corpus, changes, scale, allowed):
+    file = write_study(tmp_path, corpus=corpus, claims="", **scale)
+    with pytest.raises(UserError, match=rf"set.{next(iter(changes))}: has no effect.*\(allowed: {allowed}\)"):
+        make_plan(read_study(file), StudySettings(study=str(file), set=changes))
+    make_plan(read_study(file), StudySettings(study=str(file), set={"weight_decay": 0.2}))
+
+
+def test_a_study_is_not_recorded_with_changed_seeds(tmp_path, corpus):
+    file = write_study(tmp_path, corpus=corpus, claims="")
+    for changed in ({"seeds": "5"}, {"set": {"steps": 2}}, {"corpus": "b.txt"}):
+        with pytest.raises(UserError, match=r"record: .*\(allowed: --records with a folder of your own"):
+            run_study({"study": str(file), "output": str(tmp_path / "out"), **changed}, record=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corpus):
+    file = write_study(tmp_path, corpus=corpus, axes={**AXES, "learning_rate": {"tune": [5e-4, 1e-3, 2e-3]}, "seed": 3})
+    plan, definition = Plan(read_study(file).scale("cpu")), read_yaml(file)
+    stored = {"trials": [trial.key for trial in plan.wanted(known)], "definition": definition}
+    full, empty = (SimpleNamespace(result=found, outcome=lambda _: None) for found in (known, lambda _: None))
+    for store in (full, empty):
+        _refuse_edited(stored, definition, plan, store)
+    edited = read_yaml(file)
+    edited["scales"]["cpu"]["settings"]["steps"] = 9
+    file.write_text(yaml.safe_dump(edited))
+    for store in (full, empty):
+        with pytest.raises(UserError, match="it has changed since it ran here"):
+            _refuse_edited(stored, edited, Plan(read_study(file).scale("cpu")), store)
+
+
+def test_an_edited_search_is_refused(tmp_path, corpus):
+    file = write_study(tmp_path, corpus=corpus, axes={"seed": 2}, search=SEARCH, claims="")
+    plan, definition = Plan(read_study(file).scale("cpu")), read_yaml(file)
+    _refuse_edited({"trials": [], "definition": definition}, definition, plan, None)
+    edited = read_yaml(file)
+    edited["scales"]["cpu"]["search"]["space"]["placement"].append("peri_ln")
+    with pytest.raises(UserError, match="its search has changed since it ran here"):
+        _refuse_edited({"trials": [], "definition": definition}, edited, plan, None)
+
+
+def test_what_a_search_would_ignore_is_refused_and_its_size_is_said(tmp_path, corpus):
+    given = {"corpus": corpus, "axes": {"seed": 2}, "search": SEARCH, "claims": ""}
+    with pytest.raises(UserError, match="measures: has no place beside a search"):
+        read_study(write_study(tmp_path / "a", measures={"end": ["gradients"]}, **given))
+    file = write_study(tmp_path / "b", **given)
+    settings = StudySettings(study=str(file))
+    for text in (description(settings), dry_run_text(settings)):
+        assert "a search of 4 candidates" in text
+        assert "0.0001 to 0.1" in text
+
+
+def test_a_searched_placement_is_relative_to_the_studys_file(tmp_path, corpus):
+    file = write_study(tmp_path / "files", corpus=corpus, axes={"seed": 2}, search=SEARCH, claims="")
+    assert resolved({"placement": "./own.py"}, read_study(file).scale("cpu"))["placement"] == str(
+        file.parent / "own.py"
+    )

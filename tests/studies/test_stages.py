@@ -171,7 +171,7 @@ def test_one_failed_trial_of_a_sweep_hides_no_other(plan, store):
     rows = results_table(tuned, store, failed)
     assert len(rows) == 5
     assert set(rows[rows["tuned"]]["seed"]) == {0, 1, 2}
-    _refuse_edited({"trials": sorted(outcome)}, tuned, store)
+    _refuse_edited({"trials": sorted(outcome)}, {}, tuned, store)
     write_results(store.records.folder / "mine-cpu", rows)
     assert set(Records(store.records.folder).rows) == set(outcome) - set(failed)
 

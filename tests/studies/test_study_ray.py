@@ -88,3 +88,26 @@ def test_python_takes_the_engine_too(tmp_path, corpus):
     outcome = study(study=str(file), output=str(tmp_path / "out"), engine="ray", workers=2, bar=False, **places)
     assert outcome.claims[0]["verdict"] == "holds"
     assert all(result(tmp_path / "trials" / key)["status"] for key in outcome.results["key"])
+
+
+def test_a_relative_corpus_is_the_drivers(tmp_path, corpus, monkeypatch):
+    """Not the folder's in which Ray was started: a worker may have been started anywhere."""
+    from lamina.studies.engine import ray_cluster
+
+    seen = {}
+
+    class Alone:
+        def __init__(self, request):
+            seen.update(request)
+
+        def exit_code(self):
+            return 0
+
+    monkeypatch.setattr(ray_cluster.processes, "Alone", Alone)
+    (tmp_path / "worker").mkdir()
+    monkeypatch.chdir(tmp_path / "worker")
+    request = {"settings": {"corpus": "words.txt"}}
+    assert ray_cluster.run_alone({**request, "directory": str(tmp_path)}, {}) == 0
+    assert seen["directory"] == str(tmp_path)
+    ray_cluster.run_alone({**request, "directory": str(tmp_path / "on another host")}, {})
+    assert seen["directory"] == str(tmp_path / "worker")

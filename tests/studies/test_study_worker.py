@@ -71,3 +71,15 @@ def test_a_study_folder_has_one_driver(tmp_path, corpus):
     with lock(tmp_path / "out"), pytest.raises(UserError, match="another process"):
         study(study=str(file), output=str(tmp_path / "out"), **given)
     assert not list((tmp_path / "trials").glob("*/result.json"))
+
+
+def test_trials_that_failed_are_said_and_are_the_exit_code(tmp_path, corpus, capsys, monkeypatch):
+    short = tmp_path / "short.txt"
+    short.write_text("a few words\n")
+    file = write_study(tmp_path / "files", corpus=short, claims="")
+    for command in (["worker"], ["run", "--output", str(tmp_path / "out")]):
+        assert main(["study", command[0], str(file), *places(tmp_path), *command[1:]]) == 1
+        out, err = capsys.readouterr()
+        assert "4 trials are done" not in out
+        assert "lamina: 4 trials failed; the first: " in err
+        assert "short.txt" in err

@@ -40,12 +40,30 @@ def arms(scale: Scale, changes: Json | None = None) -> list[Arm]:
         settings = {**scale.settings, **(changes or {})}
         for axis, label in values.items():
             settings |= scale.axes[axis][label]
-        if str(placement := settings.get("placement", "")).startswith("./"):
-            settings["placement"] = str(scale.folder / str(placement)[2:])
-        found.append(Arm(values=values, settings=settings))
+        found.append(Arm(values=values, settings=resolved(settings, scale)))
     if not found:
         raise UserError(f"skip: leaves no arm of the {scale.name} scale (allowed: to skip some combinations)")
     return found
+
+
+def resolved(settings: Json, scale: Scale) -> Json:
+    """Settings with a placement that begins with ``./`` relative to the study's file."""
+    placement = str(settings.get("placement", ""))
+    return {**settings, "placement": str(scale.folder / placement[2:])} if placement.startswith("./") else settings
+
+
+def refuse_without_effect(scale: Scale, changes: Json) -> None:
+    """Raise UserError for a change of what each arm or trial says itself."""
+    own: dict[str, str] = {"seed": "--seeds"}
+    if scale.rates or scale.tuning is not None:
+        own["learning_rate"] = "a copy of the study with other rates"
+    every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]
+    own |= {name: "a copy of the study with another axis" for names in every for name in names}
+    if scale.search is not None:
+        own |= dict.fromkeys(scale.search.space, "a copy of the study with another space")
+    for name in changes:
+        if name in own:
+            raise UserError(f"set.{name}: has no effect: the study's trials say it themselves (allowed: {own[name]})")
 
 
 def matches(values: Mapping[str, str], pattern: Json) -> bool:

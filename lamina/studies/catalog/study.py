@@ -185,6 +185,8 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         needs=text(where, data, "needs", default=""),
         folder=folder,
     )
+    if scale.search is not None and scale.measures:
+        raise UserError(f"{where}measures: has no place beside a search (allowed: a study of what it found)")
     if scale.search is not None and scale.stages:
         raise UserError(f"{where}then: has no place beside a search (allowed: axes)")
     if scale.search is not None and (scale.axes or rates or tuning):

@@ -65,7 +65,7 @@ class Plan:
                 for number, _ in enumerate(self.arms):
                     for rate in scale.rates or (None,):
                         wanted += self._chain(number, rate, seed)
-            return wanted if not scale.stages else list({trial.key: trial for trial in wanted}.values())
+            return list({(trial.key, *trial.values.values()): trial for trial in wanted}.values())
         seeds = scale.seeds[: scale.tuning.seeds]
         rates = [self._rates(number, seeds, result) for number, _ in enumerate(self.arms)]
         for seed in seeds:
@@ -78,7 +78,7 @@ class Plan:
                 wanted += self._chain(number, rate, seed)
             for number, rate in others.items():
                 wanted.append(self._trial(number, rate, seed, measured=False))
-        return list({(trial.key, trial.measures): trial for trial in wanted}.values())
+        return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: Trial) -> bool:
         """Whether a trial has its arm's chosen rate; True in a study that tunes none."""
@@ -143,7 +143,8 @@ class Plan:
             if any(results is None for results in known.values()):
                 return rates, None
             best = min(rates, key=lambda rate: _rank(known[rate] or []))
-            if len(rates) == 1 or best not in (rates[0], rates[-1]) or widening == WIDENINGS:
+            nothing = all(math.isinf(_rank(results or [])[0]) for results in known.values())  # no trial ended
+            if nothing or len(rates) == 1 or best not in (rates[0], rates[-1]) or widening == WIDENINGS:
                 return rates, best
             rates = sorted([*rates, _beyond(rates, best)])
         raise AssertionError("the loop returns")
@@ -154,7 +155,7 @@ class Plan:
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:
-    """The order of rates: the smallest share of trials that did not learn, then the lowest mean loss.
+    """The order of rates: the smallest share of trials that did not learn, then the lowest mean of the known losses.
 
     A trial that did not end says nothing about its rate; a rate without one that ended comes last.
     """
@@ -162,8 +163,8 @@ def _rank(results: list[Json]) -> tuple[float, float]:
     if not ended:
         return math.inf, math.inf
     bad = sum(severity(str(one["status"])) > severity("short") for one in ended)
-    losses = [math.inf if (loss := one.get("eval_loss")) is None else float(loss) for one in ended]
-    return bad / len(ended), sum(losses) / len(losses)
+    losses = [float(one["eval_loss"]) for one in ended if one.get("eval_loss") is not None]
+    return bad / len(ended), sum(losses) / len(losses) if losses else math.inf
 
 
 def _beyond(rates: list[float], best: float) -> float:

@@ -76,6 +76,7 @@ class _Runs:
         task, shares = self.trials[name], self.shares
         request = task.to_request()
         request["settings"]["output"] = str(task.folder.resolve())
+        request["directory"] = str(Path.cwd())  # paths in the settings are relative to it, not to where Ray was started
         alone = shares["processes"] == 1
         remote = self.ray.remote(run_alone if alone else run_together).options(
             max_retries=RETRIES,
@@ -117,7 +118,7 @@ def run_alone(request: Json, environment: Mapping[str, str]) -> int:
             "environment": {**os.environ, **environment},
             "path": list(sys.path),
             "argv": ["lamina"],
-            "directory": str(Path.cwd()),
+            "directory": request["directory"] if Path(request["directory"]).is_dir() else str(Path.cwd()),
         }
     )
     try:

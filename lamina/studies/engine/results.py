@@ -21,14 +21,16 @@ _NOTES = {*columns.NOTES, "rollbacks", "key", "tuned"}
 def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
     """A row per trial that has a result: its key, its place on the axes, whether it is tuned, and the result."""
     failed = failed or {}
-    found: dict[str, Json] = {}
+    found: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
     def known(trial: Trial) -> Json | None:
         return failed.get(trial.key) or store.result(trial)
 
     for trial in plan.wanted(known):
         if (result := known(trial)) is not None:
-            found[trial.key] = result_row(trial, result, _values(plan, trial), tuned=plan.is_tuned(trial))
+            found[trial.key, *trial.values.values()] = result_row(
+                trial, result, _values(plan, trial), tuned=plan.is_tuned(trial)
+            )
     return as_table(found.values(), list(plan.scale.axis_names))
 
 
@@ -62,7 +64,7 @@ def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.Data
     """A measure's rows of all trials, each with its trial's key first; None if no trial has them."""
     import pandas as pd
 
-    tables = [(str(key), store.table(str(key), measure)) for key in results["key"]]
+    tables = [(str(key), store.table(str(key), measure)) for key in results["key"].unique()]
     rows = [table.assign(key=key) for key, table in tables if table is not None and len(table)]
     if not rows:
         return None

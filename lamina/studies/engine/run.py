@@ -23,6 +23,7 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.sealed import write_sealed
 from lamina.jobs.status import ENDED
 from lamina.studies import processes
+from lamina.studies.catalog.arms import refuse_without_effect
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import run_plan
@@ -36,6 +37,7 @@ from lamina.studies.running import Executor
 from lamina.studies.trials import identity, measures
 from lamina.studies.trials.records import RESULTS, TABLES, Records, write_results, write_table
 from lamina.studies.trials.store import Store
+from lamina.studies.trials.trial import Trial
 from lamina.studies.workers import run_trials
 
 if TYPE_CHECKING:
@@ -70,6 +72,11 @@ def run_study(
         KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
     """
     given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
+    if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
+        raise UserError(
+            "record: the study's seeds or settings are changed (allowed: --records with a folder of your own, or no "
+            "--seeds, --set and --corpus)"
+        )
     given["output"] = str(output_of(given))
     study = read_study(str(given["study"]))
     job = open_job(
@@ -78,7 +85,7 @@ def run_study(
     complete, plan = job.settings, make_plan(study, job.settings)
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
-        _refuse_edited(read_record(job.folder), plan, store)
+        _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
     # Before the folder is touched: a placement or the corpus may be unreadable.
     wanted = [] if plan.scale.needs or plan.scale.search else plan.wanted(store.result)
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
@@ -117,10 +124,11 @@ def store_of(settings: StudySettings) -> Store:
     return Store(Path(settings.store), records, settings.threads)
 
 
-def work(settings: StudySettings, *, bar: bool = True) -> int:
-    """Run a share of a study's trials, while other drivers with the same store run theirs; returns how many are done.
+def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
+    """Run a share of a study's trials, while other drivers with the same store run theirs.
 
-    Ends when all of the study's trials have ended. Writes no folder but the trials'.
+    Ends when all of the study's trials have ended; returns every trial's result by its key. Writes no folder but the
+    trials'.
     """
     assert settings.study is not None
     plan, store = make_plan(read_study(settings.study), settings), store_of(settings)
@@ -128,7 +136,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> int:
         why = plan.scale.needs or "one driver runs a search"
         raise UserError(f"scale: {settings.scale!r} has no trials to share: {why} (allowed: another scale)")
     Path(settings.store).mkdir(parents=True, exist_ok=True)
-    return len(run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings)))
+    return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
 
 
 def make_plan(study: Study, settings: StudySettings) -> Plan:
@@ -139,6 +147,7 @@ def make_plan(study: Study, settings: StudySettings) -> Plan:
         seeds = tuple(int(seed) for seed in settings.seeds.split(","))
         tuning = scale.tuning and replace(scale.tuning, seeds=min(scale.tuning.seeds, len(seeds)))
         scale = replace(scale, seeds=seeds, tuning=tuning)
+    refuse_without_effect(scale, settings.changes)
     return Plan(scale, settings.changes)
 
 
@@ -202,17 +211,37 @@ def _write_tables(plan: Plan, results: pd.DataFrame, store: Store, folder: Path)
             write_table(folder, measure, rows)
 
 
-def _refuse_edited(stored: Json, plan: Plan, store: Store) -> None:
-    """Raise UserError if trials that ran in this folder are no longer the study's."""
+def _refuse_edited(stored: Json, definition: Json, plan: Plan, store: Store) -> None:
+    """Raise UserError if trials that ran in this folder are no longer the study's, or a search is another one."""
+    allowed = (
+        "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
+    )
+    allowed += "runs only what is new)"
+    before, now = (_scale_of(one, plan.scale.name) for one in (stored.get("definition"), definition))
+    if plan.scale.search is not None:
+        if before != now:
+            raise UserError(f"study: its search has changed since it ran here {allowed}")
+        return
     ran = set(stored.get("trials", []))
+
     # A rate of which a trial failed was known to lose when the study ran here.
-    wanted = {trial.key for trial in plan.wanted(lambda trial: store.result(trial) or store.outcome(trial))}
-    if gone := sorted(ran - wanted):
+    def known(trial: Trial) -> Json | None:
+        return store.result(trial) or store.outcome(trial)
+
+    wanted = plan.wanted(known)
+    if before == now and any(known(trial) is None for trial in wanted):
+        return  # the store is another one, or was emptied: which trials follow is not known yet
+    if gone := sorted(ran - {trial.key for trial in wanted}):
         raise UserError(
             f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "
-            f"{gone[0]}) (allowed: the study as it was; another --output; or --overwrite, which keeps all trials in "
-            "the store and runs only what is new)"
+            f"{gone[0]}) {allowed}"
         )
+
+
+def _scale_of(definition: object, name: str) -> object:
+    """A scale as it is written in a study's YAML, without what is only said or drawn."""
+    scale = definition.get("scales", {}).get(name) if isinstance(definition, dict) else None
+    return {key: value for key, value in (scale or {}).items() if key not in ("notes", "figure", "figures")}
 
 
 def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:

@@ -6,14 +6,16 @@ from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
+from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.stages import Stage
-from lamina.studies.catalog.study import Study, read_study
+from lamina.studies.catalog.study import Scale, Study, read_study
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.run import make_plan, store_of
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.engine.verdicts import all_verdicts
 from lamina.studies.max_rate_settings import MaxRateSettings
 from lamina.studies.trials import measures
+from lamina.studies.trials.jobs import JOBS
 from lamina.training.settings import PretrainSettings
 
 
@@ -34,6 +36,8 @@ def _verdict(one: Json) -> list[str]:
 
 
 def _trials(plan: Plan, settings: StudySettings) -> list[str]:
+    if plan.scale.search is not None:
+        return _search(plan.scale, plan.scale.search)
     store = store_of(settings)
     wanted = plan.wanted(store.result)
     trials = {trial.key for trial in wanted}
@@ -53,6 +57,16 @@ def _trials(plan: Plan, settings: StudySettings) -> list[str]:
     return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
 
 
+def _search(scale: Scale, search: Search) -> list[str]:
+    lines = [f"scale {scale.name}: a search of {search.trials} candidates, job {scale.job}"]
+    for name, values in search.space.items():
+        span = ", ".join(map(str, values)) if isinstance(values, tuple) else f"{values.low:g} to {values.high:g}"
+        lines.append(f"  {name}: {span}")
+    if search.rungs:
+        lines.append(f"  compared after {', '.join(map(str, search.rungs))} steps: one of {search.keep} goes on")
+    return [*lines, f"  then the best {search.race} with {len(scale.seeds)} seeds"]
+
+
 def _stage(stage: Stage) -> str:
     job = "" if stage.job == stage.name else f"{stage.job}, "
     return f"{stage.name} ({job}from {' and '.join(stage.inputs.values())})"
@@ -68,8 +82,11 @@ def dry_run_text(settings: StudySettings) -> str:
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
     plan = make_plan(study, settings)
+    if scale.search is not None:
+        return "\n".join([study.name, *_search(scale, scale.search)])
     trials = {name: _run(one) for name, one in plan.dry().items()}
-    return f"{study.name}, scale {scale.name}\n{table(dry_run(trials))}"
+    note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
+    return f"{study.name}, scale {scale.name}\n{note}{table(dry_run(trials))}"
 
 
 def _run(settings: Settings) -> PretrainSettings:

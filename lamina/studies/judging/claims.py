@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from lamina.studies.judging.findings import Finding, Verdict
 from lamina.studies.judging.statistics import ALPHA, holm
 from lamina.studies.judging.trials import NotMeasured, Trials
 
+logger = logging.getLogger(__name__)
 Check = Callable[[Trials], Finding]
 
 
@@ -108,9 +110,19 @@ def judge(claims: Sequence[Claim], trials: Trials) -> list[Judged]:
     """Run the claims' checks, and correct for their number.
 
     Holm's correction is over all the study's claims that have a p value. One that holds only without it becomes
-    inconclusive. Raises UserError that names the claim if it asks for what was not measured, or if its code fails.
+    inconclusive. A claim that asks for what was not measured, or whose code fails, is inconclusive, too, with a warning
+    and a note that says why. Raises UserError if that is so of all claims.
     """
-    findings = [_find(claim, trials) for claim in claims]
+    findings, errors = [], []
+    for claim in claims:
+        try:
+            findings.append(_find(claim, trials))
+        except UserError as error:
+            errors.append(error)
+            logger.warning("%s", error)
+            findings.append(Finding(verdict=Verdict.INCONCLUSIVE, ours="not judged", note=str(error)))
+    if claims and len(errors) == len(claims):
+        raise errors[0]
     tested = [index for index, finding in enumerate(findings) if finding.p is not None]
     adjusted = dict(zip(tested, holm([findings[index].p or 0.0 for index in tested]), strict=True))
     return [_judged(claim, findings[index], adjusted.get(index)) for index, claim in enumerate(claims)]

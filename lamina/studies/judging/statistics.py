@@ -30,7 +30,7 @@ class Paired:
         count: the number of pairs.
         mean, std: of the differences; the standard deviation has count - 1 in its denominator.
         interval: 95 % bootstrap interval of the mean.
-        p: of the paired t test, two-sided.
+        p: of the paired t test, two-sided; of the sign test, where all differences are equal (counts, shares).
         p_wilcoxon: of Wilcoxon's signed-rank test, two-sided; with 5 pairs it cannot fall below 0.0625.
     """
 
@@ -54,9 +54,20 @@ def paired(differences: Sequence[float]) -> Paired:
         mean=float(values.mean()),
         std=float(values.std(ddof=1)),
         interval=bootstrap_interval(differences),
-        p=t_test(differences),
+        p=_equal_signs(differences) if _all_equal(differences) else t_test(differences),
         p_wilcoxon=p_wilcoxon,
     )
+
+
+def _all_equal(values: Sequence[float]) -> bool:
+    import numpy as np
+
+    return float(np.std(values)) <= 1e-12 * max(1.0, abs(float(np.mean(values))))
+
+
+def _equal_signs(differences: Sequence[float]) -> float:
+    """The two-sided sign test's p of differences that are all equal, as counts and shares may be."""
+    return 2.0 ** (1 - len(differences)) if any(differences) else 1.0
 
 
 def wilcoxon_greater(differences: Sequence[float]) -> float:
@@ -95,9 +106,8 @@ def t_test(values: Sequence[float], *, mean: float = 0.0, alternative: str = "tw
     import numpy as np
     from scipy import stats
 
-    spread = float(np.std(values))
-    center = float(np.mean(values))
-    if spread <= 1e-12 * max(1.0, abs(center)):
+    if _all_equal(values):
+        center = float(np.mean(values))
         shown = {"two-sided": center != mean, "less": center < mean, "greater": center > mean}
         return 0.0 if shown[alternative] else 1.0
     with _quiet():

@@ -18,6 +18,8 @@ from lamina.studies.judging.differences import (
 from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict
 from lamina.studies.judging.statistics import ALPHA, bootstrap_interval, kendall, t_test
 
+_SEED, _RESAMPLES = 20261123, 999  # of the bootstrap of a tau
+
 
 def compare_values(
     a: BySeed, b: BySeed, *, lower: bool = True, by: float = 0.0, names: tuple[str, str] = ("a", "b")
@@ -69,8 +71,9 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     """Whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
 
     Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
-    direction, and a t test over the seeds of the slope (of value over the rank of x) has p below .05. Fails if the mean
-    tau is not in that direction at all. Seeds that lack an x, or a finite value there, are left out.
+    direction, and a t test over the seeds of the slope (of value over the rank of x) has p below .05. Fails if mean tau
+    and slope are in the other direction, and a one-sided t test of the slope says so. Seeds that lack an x, or a finite
+    value there, are left out.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -87,7 +90,8 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     if tau >= at_least and mean(slopes) > 0 and p < ALPHA:
         verdict = Verdict.HOLDS
     else:
-        verdict = Verdict.FAILS if tau <= 0 else Verdict.INCONCLUSIVE
+        reverse = tau < 0 and t_test(slopes, alternative="less") < ALPHA
+        verdict = Verdict.FAILS if reverse else Verdict.INCONCLUSIVE
     return Finding(
         verdict=verdict,
         ours=f"{text}: {'rising' if rising else 'falling'} with tau {tau:.2f} ({seeds_text(len(seeds))}, {p_text(p)})",
@@ -97,32 +101,43 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     )
 
 
-def same_order(a: Mapping[str, float], b: Mapping[str, float], *, at_least: float = 0.6, name: str = "") -> Finding:
-    """Whether two mappings of arm to value rank their arms alike: Kendall's tau of at least ``at_least`` with p < .05.
+def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
+    """Whether two mappings of arm to values by seed rank their arms alike: Kendall's tau of the means.
 
-    It fails if tau is below that; inconclusive if it is not, but may be chance.
+    Holds if tau is at least ``at_least``, with p < .05. Fails if tau's 95 % interval lies below ``at_least``: a
+    bootstrap over the seeds of each mapping, the same ones in all arms. An arm without a value ranks last.
     """
-    arms = [arm for arm in sorted(set(a) & set(b)) if math.isfinite(a[arm]) and math.isfinite(b[arm])]
-    if len(arms) < TOO_FEW:
-        few = f"fewer than {TOO_FEW} arms"
-        return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} {len(arms)} arms".strip(), note=few)
-    tau, p = kendall([a[arm] for arm in arms], [b[arm] for arm in arms])
-    if tau < at_least:
-        verdict = Verdict.FAILS
+    arms = sorted(a.keys() & b.keys())
+    seeds = min(len(set().union(*one.values())) for one in (a, b))
+    if len(arms) < TOO_FEW or seeds < TOO_FEW:
+        few = f"fewer than {TOO_FEW} arms" if len(arms) < TOO_FEW else f"fewer than {TOO_FEW} seeds"
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} {len(arms)} arms".strip(), note=few, seeds=seeds)
+    tau, p = kendall(*([_center(one[arm].values()) for arm in arms] for one in (a, b)))
+    low, high = _interval_of_tau(*([one[arm] for arm in arms] for one in (a, b)))
+    if tau >= at_least and p < ALPHA:
+        verdict = Verdict.HOLDS
     else:
-        verdict = Verdict.HOLDS if p < ALPHA else Verdict.INCONCLUSIVE
+        verdict = Verdict.FAILS if high < at_least else Verdict.INCONCLUSIVE
     return Finding(
         verdict=verdict,
-        ours=f"{name} Kendall's tau {tau:.2f} over {len(arms)} arms ({p_text(p)})".strip(),
+        ours=f"{name} Kendall's tau {tau:.2f} over {len(arms)} arms (95 % {low:.2f} to {high:.2f}, "
+        f"{seeds_text(seeds)}, {p_text(p)})".strip(),
         margin=tau,
+        interval=(low, high),
         p=p,
+        seeds=seeds,
     )
 
 
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
-    """Whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test."""
+    """Whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test.
+
+    Without a case, inconclusive.
+    """
     cases = [bool(flag) for flag in flags]
-    share = sum(cases) / len(cases) if cases else 0.0
+    if not cases:
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} no case".strip(), note="nothing to count")
+    share = sum(cases) / len(cases)
     return Finding(
         verdict=Verdict.HOLDS if share >= at_least else Verdict.FAILS,
         ours=f"{name} {sum(cases)} of {len(cases)} (claimed: at least {at_least:.0%})".strip(),
@@ -164,3 +179,26 @@ def _bounded(values: BySeed, limit: float, *, name: str, sign: float) -> Finding
         p=p,
         seeds=len(numbers),
     )
+
+
+def _center(values: Iterable[float]) -> float:
+    """The mean; infinite without a value."""
+    known = list(values)
+    return mean(known) if known else math.inf
+
+
+def _interval_of_tau(a: Sequence[BySeed], b: Sequence[BySeed]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of Kendall's tau between the arms' means."""
+    import numpy as np
+
+    draws = np.random.default_rng(_SEED)
+    taus = []
+    for _ in range(_RESAMPLES):
+        means = []
+        for arms in (a, b):
+            seeds = sorted(set().union(*arms))
+            drawn = [seeds[place] for place in draws.integers(len(seeds), size=len(seeds))]
+            means.append([_center(arm[seed] for seed in drawn if seed in arm) for arm in arms])
+        taus.append(kendall(*means)[0])
+    low, high = np.quantile(taus, [ALPHA / 2, 1 - ALPHA / 2])
+    return float(low), float(high)

@@ -18,6 +18,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result
 from lamina.jobs.status import ENDED
+from lamina.studies.catalog.arms import resolved
 from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.study import Scale
 from lamina.studies.trials.store import Store
@@ -125,7 +126,8 @@ class Searching:
         for known in study.get_trials(deepcopy=False):
             settings = known.user_attrs.get("settings")
             if settings is None:  # killed between the question and the answer
-                study.tell(known.number, state=self.optuna.trial.TrialState.FAIL)
+                if not known.state.is_finished():
+                    study.tell(known.number, state=self.optuna.trial.TrialState.FAIL)
                 continue
             candidate = Candidate(number=known.number, settings=settings)
             self.candidates[known.number] = candidate
@@ -194,7 +196,7 @@ class Searching:
 
     def trial(self, candidate: Candidate, seed: int) -> Trial:
         """A candidate with one seed, as any trial of a study."""
-        settings = {**self.scale.settings, **self.changes, **candidate.settings, "seed": seed}
+        settings = resolved({**self.scale.settings, **self.changes, **candidate.settings, "seed": seed}, self.scale)
         record = self.scale.record.settings_class().from_dict(settings)
         values = {name: str(value) for name, value in candidate.settings.items() if name != "learning_rate"}
         return make_trial(self.scale.job, {"candidate": str(candidate.number), **values}, record, ())
