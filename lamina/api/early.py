@@ -47,7 +47,7 @@ def refuse_early(
         if resume and in_use(folder):
             return
     if not record.needs_backbone:
-        settings = record.from_dict(given)
+        settings = record.from_dict(_with_preset(given))
         if record.needed and "preset" not in given:
             settings.require(*record.needed)
     specs = _specs(record, given)
@@ -60,6 +60,15 @@ def refuse_early(
     for name in ("corpus", "data"):
         if isinstance(place := given.get(name), str):
             _refuse_missing(name, place)
+
+
+def _with_preset(given: Mapping[str, object]) -> dict[str, object]:
+    """The settings with those of their preset, of which one may need another."""
+    if "preset" not in given:
+        return dict(given)
+    from lamina.posttraining.settings import with_preset
+
+    return with_preset(dict(given))
 
 
 def _specs(record: type[Settings], given: Mapping[str, object]) -> list[str]:

@@ -193,6 +193,7 @@ def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[
             recover(Path(everything.output))
     typed = parser.parse_args(argv, defaults=False).as_dict()
     typed = {k.replace("-", "_"): v for k, v in typed.items() if k not in ("config", *others)}
+    typed = {k: v for k, v in typed.items() if k not in _positionals(parser) or v not in (None, "", [])}
     file = everything.get("config")
     if file is None:
         return typed, everything
@@ -212,5 +213,11 @@ def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str,
             near = suggestion(key, known)
             hint = f"; did you mean {near!r}?" if near else ""
             raise UserError(f"{str(file)!r}: unknown setting {key!r}{hint}")
-    checked = parser.parse_object({k: v for k, v in data.items() if v is not None}, defaults=False).as_dict()
+    flags = {k: v for k, v in data.items() if v is not None and k not in _positionals(parser)}
+    checked = parser.parse_object(flags, defaults=False).as_dict()
     return {k: checked.get(k, v) for k, v in data.items()}
+
+
+def _positionals(parser: Parser) -> set[str]:
+    """The settings that are words without a flag."""
+    return {action.dest for action in parser._actions if not action.option_strings}

@@ -127,9 +127,8 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
             if text:
                 print(f"  {'':<13} {label}: {text}")
     print(f"the page: {outcome.folder / 'report.html'}")
-    results = outcome.results
-    failed = results[results["status"] == "failed"] if "status" in results else results[:0]
-    return _failures([str(row.get("reason")) for row in failed.to_dict("records")])
+    rows = outcome.results.to_dict("records")
+    return _failures([str(row.get("reason")) for row in rows if row.get("status") == "failed"])
 
 
 def _dry_run(records: list[StudySettings]) -> int:

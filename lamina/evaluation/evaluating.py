@@ -27,6 +27,7 @@ from lamina.evaluation.items import item_table
 from lamina.evaluation.perplexity import documents_of, perplexity
 from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, number_of, scores_of, to_rows
 from lamina.evaluation.settings import EvalSettings
+from lamina.evaluation.stamps import stamp_of_corpus, stamp_of_folder
 from lamina.evaluation.tables import ScoreTable, table
 from lamina.evaluation.task_sets import Wanted
 from lamina.jobs import digests
@@ -73,8 +74,11 @@ class Evaluating:
         for candidate in self.candidates:
             if not candidate.left_out:
                 config = candidate_config(candidate.path)
+                _refuse_scores(candidate.path, config)
                 if PERPLEXITY in self.units:
                     window_of(self.settings, config)
+        if PERPLEXITY in self.units:
+            next(iter(self._texts()), None)
         for column in self.units.values():
             if column.task != PERPLEXITY and self.tasks is not None:
                 self.tasks.build(column.task)
@@ -103,8 +107,8 @@ class Evaluating:
 
     def _evaluate(self, candidate: Candidate, todo: list[str], position: str) -> None:
         model, tokenizer = load_candidate(candidate.path, self.settings, self.device)
-        state = candidate.state()
         for unit in todo:
+            state = self._state(candidate, unit)
             if self.bar:
                 tqdm.write(f"{candidate.name} ({position}): {unit}", file=sys.stderr)
             began = time.monotonic()
@@ -149,7 +153,7 @@ class Evaluating:
     def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
         settings = self.settings
         window, stride = window_of(settings, model.config)
-        texts = documents_of(str(settings.corpus), settings.text_field, settings.limit)
+        texts = self._texts()
         with tqdm(desc="perplexity", unit=" tokens", disable=not (self.bar and has_bars()), leave=False) as progress:
             found = perplexity(
                 model, tokenizer, texts, window=window, stride=stride, batch_size=settings.batch_size, progress=progress
@@ -163,6 +167,15 @@ class Evaluating:
             for name, value in found.numbers().items()
         ]
         return scores, [note]
+
+    def _texts(self) -> Iterable[str]:
+        return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
+
+    def _state(self, candidate: Candidate, unit: str) -> object:
+        """What a score rests on: the weights, and the files of the text or of the tasks' data."""
+        if unit == PERPLEXITY:
+            return [candidate.state(), stamp_of_corpus(str(self.settings.corpus), self.settings.text_field)]
+        return [candidate.state(), stamp_of_folder(self.settings.data_dir)]
 
     def _file(self, kind: str, model: str, unit: str, suffix: str) -> Path:
         names = [one.name for one in self.candidates]
@@ -180,7 +193,7 @@ class Evaluating:
         for candidate in self.candidates:
             for unit in self.units:
                 record = held.get((candidate.name, unit))
-                if record is not None and record.get("state") == candidate.state():
+                if record is not None and record.get("state") == self._state(candidate, unit):
                     self.records[candidate.name, unit] = record
 
     def scores(self) -> dict[tuple[str, Wanted], Score]:
@@ -266,6 +279,13 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
     if stride > window:
         raise UserError(f"stride: {stride} skips tokens (allowed: at most the window, {window})")
     return window, stride
+
+
+def _refuse_scores(path: str, config: PreTrainedConfig) -> None:
+    """Raise UserError for a model that writes no text."""
+    for name in config.architectures or ():
+        if name.endswith("Classification"):
+            raise UserError(f"models: {path!r} is a {name}, which gives scores (allowed: models that continue a text)")
 
 
 def slug(name: str) -> str:

@@ -219,6 +219,9 @@ class Runner:
         assert results is not None
         cut = sum("exceeds model's maximum length" in text for text in warnings)
         notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
+        zero = sorted(str(name) for name, shots in cast("Json", results).get("n-shot", {}).items() if shots == 0)
+        if num_fewshot and zero:
+            notes.append(f"{', '.join(zero)}: without examples, as the task's own file says, not {num_fewshot}")
         return cast("Json", results), notes
 
     def _prepared(self, built: list[Task | Group], num_fewshot: int | None) -> TaskDict:

@@ -150,6 +150,8 @@ def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
 def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[str]:
     """The texts of a corpus, at most ``limit``. Raises UserError if it can't be read."""
     parsed = Corpus.parse(corpus, text_field)
+    if len(parsed.parts) > 1:
+        raise UserError(f"corpus: {corpus!r} is a mix (allowed: one text; an evaluation for each of several)")
     every = (document.text for part in parsed.parts for document in part.corpus.documents())
     return islice(every, limit)
 

@@ -75,14 +75,27 @@ def scores_of(results: Json) -> list[Score]:
 
 
 def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Scores as ``to_rows`` wrote them."""
+    """Scores as ``to_rows`` wrote them, through JSON, too."""
     known = {entry.name for entry in fields(Score)}
-    return [Score(**{name: value for name, value in row.items() if name in known}) for row in rows]  # type: ignore[arg-type]
+    return [
+        Score(**{name: value for name, value in row.items() if name in known} | {"value": _number(row)})  # type: ignore[arg-type]
+        for row in rows
+    ]
 
 
 def to_rows(scores: Sequence[Score]) -> list[Json]:
-    """Scores as JSON."""
-    return [asdict(score) for score in scores]
+    """Scores as JSON; an infinite value or NaN is a text, since JSON files hold null in place of such a number."""
+    return [
+        asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
+    ]
+
+
+def _number(row: Mapping[str, object]) -> float:
+    """A row's value; null, in files of earlier versions, was an infinite perplexity, or NaN."""
+    value = row["value"]
+    if value is None:
+        return math.inf if str(row["metric"]).endswith(PERPLEXITY) else math.nan
+    return float(str(value))
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:

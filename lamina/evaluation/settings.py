@@ -25,7 +25,7 @@ class PerplexitySettings(Settings):
     )
     text_field: str = setting("text", "field of a .jsonl or dataset row that holds the text")
     window: int | None = setting(
-        None, "tokens that the model reads at once (default: the model's maximum)", at_least(2)
+        None, "tokens that the model reads at once (default: the model's maximum, at most 2048)", at_least(2)
     )
     stride: int | None = setting(
         None, "tokens by which the window moves, each scored once (default: half the window)", at_least(1)

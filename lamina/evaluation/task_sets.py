@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.errors import UserError
 
@@ -101,33 +101,29 @@ SETS: dict[str, TaskSet] = {
 
 
 def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wanted]:
-    """The columns for the user's names: a set becomes its columns, ``TASK@5`` a task with five examples.
+    """The columns for the user's names: a set becomes its columns, ``TASK@5`` a task or a set with five examples.
 
     ``num_fewshot`` replaces every number of examples. No column appears twice. Raises UserError for a malformed number.
     """
     from lamina.evaluation.generated.tasks import NAMES
 
+    generated = tuple(Wanted(task=task, num_fewshot=0, metric="acc", heading=title) for task, title in NAMES.items())
+    sets = {name: each.columns for name, each in SETS.items()} | {GENERATED: generated}
     found: list[Wanted] = []
     for name in names:
-        if name in SETS:
-            found += SETS[name].columns
-        elif name == GENERATED:
-            found += [
-                Wanted(task=task, num_fewshot=0, metric="acc", heading=heading) for task, heading in NAMES.items()
-            ]
-        else:
-            found.append(_single(name))
+        task, shots = _with_shots(name)
+        columns = sets.get(task, (Wanted(task=task),))
+        found += columns if shots is None else [replace(one, num_fewshot=shots) for one in columns]
     if num_fewshot is not None:
-        found = [
-            Wanted(task=one.task, num_fewshot=num_fewshot, metric=one.metric, heading=one.heading) for one in found
-        ]
+        found = [replace(one, num_fewshot=num_fewshot) for one in found]
     return list(dict.fromkeys(found))
 
 
-def _single(name: str) -> Wanted:
+def _with_shots(name: str) -> tuple[str, int | None]:
+    """A task's or set's name, and the number of examples after an @."""
     task, at, shots = name.partition("@")
     if not at:
-        return Wanted(task=task)
+        return task, None
     if not re.fullmatch(r"\d{1,3}", shots):
         raise UserError(f"tasks: {name!r}: {shots!r} is no number of examples (allowed: TASK, or TASK@5)")
-    return Wanted(task=task, num_fewshot=int(shots))
+    return task, int(shots)

@@ -48,8 +48,9 @@ class BestWeights(TrainerCallback):
         if not loss < self.loss:
             return
         self.step, self.loss = state.global_step, loss
-        numbers = {name: value for name, value in (metrics or {}).items() if isinstance(value, int | float)}
-        self.metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        # Trainer's epoch is among them, and is not that of Lamina's order
+        own = {name: value for name, value in (metrics or {}).items() if name.startswith("eval_")}
+        self.metrics = {name: v for name, v in own.items() if isinstance(v, int | float) and math.isfinite(v)}
         self.processes.by_first(self._write)
 
     def _write(self) -> None:

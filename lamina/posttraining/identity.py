@@ -21,30 +21,39 @@ class TuningIdentity:
     Attributes:
         settings: of the run.
         data: a hash of the encoded examples.
-        model: a hash of the model that it starts from, and of a reward model.
+        model: a hash of the model that it starts from.
+        rewards: a hash of the reward model or function; empty without.
     """
 
     settings: TuningSettings
     data: str
     model: str
+    rewards: str = ""
 
     def state_dict(self) -> Json:
-        """The settings and the two hashes, by the names that a pretraining run's checkpoint has."""
-        return {"settings": self.settings.to_dict(), "plan": self.model, "text": self.data}
+        """The settings and the hashes, by the names that a pretraining run's checkpoint has."""
+        return {"settings": self.settings.to_dict(), **self._hashes()}
 
     def load_state_dict(self, state: RunState) -> None:
         """Do nothing: ``refuse_changes`` compared it before the folder was touched."""
 
     def write(self, folder: Path) -> None:
         """Note the hashes in the folder: there may be no checkpoint yet."""
-        write_json(folder / DATA, {"plan": self.model, "text": self.data})
+        write_json(folder / DATA, self._hashes())
+
+    def _hashes(self) -> Json:
+        return {"plan": self.model, "text": self.data, "rewards": self.rewards}
 
     def refuse_changes(self, folder: Path) -> None:
         """Raise UserError if the examples or the model have changed since the run in ``folder`` began."""
-        known = known_of(folder) or _noted(folder / DATA)
-        for name, key, now in (("data", "text", self.data), ("from", "plan", self.model)):
+        known = {**_noted(folder / DATA), **known_of(folder)}
+        settings, rewards = self.settings.to_dict(), "reward_function"
+        rewards = rewards if settings.get(rewards) is not None else "reward_model"
+        for name, setting in (("data", "data"), ("from", "from_model"), (rewards, rewards)):
+            key = {"data": "text", "from": "plan"}.get(name, "rewards")
+            now = self._hashes()[key]
             if known.get(key, now) != now:
-                value = self.settings.data if name == "data" else self.settings.from_model
+                value = settings.get(setting)
                 raise UserError(
                     f"{name}: {value!r} is not what it was when the run in {str(folder)!r} began (allowed with "
                     "--resume: the same; else another --output, or --overwrite)"

@@ -27,6 +27,7 @@ from lamina.posttraining.run import Job, TuningRun
 from lamina.posttraining.settings import TuningSettings, with_preset
 from lamina.posttraining.stage import Stage
 from lamina.posttraining.starting import find_start, merged, require_libraries
+from lamina.training.arguments import check_arguments
 from lamina.training.checkpointing.hub import check_repository, push
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.saved_model import save_model
@@ -110,6 +111,7 @@ def _ready(stage: Stage[S], settings: S) -> Job:
     settings.require(*settings.needed)
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
+    check_arguments(settings.as_run(), type(settings))
     start = find_start(settings)
     others = stage.others(settings, start)
     examples = stage.examples(settings, start)
@@ -117,7 +119,7 @@ def _ready(stage: Stage[S], settings: S) -> Job:
     if precision == "auto":
         precision = "bf16" if device_of(settings.device) == "cuda" else "fp32"
     complete = replace(settings, steps=examples.steps(settings), precision=precision, sequence_length=start.longest)
-    identity = TuningIdentity(complete, examples.fingerprint, start.fingerprint + others)
+    identity = TuningIdentity(complete, examples.fingerprint, start.fingerprint, others)
     return Job(stage=stage, settings=complete, start=start, examples=examples, identity=identity)
 
 

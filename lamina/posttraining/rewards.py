@@ -32,6 +32,7 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
     """A hash of the reward model or function. Raises UserError if there is none, or its vocabulary is another."""
     if settings.reward_function is not None:
         path, _ = _parts(settings.reward_function)
+        _of_function(settings.reward_function)
         return sha256(path)
     if settings.reward_model is None:
         raise UserError("reward_model: none given (needed: a folder as lamina reward leaves it, or --reward-function)")
@@ -65,7 +66,7 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
 def make_rewards(settings: RlhfSettings, device: torch.device) -> Score:
     """The rewards of the settings' reward model, on this device, or function."""
     if settings.reward_function is not None:
-        return _of_function(settings.reward_function)
+        return _of_function(settings.reward_function, announced=True)
     folder = model_folder(str(settings.reward_model))
     try:
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
@@ -89,9 +90,9 @@ def _of_model(model: PreTrainedModel) -> Score:
     return score
 
 
-def _of_function(named: str) -> Score:
+def _of_function(named: str, *, announced: bool = False) -> Score:
     path, name = _parts(named)
-    function = getattr(run_file("reward_function", path), name, None)
+    function = getattr(run_file("reward_function", path, announced=announced), name, None)
     if not callable(function):
         raise UserError(f"reward_function: {str(path)!r} has no function {name!r}")
 

@@ -51,6 +51,7 @@ class PolicyOptimization(Stage[RlhfSettings]):
             setup,
             per_device_train_batch_size=settings.batch_size * settings.num_generations // setup.processes.size,
             num_generations=settings.num_generations,
+            num_generations_eval=1,  # TRL's own evaluation is not used; its check would refuse an odd batch size
             max_completion_length=settings.max_answer,
             temperature=settings.temperature,
             beta=0.0,

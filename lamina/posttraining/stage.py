@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 S = TypeVar("S", bound=TuningSettings)
+T = TypeVar("T")
 Row = Mapping[str, Any]
 
 
@@ -139,17 +140,21 @@ def arguments_for(kind: type[A], setup: Setup[S], **own: object) -> A:
 def split(rows: Sequence[Row], settings: TuningSettings, held_out: Sequence[Row] | None) -> tuple[list[Row], list[Row]]:
     """The rows to train on and those of an evaluation; without ``held_out``, a fixed share of the rows is held out.
 
-    The share does not depend on the seed, so that runs of several seeds are evaluated on the same rows.
+    The share does not depend on the seed, so that runs of several seeds are evaluated on the same rows. Where it has
+    more rows than ``eval_examples``, its others are trained on.
     """
     if held_out is None:
         count = max(1, round(settings.eval_fraction * len(rows)))
         if len(rows) < 2:
             raise UserError("data: one row can't be both trained on and held out (needed: two, or eval_data)")
         places = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-        train, chosen = [rows[i] for i in sorted(places[count:])], [rows[i] for i in sorted(places[:count])]
-    else:
-        train, chosen = list(rows), list(held_out)
-    return train, [chosen[i] for i in spread(len(chosen), settings.eval_examples or len(chosen))]
+        share = _thinned(sorted(places[:count]), settings)
+        return [rows[i] for i in sorted(set(range(len(rows))).difference(share))], [rows[i] for i in share]
+    return list(rows), _thinned(held_out, settings)
+
+
+def _thinned(items: Sequence[T], settings: TuningSettings) -> list[T]:
+    return [items[i] for i in spread(len(items), settings.eval_examples or len(items))]
 
 
 def fingerprint(*parts: Sequence[Row]) -> str:

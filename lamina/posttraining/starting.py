@@ -136,11 +136,20 @@ def merged(model: PreTrainedModel, tuner: LoraModel | None, adapter: Path | None
     if tuner is None:
         return model
     if adapter is not None:
-        from safetensors.torch import save_file
-
-        adapter.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name}
-        named = {f"base_model.model.{name.replace('.default.', '.')}": value for name, value in tensors.items()}
-        save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, adapter / "adapter_model.safetensors")
-        tuner.peft_config["default"].save_pretrained(str(adapter))
+        _save_adapter(model, tuner, adapter)
     return cast(PreTrainedModel, tuner.merge_and_unload())
+
+
+def _save_adapter(model: PreTrainedModel, tuner: LoraModel, folder: Path) -> None:
+    """Write the LoRA matrices, and a reward model's score, which is trained whole, as peft reads them."""
+    from safetensors.torch import save_file
+
+    config, whole = copy.deepcopy(tuner.peft_config["default"]), ()
+    if isinstance(model, LaminaForSequenceClassification):
+        whole = ("score.weight",)
+        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]  # pyright: ignore[reportAttributeAccessIssue]
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name or name in whole}
+    named = {f"base_model.model.{name.replace('.default.', '.')}": value for name, value in tensors.items()}
+    save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, folder / "adapter_model.safetensors")
+    config.save_pretrained(str(folder))

@@ -84,6 +84,10 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer
     def _send_telemetry(self) -> None:
         """Send nothing: TRL would report the model type and the machine of every run."""
 
+    def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
+        with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are
+            return super().evaluate(*args, **kwargs)
+
     def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Write no card into a checkpoint."""
 

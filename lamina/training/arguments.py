@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from lamina.core.json_types import Json
 from lamina.errors import UserError, unknown
 from lamina.jobs.aliases import meaning
+from lamina.jobs.settings import Settings
 from lamina.training.execution.devices import device_of
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer_options import OPTIONS, check_together, check_value, try_out
@@ -47,6 +48,12 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
     return arguments_of(TrainingArguments, settings, processes)
 
 
+def check_arguments(settings: PretrainSettings, record: type[Settings]) -> None:
+    """Raise UserError for an argument under ``trainer`` that a job with a ``record`` of settings cannot take."""
+    known = {entry.name for entry in fields(TrainingArguments) if entry.init}
+    _check_trainer(settings, known, record)
+
+
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
     """The same as a ``kind`` of arguments (TRL's trainers have theirs), with further fields of its ``own``."""
     if settings.batch_size % processes:
@@ -55,7 +62,7 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
             f"(allowed: a multiple of {processes}, or another number of processes)"
         )
     known = {entry.name for entry in fields(TrainingArguments) if entry.init}
-    _check_trainer(settings, known)
+    _check_trainer(settings, known, PretrainSettings)
     values = _values(settings, processes)
     if "activation_checkpointing" not in known:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
@@ -71,11 +78,13 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
     return arguments
 
 
-def _check_trainer(settings: PretrainSettings, known: set[str]) -> None:
+def _check_trainer(settings: PretrainSettings, known: set[str], record: type[Settings]) -> None:
     """Raise UserError for an argument that a run sets itself, that its records depend on, or that does not exist."""
     for name, value in settings.trainer.items():
         if name in _FIXED:
             raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
+        if name in _OURS and _OURS[name] not in record.names():
+            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: to leave it out)")
         if name in _OURS:
             raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
         if name not in known:

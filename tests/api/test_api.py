@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 import lamina
 from lamina.api import HOME
+from lamina.api.early import refuse_early
 from lamina.api.given import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
 from lamina.cli import COMMANDS
+from lamina.commands.arguments import add_settings, given_settings, make_parser
 from lamina.core.progress import ProgressLines, duration
 from lamina.errors import TrialsFailed, UserError
+from lamina.evaluation.settings import EvalSettings
+from lamina.posttraining.settings import SftSettings
+from lamina.probes.engine.settings import ProbeSettings
 
 ROOT = Path(__file__).parents[2]
 JOBS = [name for names in HOME.values() for name in names if hasattr(getattr(lamina.api, name), "record")]
@@ -238,3 +244,28 @@ def test_the_examples_in_the_docstrings_are_true():
     done = [doctest.testmod(module, optionflags=flags) for module in modules]
     assert sum(result.failed for result in done) == 0
     assert sum(result.attempted for result in done) >= 4
+
+
+def test_what_a_preset_says_may_need_what_the_user_says_and_the_other_way_round(tmp_path):
+    """The preset has the rank without which an alpha has no effect."""
+    given = {"preset": "commonsense170k-adapters", "lora_alpha": 32.0, "output": str(tmp_path / "run")}
+    refuse_early(SftSettings, given, resume=False, overwrite=False)
+    with pytest.raises(UserError, match=r"lora_alpha: 32\.0 has no effect without LoRA"):
+        refuse_early(SftSettings, {**given, "preset": "lima"}, resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words", "file", "expected"),
+    [
+        ("eval", EvalSettings, {"several": "models"}, {"models": ["a", "b"], "limit": 3}, {}),
+        ("probe", ProbeSettings, {"positional": ("checkpoint",)}, {"checkpoint": "a"}, {}),
+        ("eval", EvalSettings, {"several": "models"}, {"models": ["a"]}, {"models": ["c"]}),
+    ],
+)
+def test_a_configuration_has_the_words_without_a_flag_too(tmp_path, name, settings, words, file, expected):
+    parser = make_parser(name, "", "lamina")
+    add_settings(parser, settings, **words)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(file))
+    typed = [word for value in expected.values() for word in value]
+    assert given_settings(parser, [*typed, "--config", str(path)])[0] == {**file, **expected}

@@ -212,3 +212,54 @@ def test_a_diverged_run_alone_has_nothing_to_evaluate(tmp_path, text):
     (run / "result.json").write_text(json.dumps({"status": "diverged"}))
     with pytest.raises(UserError, match=r"none of the 1 runs has a model to evaluate \(they are diverged"):
         lamina.evaluate(models=str(run), corpus=str(text), output=str(tmp_path / "out"), bar=False)
+
+
+def test_a_score_of_another_text_is_computed_again(model, text, tmp_path):
+    out = tmp_path / "out"
+    given = {"models": [str(model)], "corpus": str(text), "output": str(out), "bar": False}
+    lamina.eval(**given)
+    seen = [result(out)["units"][0]["scores"][0]["value"]]
+    text.write_text("a deep model of norms.\n" * 9)
+    lamina.eval(**given, resume=True)
+    lamina.eval(**{**given, "output": str(tmp_path / "new")})
+    again, new = (result(folder)["units"][0]["scores"][0]["value"] for folder in (out, tmp_path / "new"))
+    assert again == new != seen[0]
+
+
+def test_changed_task_data_is_read_again(model, data_dir, tmp_path):
+    given = {"models": [str(model)], "tasks": "quiz", "data_dir": str(data_dir), "limit": 4, "bar": False}
+    lamina.eval(**given, output=str(tmp_path / "out"))
+    seconds = result(tmp_path / "out")["units"][0]["seconds"]
+    lamina.eval(**given, output=str(tmp_path / "out"), resume=True)
+    assert result(tmp_path / "out")["units"][0]["seconds"] == seconds, "nothing has changed"
+    file = next(path for path in data_dir.rglob("*.jsonl") if path.read_text())
+    rows = file.read_text().splitlines()
+    file.write_text("\n".join([*rows, rows[0]]) + "\n")
+    lamina.eval(**given, output=str(tmp_path / "out"), resume=True)
+    assert result(tmp_path / "out")["units"][0]["seconds"] != seconds
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "message"),
+    [
+        ('{"prompt": "a"}\n', {}, "text"),
+        ("words\n", {"corpus": "{0}:0.9,embedded:0.1"}, "is a mix"),
+    ],
+)
+def test_a_text_that_cannot_be_read_leaves_no_folder(model, tmp_path, content, given, message):
+    file = tmp_path / ("rows.jsonl" if content.startswith("{") else "words.txt")
+    file.write_text(content)
+    corpus = given.get("corpus", "{0}").format(file)
+    with pytest.raises(UserError, match=message):
+        lamina.eval(models=[str(model)], corpus=corpus, output=str(tmp_path / "out"), bar=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_model_is_not_evaluated(model, text, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "reward")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["LaminaForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="LaminaForSequenceClassification, which gives scores"):
+        lamina.eval(models=[str(folder)], corpus=str(text), output=str(tmp_path / "out"), bar=False)
+    assert not (tmp_path / "out").exists()

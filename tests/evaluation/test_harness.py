@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -65,6 +66,8 @@ def test_examples_before_a_question_are_part_of_a_name():
     assert [column.unit for column in columns_of(["arc_easy@5", "piqa"])] == ["arc_easy@5", "piqa"]
     assert {column.num_fewshot for column in columns_of(["mix_ln"])} == {5}
     assert {column.num_fewshot for column in columns_of(["mix_ln", "arc_easy@3"], 2)} == {2}
+    for name in ("mix_ln", "generated"):
+        assert [replace(column, num_fewshot=1) for column in columns_of([name])] == columns_of([f"{name}@1"])
     with pytest.raises(UserError, match=r"'arc_easy@x': 'x' is no number of examples"):
         columns_of(["arc_easy@x"])
 

@@ -24,6 +24,14 @@ TURNS = [
 ]
 
 
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("bytes")
@@ -116,11 +124,41 @@ def test_texts_stay_as_they_are():
         ({"messages": [{"role": "user", "content": "q"}]}, "no turn of the assistant's"),
         ({"messages": [{"role": "robot", "content": "q"}]}, "turn 1 of 'messages' has no role"),
         ({"messages": "q"}, "must be a list of turns"),
+        ({"prompt": "a"}, r"no field 'completion' \(the row has: prompt\)"),
+        ({"prompt": "a", "output": "b"}, r"no field 'completion' \(the row has: prompt, output\)"),
+        ({"prompt": "a", "completion": 1}, "the field 'completion' must be a text"),
+        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"messages": [user("q"), assistant(" ")]}, "turn 2 of 'messages', the assistant's, is empty"),
+        ({"conversations": ["q", "", "r", "a"]}, "turn 2 of 'conversations', the assistant's, is empty"),
+        (
+            {"prompt": [user("q")], "completion": [assistant("")]},
+            r"turn 2 of 'prompt \+ completion', the assistant's, is empty",
+        ),
     ],
 )
 def test_a_row_that_is_no_example_says_why(row, message):
     with pytest.raises(ValueError, match=message):
         example_of(row)
+
+
+@pytest.mark.parametrize("empty", ["chosen", "rejected"])
+def test_an_empty_answer_is_no_preference(empty):
+    row = {name: [user("q"), assistant("" if name == empty else name)] for name in ("chosen", "rejected")}
+    with pytest.raises(ValueError, match=f"turn 2 of '{empty}', the assistant's, is empty"):
+        preference_of(row)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_may_begin_with_the_assistant(tokenizer, name):
+    turns = [assistant("Welcome."), user("Bye"), assistant("Bye!")]
+    tokens = encoder(tokenizer, TEMPLATES[name]).example(example_of({"messages": turns}))
+    learned = tokenizer.decode([label for label in tokens.labels if label != IGNORED])
+    assert [part.strip() for part in learned.split(tokenizer.eos_token)] == ["Welcome.", "Bye!", ""]
+
+
+def test_an_answer_alone_asks_nothing():
+    with pytest.raises(ValueError, match="no turn of 'chosen' before its answer"):
+        question_of({"chosen": [assistant("a")], "rejected": [assistant("b")]})
 
 
 def test_preferences_of_whole_conversations_share_their_beginning():

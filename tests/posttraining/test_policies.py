@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from posttraining.tiny import preferences, write_model, write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from posttraining.tiny import common, preferences, same_weights, write_model, write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lamina.errors import UserError
 from lamina.posttraining.dpo import dpo
@@ -18,29 +18,11 @@ from lamina.reports import report
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", preferences(24))
-
-
-@pytest.fixture(scope="module")
 def judge(base, pairs, tmp_path_factory):
     """A reward model's folder and result."""
     folder = tmp_path_factory.mktemp("judge") / "run"
     given = common(base, pairs, folder)
     return folder, reward({**given, "steps": 20, "learning_rate": 1e-2}, bar=False)
-
-
-def common(base, data, folder):
-    return {
-        "from_model": str(base),
-        "data": str(data),
-        "output": str(folder),
-        "batch_size": 4,
-        "eval_fraction": 0.25,
-        "learning_rate": 1e-3,
-        "steps": 4,
-        "logging_steps": 1,
-    }
 
 
 @pytest.fixture
@@ -59,11 +41,6 @@ def policy(base, pairs, judge, tmp_path):
 
 def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def same_weights(one, other):
-    first, second = (AutoModelForCausalLM.from_pretrained(f / "model").state_dict() for f in (one, other))
-    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_an_evaluation_of_pairs_is_a_mean_over_pairs_whatever_the_batches(base, pairs, tmp_path):
@@ -106,49 +83,6 @@ def test_the_score_is_read_at_the_last_token_though_it_also_pads(judge):
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, expected)
 
 
-def answer_logp(model, tokenizer, row, name):
-    """The log probability of an answer and the end after it, given the prompt, token by token."""
-    prompt = tokenizer(row["prompt"])["input_ids"]
-    answer = tokenizer(row[name] + tokenizer.eos_token)["input_ids"]
-    total = 0.0
-    for done, token in enumerate(answer):
-        logits = model(input_ids=torch.tensor([prompt + answer[:done]])).logits[0, -1]
-        total += float(logits.log_softmax(-1)[token])
-    return total
-
-
-@torch.no_grad()
-def test_an_evaluation_of_dpo_is_its_formula_over_pairs_whatever_the_batches(base, pairs, tmp_path):
-    """Rafailov et al. 2023, eq. 7: -log sigmoid(beta ((log p - log q)(chosen) - (log p - log q)(rejected)))."""
-    rows = preferences(6)  # two batches, of four pairs and of two
-    rows[4]["rejected"] = rows[5]["rejected"] = rows[5]["chosen"] + " and more"  # of other lengths, in the second batch
-    held_out = write_rows(tmp_path / "held_out.jsonl", rows)
-    with torch.enable_grad():
-        given = {
-            **common(base, pairs, tmp_path / "run"),
-            "eval_data": str(held_out),
-            "beta": 0.3,
-            "learning_rate": 1e-2,
-        }
-        result = dpo(given, bar=False)
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "run" / "model", base)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    margins = []
-    for row in rows:
-        chosen, rejected = (
-            0.3 * (answer_logp(policy, tokenizer, row, name) - answer_logp(reference, tokenizer, row, name))
-            for name in ("chosen", "rejected")
-        )
-        margins.append(chosen - rejected)
-    losses = [-torch.nn.functional.logsigmoid(torch.tensor(margin)).item() for margin in margins]
-    assert max(losses) - min(losses) > 1e-3, "pairs that are alike prove no mean"
-    assert result["eval_loss"] == pytest.approx(sum(losses) / 6, abs=1e-5)
-    assert result["eval_rewards_margins"] == pytest.approx(sum(margins) / 6, abs=1e-5)
-    assert result["eval_rewards_accuracies"] == pytest.approx(sum(margin > 0 for margin in margins) / 6)
-
-
 def test_dpo_prefers_the_better_answers_and_resumes(base, pairs, tmp_path):
     given = {**common(base, pairs, tmp_path / "whole"), "learning_rate": 1e-2, "steps": 6}
     result = dpo(given, bar=False)
@@ -158,6 +92,26 @@ def test_dpo_prefers_the_better_answers_and_resumes(base, pairs, tmp_path):
     assert dpo({**part, "pause_step": 3}, bar=False)["status"] == "interrupted"
     dpo({"output": part["output"], "pause_step": None}, resume=True, bar=False)
     assert same_weights(tmp_path / "whole", tmp_path / "part")
+
+
+@pytest.mark.parametrize(("algorithm", "prompts", "answers"), [("remax", 3, 1), ("rloo", 2, 3)])
+def test_any_number_of_prompts_and_answers_makes_a_batch(policy, algorithm, prompts, answers):
+    changed = {"num_generations": answers} if answers > 1 else {}
+    _, result = policy(algorithm=algorithm, batch_size=prompts, steps=1, **changed)
+    assert result["status"] == "finished"
+
+
+def test_another_reward_is_named_and_leaves_no_folder(policy, judge, tmp_path, monkeypatch):
+    file = tmp_path / "rewards.py"
+    file.write_text("def low(prompt, answer, row):\n    return -float(len(answer))\n")
+    changed = {"reward_model": ..., "reward_function": f"{file}:low"}
+    with pytest.raises(UserError, match="reward_function"):
+        policy("none", **{**changed, "reward_function": f"{file}:high"})
+    assert not (tmp_path / "none").exists()
+    assert policy("run", pause_step=2, **changed)[1]["status"] == "interrupted"
+    file.write_text(file.read_text().replace("-float", "float"))
+    with pytest.raises(UserError, match=r"^reward_function: .* is not what it was when the run"):
+        policy("run", resume=True)
 
 
 @pytest.mark.parametrize("algorithm", ["remax", "rloo", "grpo"])

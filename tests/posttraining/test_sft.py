@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
+from lamina.posttraining.settings import SftSettings, with_preset
 from lamina.posttraining.sft import sft
+from lamina.posttraining.stage import split
 from lamina.reports import report
 
 
@@ -135,6 +137,24 @@ def test_the_best_evaluation_is_kept(tuned):
     assert result["eval_accuracy"] == accuracies[best], "every number is of the model that is saved"
     assert not [r for r in records(folder) if "eval_loss" in r and "mean_token_accuracy" in r], "training's own means"
     assert not list(folder.glob("best*"))
+    assert "epoch" not in result, "Trainer's, which counts another order"
+
+
+def test_rows_that_are_not_evaluated_are_trained_on():
+    rows = [{"row": row} for row in range(400)]
+    some, whole = SftSettings(eval_fraction=0.5, eval_examples=12), SftSettings(eval_fraction=0.5, eval_examples=0)
+    train, chosen = split(rows, some, None)
+    assert len(chosen) == 12
+    assert sorted([*train, *chosen], key=lambda row: row["row"]) == rows
+    assert train == [row for row in rows if row not in chosen], "in the order of the rows"
+    assert all(row in split(rows, whole, None)[1] for row in chosen), "of the share that eval_fraction holds out"
+    assert split(rows, some, rows[:50])[0] == rows, "eval_data are no rows of the training data"
+
+
+def test_the_adapters_preset_evaluates_120_rows_and_trains_on_all_others():
+    rows = [{"row": row} for row in range(3000)]
+    train, chosen = split(rows, SftSettings.from_dict(with_preset({"preset": "commonsense170k-adapters"})), None)
+    assert (len(train), len(chosen)) == (2880, 120)
 
 
 def test_a_malformed_line_is_named_or_skipped_and_counted(tuned, tmp_path):

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import lamina
 from lamina.data.tokenizers import load_tokenizer
@@ -50,3 +50,21 @@ def preferences(count: int, seed: int = 0) -> list[dict]:
     draw = random.Random(seed)
     words = ["".join(draw.choice("mnop") for _ in range(3)) for _ in range(count)]
     return [{"prompt": f"{word}?", "chosen": f" a{word}", "rejected": f" z{word}"} for word in words]
+
+
+def common(base, data, folder):
+    return {
+        "from_model": str(base),
+        "data": str(data),
+        "output": str(folder),
+        "batch_size": 4,
+        "eval_fraction": 0.25,
+        "learning_rate": 1e-3,
+        "steps": 4,
+        "logging_steps": 1,
+    }
+
+
+def same_weights(one, other):
+    first, second = (AutoModelForCausalLM.from_pretrained(f / "model").state_dict() for f in (one, other))
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())

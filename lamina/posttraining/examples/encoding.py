@@ -112,7 +112,8 @@ class Encoder:
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = render(self.tokenizer, self.template, messages[:index], answers=True)
+                # transformers refuses to render no turns
+                before = render(self.tokenizer, self.template, messages[:index], answers=True) if index else ""
                 through = render(self.tokenizer, self.template, messages[: index + 1], answers=False)
                 if not (through.startswith(before) and text.startswith(through)):
                     raise ValueError(

@@ -54,16 +54,18 @@ class Question:
 def example_of(row: Fields) -> Example:
     """The example of a row of any format. Raises ValueError for another row."""
     if "messages" in row or "conversations" in row:
-        return Dialogue(messages=_answered(_conversation(row)))
+        name = "messages" if "messages" in row else "conversations"
+        return Dialogue(messages=_answered(name, _conversation(row)))
     if "instruction" in row:
         answer = next((name for name in ("output", "response", "answer") if name in row), "output")
         return Dialogue(messages=(*_instruction(row), {"role": "assistant", "content": _text(row, answer)}))
     if "prompt" in row:
         answer = next((name for name in ("completion", "response") if name in row), "completion")
-        if isinstance(row["prompt"], str) and isinstance(row.get(answer), str):
+        given = _field(row, answer)
+        if isinstance(row["prompt"], str) and not isinstance(given, list):
             return Completion(prompt=row["prompt"], completion=_text(row, answer))
-        turns = [*_turns("prompt", row["prompt"]), *_turns(answer, _field(row, answer))]
-        return Dialogue(messages=_answered(turns))
+        turns = [*_turns("prompt", row["prompt"]), *_turns(answer, given)]
+        return Dialogue(messages=_answered(f"prompt + {answer}", turns))
     raise _no_format(row, ("instruction", "output"), ("prompt", "completion"), ("messages",))
 
 
@@ -75,7 +77,7 @@ def preference_of(row: Fields) -> Preference:
         if "prompt" in row:
             return Preference(prompt=_prompt(row), chosen=_text(row, "chosen"), rejected=_text(row, "rejected"))
         raise ValueError("no field 'prompt' beside 'chosen' and 'rejected' (needed where they are texts)")
-    chosen, rejected = (_answered(_turns(name, row[name])) for name in ("chosen", "rejected"))
+    chosen, rejected = (_answered(name, _turns(name, row[name])) for name in ("chosen", "rejected"))
     before = chosen[:-1]
     if rejected[:-1] != before:
         raise ValueError("'chosen' and 'rejected' differ before their last turn")
@@ -97,7 +99,10 @@ def question_of(row: Fields) -> Question:
             raise ValueError("no turn of the user's")
         return Question(prompt=turns[: last + 1], row=row)
     if "chosen" in row and not isinstance(row["chosen"], str):
-        return Question(prompt=_answered(_turns("chosen", row["chosen"]))[:-1], row=row)
+        turns = _answered("chosen", _turns("chosen", row["chosen"]))
+        if len(turns) == 1:
+            raise ValueError("no turn of 'chosen' before its answer, and no field 'prompt'")
+        return Question(prompt=turns[:-1], row=row)
     raise _no_format(row, ("prompt",), ("instruction",), ("messages",))
 
 
@@ -142,11 +147,14 @@ def _turns(name: str, value: object) -> list[Message]:
     return turns
 
 
-def _answered(turns: Messages) -> Messages:
-    """The turns up to the last answer."""
+def _answered(name: str, turns: Messages) -> Messages:
+    """The turns of a field up to the last answer. Raises ValueError where an answer is empty or there is none."""
     last = max((index for index, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
     if last < 0:
         raise ValueError("no turn of the assistant's")
+    for number, turn in enumerate(turns, start=1):
+        if turn["role"] == "assistant" and not turn["content"].strip():
+            raise ValueError(f"turn {number} of {name!r}, the assistant's, is empty")
     return tuple(turns[: last + 1])
 
 
