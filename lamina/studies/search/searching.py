@@ -134,6 +134,7 @@ class Searching:
             if known.state.is_finished():
                 values = list(known.intermediate_values.values())
                 candidate.loss = known.value if known.value is not None else (values[-1] if values else math.inf)
+                candidate.seeds = int(known.state.name == "COMPLETE")  # the race counts further ones
                 candidate.state = {"COMPLETE": "finished", "PRUNED": "pruned"}.get(known.state.name, "failed")
             else:
                 left.append(self.optuna.trial.Trial(study, known._trial_id))
