@@ -215,8 +215,8 @@ def _refuse_edited(stored: Json, definition: Json, plan: Plan, store: Store) -> 
     """Raise UserError if trials that ran in this folder are no longer the study's, or a search is another one."""
     allowed = (
         "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
+        "runs only what is new)"
     )
-    allowed += "runs only what is new)"
     before, now = (_scale_of(one, plan.scale.name) for one in (stored.get("definition"), definition))
     if plan.scale.search is not None:
         if before != now:
