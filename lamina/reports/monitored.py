@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from lamina.reports import charts, depth, evolution
+from lamina.reports import charts, experts
 from lamina.reports.charts import Line
-from lamina.reports.metrics import METRICS, Metric
+from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, details, figure
-from lamina.reports.records import Frame, Trial, by_depth
+from lamina.reports.quantities import SUBLAYERS, Monitored, all_rows, by_layer, by_steps, folded, words
+from lamina.reports.records import Frame, Trial
 from lamina.reports.style import Shown, polish, thin, to_html
 
 FP16_MAX = 65504  # the largest number that float16 holds
-SUBLAYERS = ("attention", "feed_forward")
 _STEPS = 350  # points of a line over the steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Monitored:
-    """One quantity of the monitor as a table by layer (from 1; 0: the embedding) and step."""
-
-    label: str
-    metric: str
-    sublayer: str | None = None
-    role: str | None = None
-    index: int | None = None
-    log: bool = True
-    by: str = "layer"
-
-    def table(self, trial: Trial) -> Frame:
-        """One row per layer, one column per step; empty where nothing was recorded."""
-        rows = trial.layers
-        rows = rows[rows["metric"].eq(self.metric) & rows["layer"].ge(0)]
-        for column in ("sublayer", "role", "index"):
-            if (value := getattr(self, column)) is not None:
-                rows = rows[rows[column] == value]
-        return by_depth(rows)
 
 
 def sections(items: Sequence[Shown]) -> list[Section]:
     """The sections for which these trials have records."""
-    parts = (_magnitudes, _parts, _logits, _gains, _experts, _every_step)
+    parts = (_magnitudes, _parts, _logits, _gains, experts.section, _every_step)
     all_sections = [part(items) for part in parts]
     return [section for section in all_sections if section.html]
 
@@ -101,16 +78,9 @@ def _magnitudes(items: Sequence[Shown]) -> Section:
     for metric in (METRICS["hidden_abs_max"], METRICS["hidden_abs_mean"]):
         html += by_layer(items, metric, _streams(metric.name), metric.title)
     metric = METRICS["hidden_mean"]
-    means = [Monitored(label=f"mean ({_words(s)})", metric="hidden_mean", sublayer=s, log=False) for s in SUBLAYERS]
-    html += _folded(metric.title, means, items, metric.caption)
+    means = [Monitored(label=f"mean ({words(s)})", metric="hidden_mean", sublayer=s, log=False) for s in SUBLAYERS]
+    html += folded(metric.title, means, items, metric.caption)
     return Section(name="Magnitudes", title="Magnitudes of the stream", html=html)
-
-
-def by_layer(items: Sequence[Shown], metric: Metric, table: depth.Table, heading: str = "") -> str:
-    """A metric of whole blocks: by layer at both ends of training, then by layer and step."""
-    ends, maps = depth.ends(items, table, metric.quantity), depth.heat_maps(items, table, metric.quantity)
-    html = figure(to_html(ends), metric.caption, heading) if ends else ""
-    return html + (figure(to_html(maps), metric.over_steps, "" if heading else "Over the steps") if maps else "")
 
 
 def _streams(metric: str) -> Callable[[Trial], Frame]:
@@ -121,10 +91,10 @@ def _parts(items: Sequence[Shown]) -> Section:
     """Gradients and variances by sub-layer, and the gradients of what is outside the blocks."""
     drawn = [*(("gradient_norm", sub) for sub in SUBLAYERS), ("hidden_variance", "attention")]  # the other: the block's
     parts = [
-        Monitored(label=f"{_words(metric)} ({_words(sub)})", metric=metric, sublayer=sub, role="all")
+        Monitored(label=f"{words(metric)} ({words(sub)})", metric=metric, sublayer=sub, role="all")
         for metric, sub in drawn
     ]
-    html = _folded("Attention and feed-forward", parts, items, _SUBLAYERS)
+    html = folded("Attention and feed-forward", parts, items, _SUBLAYERS)
     ends = _outside(items, "gradient_norm", ("embedding", "readout"), "gradient norm", log=True)
     if ends:
         html += details("Embedding and readout", figure(to_html(ends), _EMBEDDING))
@@ -138,14 +108,14 @@ def _logits(items: Sequence[Shown]) -> Section:
 
 
 def _gains(items: Sequence[Shown]) -> Section:
-    rows = _all_rows(items, "gain_mean")
+    rows = all_rows(items, "gain_mean")
     inside = rows[rows["layer"].ge(0)]
     places = sorted(set(inside[["role", "sublayer", "index"]].itertuples(index=False, name=None)))
     html = ""
     for metric in (METRICS["gain_mean"], METRICS["gain_abs_max"]):
         drawn = [
             Monitored(
-                label=f"{metric.quantity}, {_words(role)}{f' {index + 1:g}' if index else ''} ({_words(sub)})",
+                label=f"{metric.quantity}, {words(role)}{f' {index + 1:g}' if index else ''} ({words(sub)})",
                 metric=metric.name,
                 role=role,
                 sublayer=sub,
@@ -157,27 +127,11 @@ def _gains(items: Sequence[Shown]) -> Section:
         if metric.name == "gain_mean":
             html += by_steps(drawn, items, metric.caption)
         else:
-            html += _folded(metric.title, drawn, items, metric.caption)
+            html += folded(metric.title, drawn, items, metric.caption)
     ends = _outside(items, "gain_mean", ("embedding_norm", "final_norm"), "mean gain", log=False)
     if ends:
         html += details("Embedding's and final norm", figure(to_html(ends), _FINAL))
     return Section(name="Norm gains", title="Norms' gains by layer", html=html)
-
-
-def _experts(items: Sequence[Shown]) -> Section:
-    if _all_rows(items, "expert_load").empty:
-        return Section(name="Experts", title="Load of the experts", html="")
-    metric = METRICS["expert_load"]
-    maps = depth.heat_maps(items, _imbalance, metric.quantity, log=False)
-    lines = evolution.by_steps(items, _Imbalance(label=metric.quantity, metric=metric.name))
-    html = figure(to_html(lines), metric.caption) if lines else ""
-    html += figure(to_html(maps), metric.over_steps) if maps else ""
-    html += "".join(
-        details(f"Every expert of {item.placement} at the last step", figure(to_html(drawn), _EXPERTS))
-        for item in items
-        if (drawn := _every_expert(item)) is not None
-    )
-    return Section(name="Experts", title="Load of the experts", html=html)
 
 
 def _every_step(items: Sequence[Shown]) -> Section:
@@ -212,45 +166,6 @@ def _peaks(rows: Frame) -> Frame:
     return values if every == 1 else values.groupby(values.index // every * every).max()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Imbalance(Monitored):
-    log: bool = False
-
-    def table(self, trial: Trial) -> Frame:
-        return _imbalance(trial)
-
-
-def _imbalance(trial: Trial) -> Frame:
-    """Each layer's busiest expert's load over its experts' mean load."""
-    rows = trial.layers[trial.layers["metric"] == "expert_load"]
-    loads = rows.groupby(["step", "layer"], as_index=False)["value"].agg(["max", "mean"])
-    return by_depth(loads.assign(value=loads["max"] / loads["mean"]))
-
-
-def _every_expert(item: Shown) -> go.Figure | None:
-    rows = item.trials[0].layers
-    rows = rows[rows["metric"] == "expert_load"]
-    if rows.empty:
-        return None
-    last = rows[rows["step"] == rows["step"].max()]
-    table = last.pivot_table(index="layer", columns="index", values="value")
-    table = table.div(table.mean(axis=1), axis=0)
-    picture = go.Figure(
-        go.Heatmap(
-            x=table.columns.to_numpy(),
-            y=table.index.to_numpy() + 1,
-            z=table.to_numpy(dtype=np.float32),
-            colorscale="Viridis",
-            zmin=0,
-            hovertemplate="layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
-            colorbar=charts.color_bar("load / balanced load"),
-        )
-    )
-    picture.update_xaxes(title="expert")
-    picture.update_yaxes(title="layer", dtick=1 if len(table) <= 16 else None)
-    return polish(picture, max(260, min(560, 140 + 16 * len(table))))
-
-
 def _outside(items: Sequence[Shown], metric: str, roles: Iterable[str], title: str, *, log: bool) -> go.Figure | None:
     """A metric of the parts outside the blocks against the step: one line per role."""
     picture = go.Figure()
@@ -267,8 +182,8 @@ def _outside(items: Sequence[Shown], metric: str, roles: Iterable[str], title: s
                 color=item.color,
                 width=1.8,
                 dash=dash,
-                name=(f"{item.label}, " if len(items) > 1 else "") + _words(role),
-                hover=f"{item.label}, {_words(role)}: %{{y:.4g}}",
+                name=(f"{item.label}, " if len(items) > 1 else "") + words(role),
+                hover=f"{item.label}, {words(role)}: %{{y:.4g}}",
             ).draw(picture)
     if not picture.data:
         return None
@@ -278,32 +193,8 @@ def _outside(items: Sequence[Shown], metric: str, roles: Iterable[str], title: s
     return charts.log_axis(picture) if log else picture
 
 
-def _all_rows(items: Sequence[Shown], metric: str) -> Frame:
-    tables = [trial.layers[trial.layers["metric"] == metric] for item in items for trial in item.trials]
-    return pd.concat(tables) if tables else pd.DataFrame(columns=["layer", "role", "sublayer"])
-
-
-def by_steps(quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
-    """One figure per quantity that any trial recorded; the caption stands below the last."""
-    drawn = [(q, picture) for q in quantities if (picture := evolution.by_steps(items, q)) is not None]
-    return "".join(
-        figure(to_html(picture), caption if q is drawn[-1][0] else "", q.label[:1].upper() + q.label[1:])
-        for q, picture in drawn
-    )
-
-
-def _folded(summary: str, quantities: Iterable[Monitored], items: Sequence[Shown], caption: str) -> str:
-    html = by_steps(quantities, items, caption)
-    return details(summary, html) if html else ""
-
-
-def _words(name: str) -> str:
-    return name.replace("feed_forward", "feed-forward").replace("_", " ")
-
-
 _EMBEDDING = "Norm of the gradient of the embedding's and the readout's parameters, before clipping, against the step."
 _FINAL = "Mean gain of the embedding's norm and of the final norm against the step."
-_EXPERTS = "Each expert's share of its layer's tokens over a balanced share: 1 is balance, 0 an expert never chosen."
 _SUBLAYERS = (
     "The same as by block, for each sub-layer: the norm of the gradient of its parameters before clipping, and the "
     "variance of the stream behind the attention (behind the feed-forward it is the block's); from the first record "

@@ -12,7 +12,7 @@ import pandas as pd
 from lamina import placements
 from lamina.placements import Plan, diagram
 from lamina.placements.resolution import parse_spec
-from lamina.reports import depth, figures, monitored, tables
+from lamina.reports import depth, figures, quantities, tables
 from lamina.reports.metrics import METRICS
 from lamina.reports.notices import notices
 from lamina.reports.page import Section, callouts, details, figure, moment, prose
@@ -72,7 +72,7 @@ def by_depth(items: list[Shown]) -> list[Section]:
     """The gradients and the variances by layer."""
     missing = '<p class="notice">This folder has no records by layer.</p>'
     return [
-        Section(name=name, title=metric.title, html=monitored.by_layer(items, metric, table) or missing)
+        Section(name=name, title=metric.title, html=quantities.by_layer(items, metric, table) or missing)
         for name, metric, table in (
             ("Gradients", METRICS["gradient_norm"], depth.gradients),
             ("Variances", METRICS["hidden_variance"], depth.variances),

@@ -5,7 +5,7 @@ import pytest
 from readable import readable
 from synthetic_study import write_study
 
-from lamina.reports import monitored, report
+from lamina.reports import experts, monitored, report
 from lamina.reports.records import read_study
 from lamina.reports.sections import prepare
 
@@ -40,7 +40,7 @@ def test_everything_that_is_recorded_is_drawn(folder):
 
 def test_the_busiest_experts_load_is_over_the_balanced_one(shown):
     keel = next(item for item in shown if item.placement == "keel")
-    table = monitored._imbalance(keel.trials[0])
+    table = experts.imbalance(keel.trials[0])
     assert table.to_numpy() == pytest.approx(0.8 / (2 / 3))
     assert list(table.index) == [1, 2, 3, 4]
 
