@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lamina.core import initializers
+from lamina.core.backbone_presets import get as get_preset
+from lamina.core.backbone_presets import is_place
 from lamina.core.values import text
 from lamina.errors import UserError, nearest
 from lamina.jobs.aliases import suggestion
@@ -15,6 +17,7 @@ from lamina.jobs.folder import Resume, in_use, refuse
 from lamina.jobs.model_folder import refuse_as_output
 from lamina.jobs.settings import Settings
 from lamina.placements.resolution import check_spec, split_specs
+from lamina.probes.engine.listing import check_probes
 
 _NO_FILE = ("mnist", "noise")  # data sets of images, which have names of their own
 
@@ -50,6 +53,14 @@ def refuse_early(
         settings = record.from_dict(_with_preset(given))
         if record.needed and "preset" not in given:
             settings.require(*record.needed)
+    _refuse_names(record, given)
+    for name in ("corpus", "data"):
+        if isinstance(place := given.get(name), str):
+            _refuse_missing(name, place)
+
+
+def _refuse_names(record: type[Settings], given: Mapping[str, object]) -> None:
+    """Raise UserError for an unknown placement, initializer, backbone or probe."""
     specs = _specs(record, given)
     codes = [spec for spec in specs if re.search(r"\.py\s*(\(|$)", spec)]  # a file that runs as code: once is enough
     for spec in specs:
@@ -57,9 +68,10 @@ def refuse_early(
             check_spec(spec)
     if "init" in record.names() and not codes and (init := text("init", given.get("init", "normal"))) != "recommended":
         initializers.check(init.removeprefix(initializers.SAME))
-    for name in ("corpus", "data"):
-        if isinstance(place := given.get(name), str):
-            _refuse_missing(name, place)
+    if isinstance(backbone := given.get("backbone"), str) and not is_place(backbone):
+        get_preset(backbone)
+    if isinstance(probes := given.get("probes"), str) and "probes" in record.names():
+        check_probes(probes)
 
 
 def _with_preset(given: Mapping[str, object]) -> dict[str, object]:

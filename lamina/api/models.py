@@ -133,11 +133,11 @@ def backbones() -> pd.DataFrame:
     """The presets of backbones: sizes and numbers of parameters, as `lamina backbones` lists them."""
     import pandas as pd
 
-    from lamina.modeling.backbones import PRESETS, count_parameters
+    from lamina.modeling.backbones import PRESETS, count_parameters, preset_config
 
     rows = []
     for preset in PRESETS.values():
-        config = preset.config()
+        config = preset_config(preset.name)
         count = count_parameters(config)
         rows.append(
             {

@@ -96,6 +96,12 @@ assert not {"torch", "transformers", "pandas"} & set(sys.modules)
         (["eval", "some/model"], "--tasks"),
         (["diagnose", "nosuch"], "'nosuch' is no folder"),
         (["generate", "no/such"], "no/such"),
+        (["pretrain", "--backbone", "llama-71"], "did you mean 'llama-71m'"),
+        (["compare", "--backbone", "nosuch"], "unknown backbone 'nosuch'"),
+        (["preflight", "--backbone", "nosuch"], "unknown backbone 'nosuch'"),
+        (["probe", "gpt2", "--probes", "angular"], "unknown probe 'angular'"),
+        (["probe", "gpt2", "--probes", "layer_drop,angular_distance(token=all)"], "did you mean 'tokens'"),
+        (["pretrain", "--probes", "gradient"], "did you mean 'gradients'"),
     ],
 )
 def test_the_command_line_refuses_without_torch(words, said, tmp_path):

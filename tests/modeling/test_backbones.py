@@ -49,7 +49,7 @@ def millions(preset, count):
 
 
 def lamina_config(preset):
-    config = backbones.get(preset).config()
+    config = backbones.preset_config(preset)
     plan = lamina.placements.resolve("pre_ln", config.num_hidden_layers)
     return LaminaConfig(backbone_config=config, plan=plan.to_dict())
 
@@ -68,10 +68,10 @@ def test_a_preset_has_the_papers_number_of_parameters(preset):
 @pytest.mark.parametrize("preset", PAPER)
 def test_the_parameters_of_the_list_are_those_of_the_whole_model(preset):
     """The list's are transformers' own, counted from two depths; a pre_ln plan has the same parameters."""
-    if backbones.get(preset).config().num_hidden_layers > 64:
+    if backbones.preset_config(preset).num_hidden_layers > 64:
         preset_config = resolve_backbone(preset, num_layers=9)
     else:
-        preset_config = backbones.get(preset).config()
+        preset_config = backbones.preset_config(preset)
     plan = lamina.placements.resolve("pre_ln", preset_config.num_hidden_layers).to_dict()
     config = LaminaConfig(backbone_config=preset_config, plan=plan)
     head = LaminaForImageClassification if preset.startswith("vit") else LaminaForCausalLM
@@ -83,10 +83,10 @@ def test_the_parameters_of_the_list_are_those_of_the_whole_model(preset):
 
 def test_active_parameters_leave_out_the_experts_that_a_token_does_not_take():
     """58 of 64 experts of 26 blocks: 3 matrices of 2048 x 1408 each. What is left, without the embedding, is 2.4B."""
-    total, active = backbones.count_parameters(backbones.get("16b-a2.4b").config())
+    total, active = backbones.count_parameters(backbones.preset_config("16b-a2.4b"))
     assert total - active == 26 * 58 * 3 * 2048 * 1408
     assert (active - 102400 * 2048) / 1e9 == pytest.approx(2.4, rel=0.03)
-    dense = backbones.count_parameters(backbones.get("llama-130m").config())
+    dense = backbones.count_parameters(backbones.preset_config("llama-130m"))
     assert dense.total == dense.active
 
 

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from lamina.core import specs
+from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
 from lamina.evaluation.generated.tasks import NAMES
 from lamina.jobs import columns
-from lamina.modeling.backbones.presets import PRESETS
 from lamina.placements import resolve
 from lamina.probes.engine.listing import listed
 from lamina.studies.catalog.arms import arms, matches
