@@ -72,3 +72,42 @@ def test_another_text_is_another_trial(corpus, tmp_path):
     same.write_bytes(corpus.read_bytes() + b"more")
     identity.read_again()
     assert identity.key(identity.identity("pretrain", PretrainSettings(num_layers=4, corpus=str(same)))) != key
+
+
+def key_of(**settings):
+    identity.read_again()
+    return identity.key(identity.identity("pretrain", PretrainSettings(num_layers=4, **settings)))
+
+
+def test_another_share_of_a_mix_is_another_trial(corpus, tmp_path):
+    second = tmp_path / "second.txt"
+    second.write_bytes(corpus.read_bytes()[::-1])
+    keys = {shares: key_of(corpus=f"{corpus}:{shares[0]},{second}:{shares[1]}") for shares in ((9, 1), (1, 9), (18, 2))}
+    assert keys[9, 1] != keys[1, 9]
+    assert keys[9, 1] == keys[18, 2]
+
+
+def test_what_a_folder_holds_decides_the_key(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    named = ("backbone", "tokenizer", "from_model")
+    before = {name: key_of(**{name: str(folder)}) for name in named}
+    changed = {}
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / file).write_text((folder / file).read_text() + " ")
+        now = {name: key_of(**{name: str(folder)}) for name in named}
+        changed[file] = {name for name in named if now[name] != before[name]}
+        before = now
+    assert changed["config.json"] >= {"backbone", "from_model"}
+    assert changed["tokenizer.json"] == {"tokenizer", "from_model"}
+    assert changed["model.safetensors"] == {"from_model"}
+
+
+def test_what_a_rollback_does_decides_the_key_where_one_may_happen():
+    assert key_of(rollback_factor=0.1) == key_of() == key_of(save_steps=7, keep=9, rollback_skip=3)
+    changes = ({}, {"rollback_factor": 0.1}, {"save_steps": 7}, {"keep": 9})
+    keys = [key_of(**{"rollback": 2, "save_steps": 5, **change}) for change in changes]
+    assert len({*keys, key_of()}) == 5

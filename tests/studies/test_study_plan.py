@@ -8,7 +8,7 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.studies.catalog.arms import resolved
+from lamina.studies.catalog.arms import arms, resolved
 from lamina.studies.catalog.study import read_study
 from lamina.studies.engine.plan import Plan, _rank
 from lamina.studies.engine.results import results_table
@@ -166,3 +166,32 @@ def test_a_searched_placement_is_relative_to_the_studys_file(tmp_path, corpus):
     assert resolved({"placement": "./own.py"}, read_study(file).scale("cpu"))["placement"] == str(
         file.parent / "own.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        ({"skip": 5}, r"skip: 5 \(allowed: a list of mappings\)"),
+        ({"skip": {"placement": "keel"}}, "allowed: a list of mappings"),
+        ({"skip": ["keel"]}, "allowed: a list of mappings"),
+        ({"skip": [{"placement": "kel"}]}, "did you mean 'keel'"),
+        ({"skip": [{"depth": 2}]}, "'depth' is no axis"),
+        ({"figures": 5}, "figures: 5"),
+        ({"figures": {"kind": "sweep"}}, "allowed: a list of mappings"),
+        ({"axes": {"placement": ["keel"], "seed": [[1], [2]]}}, r"seed: \[1\]"),
+        ({"axes": {"placement": ["keel"], "seed": [0, 0]}}, "a list of different seeds"),
+        ({"axes": {"key": {"1x": {}, "2x": {"steps": 9}}}}, "key: is a column of results.csv"),
+        ({"axes": {"tokens": {"1x": {}, "2x": {"steps": 9}}}}, "tokens: is a column of results.csv"),
+        ({"axes": {"arm": {"a": {}, "b": {"seed": 7}}}}, "arm: b: seed: the trials say it themselves"),
+        ({"axes": {"arm": {"a": {}, "b": {"learning_rate": 0.5}}, "learning_rate": [1e-3]}}, "arm: b: learning_rate"),
+    ],
+)
+def test_what_a_study_would_drop_without_a_word_is_refused(tmp_path, corpus, scale, message):
+    with pytest.raises(UserError, match=message):
+        read_study(write_study(tmp_path, corpus=corpus, **scale))
+
+
+def test_an_arm_may_say_its_rate_where_the_study_does_not(tmp_path, corpus):
+    axes = {"arm": {"a": {"learning_rate": 1e-3}, "b": {"learning_rate": 0.5}}}
+    found = arms(read_study(write_study(tmp_path, corpus=corpus, axes=axes)).scale("cpu"))
+    assert [arm.settings["learning_rate"] for arm in found] == [1e-3, 0.5]

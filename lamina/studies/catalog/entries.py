@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from lamina.core.json_types import Json
 from lamina.errors import UserError, unknown
 
 
@@ -29,3 +30,23 @@ def text(where: str, data: Mapping[str, object], key: str, default: str | None =
     if not isinstance(value, str):
         raise UserError(f"{where}{key}: {value!r} (allowed: a text)")
     return value
+
+
+def mappings(where: str, data: Mapping[str, object], key: str) -> tuple[Json, ...]:
+    """An entry that is a list of mappings; an empty one if it is missing."""
+    value = data.get(key, ())
+    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        raise UserError(f"{where}{key}: {value!r} (allowed: a list of mappings)")
+    return tuple(dict(one) for one in value)
+
+
+def read_skip(where: str, data: Mapping[str, object], axes: Mapping[str, Mapping[str, Json]]) -> tuple[Json, ...]:
+    """The patterns under ``skip``: per axis, a label or a list of labels of which the axis has at least one."""
+    patterns = mappings(where, data, "skip")
+    for axis, given in (item for pattern in patterns for item in pattern.items()):
+        if axis not in axes:
+            raise UserError(f"{where}skip: {axis!r} is no axis (allowed: {', '.join(axes)})")
+        labels = [str(label) for label in (given if isinstance(given, list) else [given])]
+        if not any(label in axes[axis] for label in labels):
+            raise unknown(f"label in {where}skip: {axis}", ", ".join(labels), axes[axis])
+    return patterns

@@ -9,7 +9,7 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError, unknown
 from lamina.jobs.settings import Settings
-from lamina.studies.catalog.entries import known, mapping, text
+from lamina.studies.catalog.entries import known, mapping, read_skip, text
 from lamina.studies.trials.jobs import JOBS, TrialJob
 
 STAGE = "stage"
@@ -107,14 +107,13 @@ def _read_stage(
     for record in records if isinstance(records, Sequence) else (records,):
         if record not in RECORDS:
             raise unknown(f"record in {where.strip().rstrip(':')}", str(record), RECORDS)
-    skip = data.get("skip", ())
     stage = Stage(
         name=name,
         job=job,
         settings=settings,
         inputs=_inputs(where, data.get("from", earlier[0]), JOBS[job], earlier),
         of=of,
-        skip=tuple(skip) if isinstance(skip, Sequence) else (),
+        skip=read_skip(where, data, axes),
         measures=tuple(f"records/{record}" for record in records) if isinstance(records, Sequence) else (),
         folder=folder,
     )

@@ -11,7 +11,8 @@ from lamina.core.json_types import Json
 from lamina.core.values import seed_number
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
-from lamina.studies.catalog.entries import known, mapping, text
+from lamina.jobs import columns
+from lamina.studies.catalog.entries import known, mapping, mappings, read_skip, text
 from lamina.studies.catalog.places import BASES, catalog_folder, find
 from lamina.studies.catalog.rates import Tuning, check_also, read_rates
 from lamina.studies.catalog.space import Search, read_search
@@ -21,6 +22,8 @@ from lamina.studies.trials.jobs import JOBS, TrialJob
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
+TAKEN = frozenset((*columns.names(), "key", "tuned", STAGE, "candidate"))
+"""The columns of results.csv, which an axis can't have as its name."""
 _STUDY = {"study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes"}
 _SCALE = {
     "base",
@@ -152,14 +155,22 @@ def read_study(study: str | Path) -> Study:
         title=text(where, data, "title", default=name),
         scales={key: _read_scale(f"{where}{key}: ", key, value, path.parent) for key, value in scales.items()},
         file=path,
-        figures=tuple(figure for figure in data.get("figures", [data.get("figure")]) if figure),
+        figures=_figures(where, data),
     )
+
+
+def _figures(where: str, data: Mapping[str, object]) -> tuple[Json, ...]:
+    """The figures that a study or a scale writes down: ``figures``, or the one under ``figure``."""
+    if "figures" in data or "figure" not in data:
+        return mappings(where, data, "figures")
+    return (dict(mapping(where, data, "figure")),)
 
 
 def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     if not isinstance(data, Mapping):
         raise UserError(f"{where}{data!r} (allowed: a mapping with base, settings, axes, ...)")
     known(where, data, _SCALE)
+    _figures(where, data)
     job = text(where, data, "job", default="pretrain")
     if job not in (first := [each.name for each in JOBS.values() if not each.inputs]):
         raise unknown("job", job, first)
@@ -170,6 +181,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     steps = settings.get("steps")
     points = {axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()}
     check_also(where, tuning, points)
+    _refuse_said_twice(where, points, rates=bool(rates or tuning))
     scale = Scale(
         name=name,
         job=job,
@@ -180,7 +192,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         tuning=tuning,
         seeds=seeds,
         measures=_measures(where, mapping(where, data, "measures")),
-        skip=tuple(data.get("skip", ())),
+        skip=read_skip(where, data, points),
         stages=read_stages(where, data, job, points, folder),
         needs=text(where, data, "needs", default=""),
         folder=folder,
@@ -217,6 +229,8 @@ def _bases(file: Path, changed: int) -> Json:
 def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, Json]:
     """An axis's values by label: a list of a setting's values, or labels with settings."""
     names = job.settings_class().names()
+    if axis in TAKEN and axis not in names:
+        raise UserError(f"{where}{axis}: is a column of results.csv already (allowed: another name for the axis)")
     if isinstance(values, Mapping) and values:
         for label, settings in values.items():
             if not isinstance(settings, Mapping):
@@ -232,11 +246,22 @@ def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, J
     return {str(value): {axis: value} for value in values}
 
 
+def _refuse_said_twice(where: str, axes: Mapping[str, Mapping[str, Json]], *, rates: bool) -> None:
+    """Raise UserError for an axis's value that says the seed, or the rate where the study does."""
+    own = {"seed": "an axis 'seed'", **({"learning_rate": "the axis 'learning_rate' alone"} if rates else {})}
+    for axis, label, settings in ((axis, *point) for axis, points in axes.items() for point in points.items()):
+        for name in settings:
+            if name in own:
+                raise UserError(f"{where}{axis}: {label}: {name}: the trials say it themselves (allowed: {own[name]})")
+
+
 def _seeds(where: str, given: object) -> tuple[int, ...]:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
         return tuple(range(given))
-    if isinstance(given, Sequence) and not isinstance(given, str) and given and len(set(given)) == len(given):
-        return tuple(seed_number("seed", seed) for seed in given)
+    if isinstance(given, Sequence) and not isinstance(given, str) and given:
+        seeds = tuple(seed_number("seed", seed) for seed in given)
+        if len(set(seeds)) == len(seeds):
+            return seeds
     raise UserError(f"{where}seed: {given!r} (allowed: how many, or a list of different seeds)")
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 
+from lamina.core.backbone_presets import PRESETS
 from lamina.core.json_types import Json
 from lamina.data import Corpus
 from lamina.evaluation.generated.tasks import NAMES
 from lamina.evaluation.generated.writing import version
 from lamina.evaluation.task_sets import GENERATED
-from lamina.jobs.manifest import sha256
+from lamina.jobs.manifest import files_in, sha256
+from lamina.jobs.model_folder import model_folder
 from lamina.jobs.settings import Settings
 from lamina.placements import resolve
 from lamina.studies.trials.jobs import TrialJob
@@ -28,13 +31,17 @@ NUMERICS = 1
 """The version of the code that trains. Raise it with any change after which the same settings give other numbers:
 tests/studies/test_numerics.py trains a few small models and fails if their losses are not those of this version."""
 
-# How a trial is run, not what it computes.
-OF_THE_MACHINE = frozenset(
+# How a trial is run, not what it computes; these do decide what a run computes that may roll back.
+OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
+OF_THE_MACHINE = OF_A_ROLLBACK | frozenset(
     (
-        *("output", "threads", "device", "parallel", "save_steps", "keep", "report_to", "probe_every", "probes"),
-        *("rollback_factor", "rollback_skip", "pause_step", "push_to_hub", "eval_data_dir"),
+        *("output", "threads", "device", "parallel", "report_to", "probe_every", "probes"),
+        *("pause_step", "push_to_hub", "eval_data_dir"),
     )
 )
+# Settings that may name a folder, with the files in it that decide nothing of a trial.
+_WEIGHTS = ("*.safetensors", "manifest.json")
+PLACES = {"backbone": (*_WEIGHTS, "*token*", "README.md"), "tokenizer": _WEIGHTS, "from_model": ()}
 # Settings that an identity has by what they mean, not by their words: a plan, a text, an initializer.
 SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
@@ -56,12 +63,7 @@ def identity(job: str, settings: Settings) -> Json:
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
     if values.get("init") == "recommended":
         values["init"] = recommended
-    kept = {
-        name: value
-        for name, value in values.items()
-        if name not in OF_THE_MACHINE and not (name in YOUNGER and value == YOUNGER[name])
-    }
-    kept.pop("corpus")
+    kept = _deciding(values, ("corpus",))
     field, second = str(values.get("text_field", "text")), kept.pop("eval_corpus", None)
     return {
         "job": job,
@@ -70,6 +72,7 @@ def identity(job: str, settings: Settings) -> Json:
         "plan": plan,
         "text": _text(str(values["corpus"]), field),
         **({} if second is None else {"eval_text": _text(str(second), field)}),
+        **_places(kept),
     }
 
 
@@ -84,14 +87,9 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
             data[name] = ",".join(_content(part.strip()) for part in str(value).split(","))
     field = str(values.get("text_field", "text"))
     texts = {name: _text(str(values[name]), field) for name in ("corpus", "eval_corpus") if values.get(name)}
-    left_out = {*OF_THE_MACHINE, *job.inputs, *job.free, *texts}
-    kept = {
-        name: value
-        for name, value in values.items()
-        if name not in left_out and not (name in YOUNGER and value == YOUNGER[name])
-    }
+    kept = _deciding(values, (*job.inputs, *job.free, *texts))
     identity: Json = {"job": job.name, "numerics": NUMERICS, "settings": kept, "inputs": dict(inputs), "data": data}
-    return {**identity, "texts": texts} if texts else identity
+    return {**identity, **({"texts": texts} if texts else {}), **_places(kept)}
 
 
 def key(identity: Json) -> str:
@@ -101,8 +99,36 @@ def key(identity: Json) -> str:
 
 def read_again() -> None:
     """Forget what is known of texts and placement files: they may have changed since they were read."""
-    for known in (_plan, _text, _depth):
+    for known in (_plan, _text, _depth, _files):
         known.cache_clear()
+
+
+def _deciding(values: Json, others: Iterable[str]) -> Json:
+    """The settings that decide the numbers, without ``others``."""
+    left_out = {*others, *(OF_THE_MACHINE - OF_A_ROLLBACK if values.get("rollback") else OF_THE_MACHINE)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in left_out and not (name in YOUNGER and value == YOUNGER[name])
+    }
+
+
+def _places(settings: Json) -> Json:
+    """The content of the folders that settings name, by setting, as a part of an identity; none for a name."""
+    found = {
+        name: _files(str(path), ignored)
+        for name, ignored in PLACES.items()
+        if (value := settings.get(name)) and (path := Path(str(value)).expanduser()).is_dir() and value not in PRESETS
+    }
+    return {"places": found} if found else {}
+
+
+@lru_cache(maxsize=64)
+def _files(folder: str, ignored: tuple[str, ...]) -> str:
+    """The hash of the files of a saved model, or of what there is of one."""
+    root = model_folder(folder)
+    names = [name for name in files_in(root) if not any(fnmatch(name, pattern) for pattern in ignored)]
+    return _hash([[name, sha256(root / name)] for name in names])
 
 
 @lru_cache(maxsize=1024)
@@ -136,13 +162,16 @@ def _content(source: str) -> str:
     return f"{source} {version()}" if source.partition(":")[0] in (GENERATED, *NAMES) else source
 
 
-def _hash(data: Json) -> str:
+def _hash(data: Json | list[list[str]]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=64)
 def _text(corpus: str, text_field: str) -> str:
-    return Corpus.parse(corpus, text_field).fingerprint()
+    """The hash of a text, and of the shares of a mix."""
+    parts = Corpus.parse(corpus, text_field).parts
+    hashes = "+".join(part.corpus.fingerprint() for part in parts)
+    return hashes if len(parts) == 1 else f"{hashes} {':'.join(str(part.share) for part in parts)}"
 
 
 @lru_cache(maxsize=64)
