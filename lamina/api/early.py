@@ -10,15 +10,17 @@ from pathlib import Path
 from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
-from lamina.core.values import text
-from lamina.errors import UserError, nearest
+from lamina.core.values import comma_separated, path, text
+from lamina.errors import UserError, nearest, shortened
 from lamina.jobs.aliases import suggestion
 from lamina.jobs.folder import Resume, in_use, refuse
+from lamina.jobs.kinds import refuse_other_kind
 from lamina.jobs.model_folder import refuse_as_output
 from lamina.jobs.settings import Settings
 from lamina.placements.resolution import check_spec, split_specs
 from lamina.probes.engine.listing import check_probes
 
+_READ = ("from_model", "checkpoint", "reward_model", "models")  # settings that name saved models
 _NO_FILE = ("mnist", "noise")  # data sets of images, which have names of their own
 
 
@@ -43,17 +45,22 @@ def refuse_early(
             raise UserError(f"unknown setting {name!r}{hint} ({listed})")
     output = given.get("output", record.default("output") if "output" in record.names() else None)
     if output is not None:
-        folder = Path(text("output", output))
-        if isinstance(start := given.get("from_model"), str):
-            refuse_as_output(str(folder), start)
+        folder = Path(path("output", output))
+        for model in _models(given):
+            refuse_as_output(str(folder), model)
         refuse(folder, resume=resume, overwrite=overwrite)
         if resume and in_use(folder):
+            refuse_other_kind(folder, record.command_name)
             return
     if not record.needs_backbone:
         settings = record.from_dict(_with_preset(given))
         if record.needed and "preset" not in given:
             settings.require(*record.needed)
     _refuse_names(record, given)
+    if isinstance(tokenizer := given.get("tokenizer"), str) and "tokenizer" in record.names():
+        from lamina.data.tokenizers import validate_spec
+
+        validate_spec(tokenizer)
     for name in ("corpus", "data"):
         if isinstance(place := given.get(name), str):
             _refuse_missing(name, place)
@@ -74,6 +81,13 @@ def _refuse_names(record: type[Settings], given: Mapping[str, object]) -> None:
         check_probes(probes)
 
 
+def _models(given: Mapping[str, object]) -> list[str]:
+    """The saved models that a job reads, as the user names them."""
+    named = [given[name] for name in _READ if isinstance(given.get(name), str)]
+    several = given.get("models")
+    return [str(model) for model in [*named, *(several if isinstance(several, list | tuple) else ())]]
+
+
 def _with_preset(given: Mapping[str, object]) -> dict[str, object]:
     """The settings with those of their preset, of which one may need another."""
     if "preset" not in given:
@@ -89,7 +103,14 @@ def _specs(record: type[Settings], given: Mapping[str, object]) -> list[str]:
     value = given.get("placements")
     if value is None:
         return []
-    return split_specs(value if isinstance(value, str) else ",".join(map(str, value)))  # type: ignore[call-overload]
+    entries = value if isinstance(value, list | tuple) else ()
+    for entry in entries:
+        if not isinstance(entry, str | os.PathLike):
+            raise UserError(
+                f"placements: {type(entry).__name__} {shortened(str(entry), 60)!r} (allowed: names, YAML or Python "
+                "files; lamina.build takes a Plan)"
+            )
+    return split_specs(comma_separated("placements", value))
 
 
 def _refuse_missing(name: str, place: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -28,6 +29,7 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[Mapping[str, object]]: ...
 
 
+_PLACE = re.compile(r"hf:\S+|\S*/\S*|\S+\.(txt|jsonl?|parquet|gz|xz|zst)")  # what is meant as a path, not as a text
 Names: TypeAlias = PathLike | Sequence[PathLike]
 Numbers: TypeAlias = str | float | Sequence[float | str]
 Text: TypeAlias = PathLike | Sequence[PathLike] | Rows
@@ -55,6 +57,7 @@ def as_settings(given: Mapping[str, object]) -> dict[str, object]:
 def _corpus(name: str, value: object, field: str) -> object:
     if value is None or isinstance(value, str | os.PathLike):
         return value
+    _refuse_splits(name, value)
     if isinstance(value, Rows):
         if field not in value.column_names:
             listed = ", ".join(value.column_names)
@@ -69,17 +72,28 @@ def _corpus(name: str, value: object, field: str) -> object:
     if any(isinstance(x, os.PathLike) or _exists(x) for x in value):
         missing = next(x for x in value if not isinstance(x, os.PathLike) and not _exists(x))
         raise UserError(f"{name}: {missing[:80]!r} is no file, others in the list are (allowed: paths, or texts)")
+    if all(_PLACE.fullmatch(str(x)) for x in value):
+        raise UserError(f"{name}: {str(value[0])[:80]!r}: no such file (allowed: a list of paths, or of texts)")
     return _file(name, ({field: text} for text in value), ({field: text} for text in value))
 
 
 def _examples(name: str, value: object) -> object:
     if value is None or isinstance(value, str | os.PathLike):
         return value
+    _refuse_splits(name, value)
     if isinstance(value, Rows):
         return _file(name, iter(value), iter(value))
     if isinstance(value, Sequence) and value and all(isinstance(row, Mapping) for row in value):
         return _file(name, iter(value), iter(value))
     raise _refused(name, value, "a path, a list of rows, a datasets.Dataset")
+
+
+def _refuse_splits(name: str, value: object) -> None:
+    """Raise UserError for a datasets.DatasetDict, which `load_dataset(NAME)` returns."""
+    if isinstance(splits := getattr(value, "column_names", None), Mapping):
+        names = [str(split) for split in splits]
+        allowed = f"one of them, as in data[{names[0]!r}]" if names else "a datasets.Dataset"
+        raise UserError(f"{name}: a DatasetDict of {', '.join(names) or 'no splits'} (allowed: {allowed})")
 
 
 def _refused(name: str, value: object, allowed: str) -> UserError:

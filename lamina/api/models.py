@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from lamina.api.results import Diagnosis
 from lamina.core.architectures import Target
 from lamina.core.values import number, one_of, path, seed_number, whole_number
-from lamina.errors import UserError
+from lamina.errors import UserError, shortened
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +44,8 @@ def generate(
     Raises:
         UserError: (a ValueError) for an invalid value, or a folder without a model.
     """
+    if not isinstance(prompt, str | list | tuple):
+        raise UserError(f"prompt: {shortened(repr(prompt), 80)} (allowed: a text, or a list of turns)")
     speaker = speaker_of(model, max_new_tokens, temperature, seed, trust_remote_code=trust_remote_code)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
 
@@ -126,7 +128,7 @@ def report(folder: str | PathLike[str]) -> Path:
     """
     from lamina.reports import report as write
 
-    return write(Path(fspath(folder)))
+    return write(Path(path("folder", folder)))
 
 
 def backbones() -> pd.DataFrame:

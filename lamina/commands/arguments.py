@@ -41,12 +41,14 @@ class Parser(ArgumentParser):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.headings: dict[str, str] = {}
+        self.words: list[str] = []
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Namespace:  # type: ignore[override]
         """Parse a command line, of which other tools' names have become Lamina's."""
         words = self._without_all(sys.argv[1:] if args is None else args)
         positionals = [action.dest for action in self._actions if not action.option_strings]
         words = translated(words, self._option_string_actions, positionals)
+        self.words = words
         return super().parse_args(words, *more, **named)
 
     def _without_all(self, words: Sequence[str]) -> list[str]:
@@ -76,6 +78,12 @@ class Parser(ArgumentParser):
         self.full_help = False
         return text
 
+    def _typed(self, flag: str) -> str:
+        """The value of a flag as the user typed it; empty if it isn't on the command line."""
+        after = [w for before, w in zip(self.words, self.words[1:], strict=False) if before == flag]
+        joined = [word.partition("=")[2] for word in self.words if word.startswith(f"{flag}=")]
+        return [*after, *joined][-1] if after or joined else ""
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         """Raise UserError instead of printing the usage."""
         line = " ".join(str(message).split())
@@ -97,11 +105,14 @@ class Parser(ArgumentParser):
             kinds = {
                 str(a.option_strings[-1]): getattr(a, "_typehint", None) for a in self._actions if a.option_strings
             }
-            raise UserError(f"--{name}: {value[1]!r} (allowed: {_kind_names(kinds.get(f'--{name}'))})")
+            allowed = _kind_names(kinds.get(f"--{name}")).replace("--FLAG", f"--{name}")
+            raise UserError(f"--{name}: {self._typed(f'--{name}') or value[1]!r} (allowed: {allowed})")
         raise UserError(line)
 
 
 def _kind_names(kind: Any) -> str:
+    if dict in (kind, get_origin(kind)):
+        return "KEY VALUE, as in --FLAG.KEY VALUE"
     named = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return " or ".join(named.get(k, getattr(k, "__name__", str(k))) for k in (get_args(kind) or (kind,)))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lamina.commands.arguments import Parser, make_parser
 from lamina.core.values import path, whole_number, writable_folder
+from lamina.errors import UserError
 from lamina.placements import names, resolve
 from lamina.placements.resolution import find, split_specs
 
@@ -40,6 +41,8 @@ def run(argv: list[str]) -> int:
     if options.svg is not None:
         path("svg", options.svg)
         writable_folder("svg", Path(options.svg).parent)
+        if Path(options.svg).is_dir():
+            raise UserError(f"svg: {options.svg!r} is a folder (allowed: a file)")
     specs = split_specs(options.name) if options.name else names()
     if len(specs) > 1:
         _list(specs, options.svg, options.num_layers)
@@ -83,5 +86,6 @@ def _show(spec: str, num_layers: int, svg: str | None) -> None:
 
 
 def _write(path: str, svg: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(svg, encoding="utf-8")
     print(f"\nthe diagram: {path}")

@@ -101,4 +101,5 @@ def _with_switch(action: Action, word: str, left: list[str]) -> list[str]:
     if type(action).__name__ != "ActionYesNo" or "=" in word or not left or left[0].lower() not in TRUE + FALSE:
         return [word]
     wanted = left.pop(0).lower() in TRUE
-    return [word if wanted else f"--no-{word[2:]}"]
+    bare = word[2:].removeprefix("no-")
+    return [f"--{bare}" if wanted == (word == f"--{bare}") else f"--no-{bare}"]

@@ -17,6 +17,7 @@ from lamina.core.values import writable_folder
 from lamina.errors import UserError
 from lamina.jobs import digests, replaced
 from lamina.jobs.environment import ENVIRONMENT
+from lamina.jobs.files import disk_full
 from lamina.jobs.ledger import LEDGER
 from lamina.jobs.sealed import is_sealed
 
@@ -138,7 +139,7 @@ def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
 
     Raises UserError if another process holds the lock. Without ``fcntl`` (Windows) it locks nothing.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with _flock(folder, wait):
         replaced.resolve(folder, failed=True)
         failed = True
@@ -148,6 +149,15 @@ def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         finally:
             replaced.resolve(folder, failed=failed)
             digests.close(folder)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if disk_full(error):
+            raise
+        raise UserError(f"output: {str(folder)!r} can't be made: {error.strerror} (allowed: another folder)") from None
 
 
 def is_locked(folder: Path) -> bool:

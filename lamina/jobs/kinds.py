@@ -9,6 +9,7 @@ import json
 from enum import StrEnum
 from pathlib import Path
 
+from lamina.errors import UserError
 from lamina.jobs.environment import ENVIRONMENT
 
 
@@ -38,6 +39,27 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.PREFLIGHT, ("preflight.json",)),
     (Kind.STUDY, ("study.yaml", ".study.yaml")),
 )
+
+
+_COMMANDS = {
+    Kind.RUN: "pretrain",
+    Kind.STUDY: "compare or lamina study run",
+    Kind.PROBING: "probe",
+    Kind.EVALUATION: "eval",
+    Kind.MODEL: "convert",
+}
+
+
+def refuse_other_kind(folder: Path, command: str) -> None:
+    """Raise UserError if another command than this one wrote the folder that it is to resume."""
+    kind = kind_of(folder)
+    if kind is None or command in (owner := _COMMANDS.get(kind, str(kind))).replace("lamina ", "").split(" or "):
+        return
+    wrote = "lamina.watch" if kind is Kind.WATCHED else f"lamina {owner}"
+    raise UserError(
+        f"output: {str(folder)!r} was written by {wrote}, so lamina {command} can't resume it (allowed: the folder of "
+        f"a lamina {command}, or a new one)"
+    )
 
 
 def kind_of(folder: Path) -> Kind | None:

@@ -26,8 +26,8 @@ def content_hash(path: str | Path) -> str:
     return hashlib.sha256("".join(parts or [str(path)]).encode()).hexdigest()
 
 
-def refuse_as_output(output: str, from_model: str) -> None:
-    """Raise UserError if the output folder is, or holds, the saved model to start from."""
-    target, held = Path(output).resolve(), model_folder(from_model)
+def refuse_as_output(output: str, model: str) -> None:
+    """Raise UserError if the output folder is, or holds, a saved model that the job reads."""
+    target, held = Path(output).resolve(), model_folder(model)
     if held.exists() and target in (held.resolve(), *held.resolve().parents):
-        raise UserError(f"output: {output!r} holds the model to continue from (allowed: another folder)")
+        raise UserError(f"output: {output!r} holds the model to read (allowed: another folder)")

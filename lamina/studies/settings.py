@@ -15,7 +15,7 @@ from lamina.core.values import comma_separated, numbers, seed_number
 from lamina.errors import UserError, unknown
 from lamina.jobs.setting_groups import OutputSettings, WorkerSettings
 from lamina.jobs.settings import Settings, changed, setting
-from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings, RunSettings
+from lamina.training.settings import PlacementsSettings, PretrainSettings, RatesSettings, RunSettings, rate_list
 
 
 def seed_list(name: str, value: object) -> str:
@@ -105,7 +105,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
             if name not in self.specs:
                 raise unknown("placement in learning_rates_of", name, self.specs)
             own[name] = rates.strip()
-            numbers("learning_rates_of", own[name], float)
+            rate_list("learning_rates_of", own[name])
         return own
 
     def trials(self) -> dict[str, PretrainSettings]:

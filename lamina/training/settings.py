@@ -176,6 +176,11 @@ class PretrainSettings(
             raise UserError(
                 f"rollback: {self.rollback} needs checkpoints to roll back to (allowed: 0, or this with --save-steps)"
             )
+        if self.pause_step is not None and self.pause_step > self.steps:
+            raise UserError(f"pause_step: {self.pause_step} (allowed: at most the {self.steps} of --steps)")
+        for name in ("rollback_factor", "rollback_skip"):
+            if not self.rollback and (value := getattr(self, name)) != self.default(name):
+                raise UserError(f"{name}: {value!r} has no effect here (allowed: with --rollback)")
 
 
 def placement_list(name: str, value: object) -> str:
@@ -210,7 +215,9 @@ class PlacementsSettings(Settings):
 def rate_list(name: str, value: object) -> str:
     """Comma-separated learning rates, at least one and none twice."""
     listed = comma_separated(name, value)
-    numbers(name, listed, float)
+    for rate in numbers(name, listed, float):
+        if rate <= 0:
+            raise UserError(f"{name}: {rate:g} (allowed: numbers above 0)")
     return listed
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -21,6 +22,10 @@ from lamina.commands.arguments import add_settings, given_settings, make_parser
 from lamina.core.progress import ProgressLines, duration
 from lamina.errors import TrialsFailed, UserError
 from lamina.evaluation.settings import EvalSettings
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json
+from lamina.jobs.kinds import Kind
+from lamina.placements import resolve
 from lamina.posttraining.settings import SftSettings
 from lamina.probes.engine.settings import ProbeSettings
 
@@ -102,11 +107,26 @@ assert not {"torch", "transformers", "pandas"} & set(sys.modules)
         (["probe", "gpt2", "--probes", "angular"], "unknown probe 'angular'"),
         (["probe", "gpt2", "--probes", "layer_drop,angular_distance(token=all)"], "did you mean 'tokens'"),
         (["pretrain", "--probes", "gradient"], "did you mean 'gradients'"),
+        (["compare", "--learning-rates", "1e-3,0"], "learning_rates: 0 (allowed: numbers above 0)"),
+        (["compare", "--learning-rates-of", "keel=-1", "--placements", "keel"], "learning_rates_of: -1"),
+        (["pretrain", "--tokenizer", "bpe:0"], "tokenizer"),
+        (["pretrain", "--output", ""], "output: ''"),
+        (["pretrain", "--steps", "1e3"], "--steps: '1e3' (allowed: a whole number)"),
+        (["pretrain", "--trainer", "foo"], "allowed: KEY VALUE, as in --trainer.KEY VALUE"),
+        (["pretrain", "--pause-step", "9", "--steps", "3"], "pause_step: 9 (allowed: at most the 3 of --steps)"),
+        (["pretrain", "--rollback-factor", "0.1"], "has no effect here (allowed: with --rollback)"),
+        (["placements", "keel", "--svg", "used"], "svg: 'used' is a folder"),
+        (["probe", "run", "--output", "run", "--overwrite"], "output: 'run' holds the model to read"),
+        (["eval", "run", "--output", "run", "--overwrite", "--tasks", "arc_easy"], "holds the model to read"),
+        (["pretrain", "--output", "run", "--resume"], "'run' was written by lamina eval, so lamina pretrain can't"),
     ],
 )
 def test_the_command_line_refuses_without_torch(words, said, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "thesis.tex").write_text("x")
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    write_json(tmp_path / "run" / "environment.json", environment(0, Kind.EVALUATION))
     script = f"import sys; from lamina.cli import main; code = main({words!r}); print(code, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["2", "False"]
@@ -275,3 +295,30 @@ def test_a_configuration_has_the_words_without_a_flag_too(tmp_path, name, settin
     path.write_text(yaml.safe_dump(file))
     typed = [word for value in expected.values() for word in value]
     assert given_settings(parser, [*typed, "--config", str(path)])[0] == {**file, **expected}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"corpus": [f"my_texts/part-{n}.txt" for n in range(3)]}, "corpus: 'my_texts/part-0.txt': no such file"),
+        ({"corpus": ["hf:some/name"]}, "corpus: 'hf:some/name': no such file"),
+        ({"corpus": SimpleNamespace(column_names={"train": ["text"]})}, r"as in data\['train'\]"),
+        ({"placements": 3.5}, "unknown placement '3.5'"),
+        ({"placements": [resolve("keel", 2)]}, "placements: Plan .*lamina.build takes a Plan"),
+        ({"placements": [None]}, "placements: NoneType"),
+    ],
+)
+def test_objects_that_mean_something_else_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        lamina.compare(**given)
+
+
+def test_texts_without_a_place_are_a_corpus():
+    assert as_settings({"corpus": ["one/two three", "a"]})["corpus"].endswith("rows.jsonl")
+
+
+def test_wrong_kinds_of_arguments_are_told_by_name():
+    with pytest.raises(UserError, match="prompt: 3"):
+        lamina.generate("run", 3)
+    with pytest.raises(UserError, match="folder: None"):
+        lamina.report(None)

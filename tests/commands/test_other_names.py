@@ -41,6 +41,8 @@ def said(command, *words) -> str:
         ("pretrain", "--warmup_ratio 0.1 --save_total_limit 3", {"warmup": 0.1, "keep": 3}),
         ("pretrain", "--model_name_or_path m", {"from_model": "m"}),
         ("pretrain", "--gradient_checkpointing False", {"gradient_checkpointing": False}),
+        ("pretrain", "--no-gradient-checkpointing false", {"gradient_checkpointing": True}),
+        ("pretrain", "--no-gradient-checkpointing true", {"gradient_checkpointing": False}),
         ("pretrain", "--gradient_checkpointing True --seed 3", {"gradient_checkpointing": True, "seed": 3}),
         ("pretrain", "--dataset_name roneneldan/TinyStories", {"corpus": "hf:roneneldan/TinyStories"}),
         ("pretrain", "--lr_scheduler_type linear", {"trainer": {"lr_scheduler_type": "linear"}}),

@@ -148,7 +148,7 @@ def test_ctrl_c_ends_it_with_a_line(corpus, tmp_path, monkeypatch, capsys):
         ({"placements": "keel,keel"}, "names one twice"),
         ({"placements": ","}, "placements: none given"),
         ({"learning_rate": "fast"}, "learning_rates: 'fast' is not a comma-separated list"),
-        ({"learning_rates": "1e-3,-1"}, "learning_rate: -1.0 (allowed: a number above 0)"),
+        ({"learning_rates": "1e-3,-1"}, "learning_rates: -1 (allowed: numbers above 0)"),
         ({"learning_rates": "1e-3", "learning_rate": "1e-3"}, "allowed: one of them"),
         ({"init": "scald"}, "did you mean 'scaled'?"),
         ({"num_layers": 0}, "num_layers: 0"),
