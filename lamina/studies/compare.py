@@ -35,6 +35,7 @@ from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings
 from lamina.studies.trials.task import Task
 from lamina.training.arguments import training_arguments
+from lamina.training.checkpointing.identity import refuse_another_text
 from lamina.training.execution import speed
 from lamina.training.execution.processes import launched
 from lamina.training.objectives.objective import objective_of
@@ -86,18 +87,23 @@ def compare(
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
             refuse_another_trial(trial)
-    backbone = read_backbone(next(iter(trials.values())), bar)
+    backbone = read_backbone(list(trials.values()), bar)
     with job:
         return run_study(complete, *alike(complete, trials, backbone), job.folder, bar=bar)
 
 
-def read_backbone(first: PretrainSettings, bar: bool) -> PreTrainedConfig:
+def read_backbone(trials: Sequence[PretrainSettings], bar: bool) -> PreTrainedConfig:
     """Read a study's data, which all its trials then find in the cache; returns the first trial's backbone for them.
 
-    ``bar``: show progress. Raises UserError for data that can't be read.
+    ``bar``: show progress. Raises UserError for data that can't be read, or with which a trial that ended was not
+    trained.
     """
+    first = trials[0]
     resolved = resolve_run(first)
     splits, processor = read_data(resolved, bar)
+    for trial in trials:
+        if read_result(Path(trial.output)) is not None:
+            refuse_another_text(trial, Path(trial.output), splits.stats.fingerprint)
     return resolved.objective.complete(resolved.backbone, splits, processor, first.from_model)
 
 

@@ -87,7 +87,7 @@ def max_lr(
         if resume:
             refuse_another_plan(Path(run.output), run.placement, plan)
             refuse_another_trial(run)
-    backbone = read_backbone(next(iter(runs.values())), bar)
+    backbone = read_backbone(list(runs.values()), bar)
     with job:
         decided, _ = alike(complete, runs, backbone)
         speed = {name: decided[name] for name in SPEED_BEFORE}

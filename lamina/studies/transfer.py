@@ -86,7 +86,7 @@ def transfer(
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
         refuse_another_trial(trial)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
-    backbone = read_backbone(next(iter(trials.values())), bar)
+    backbone = read_backbone(list(trials.values()), bar)
     with job:
         try:
             decided, trials = alike(complete, trials, backbone)

@@ -191,6 +191,15 @@ def test_a_changed_setting_is_refused_from_python_too(study):
 
 
 @pytest.mark.slow
+def test_a_text_that_changed_is_not_mixed_with_the_trials_that_ended(study, corpus, tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_bytes(corpus.read_bytes())
+    compare(study(placements="pre_ln", corpus=str(own)), bar=False)
+    own.write_bytes(corpus.read_bytes()[100:])
+    with pytest.raises(UserError, match=r"changed since: .*own\.txt"):
+        compare(study(placements="pre_ln", corpus=str(own), seeds="0,1"), resume=True, bar=False)
+
+
 def test_each_trial_has_tensorboard_files_of_its_own(command, tmp_path):
     process = start(*command(report_to="tensorboard"))
     process.communicate(timeout=120)

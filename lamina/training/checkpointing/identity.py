@@ -51,14 +51,7 @@ class RunIdentity:
     def refuse_changes(self, folder: Path) -> None:
         """Raise UserError if the text or the placement has changed since the run in ``folder`` began."""
         known = known_of(folder)
-        stored = known["text"] if "text" in known else _stored(folder / DATA, self.text).get("fingerprint")
-        if stored is not None and stored != self.fingerprint:
-            settings = self.settings
-            raise UserError(
-                f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
-                f"in {str(folder)!r} began{_changed(settings, folder / DATA)} (allowed with --resume: the same text; "
-                "else another --output, or --overwrite)"
-            )
+        refuse_another_text(self.settings, folder, self.fingerprint, known)
         if not self._same_plan(folder, known):
             raise UserError(
                 f"placement: {self.settings.placement!r} is not what it was when the run in {str(folder)!r} began "
@@ -71,6 +64,19 @@ class RunIdentity:
         now = self.plan.to_dict()
         before = _stored(folder / "plan.json", now)
         return before == json.loads(json.dumps(now)) or not (before or known)
+
+
+def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
+    """Raise UserError if the text has changed since the run in ``folder`` began; ``known``: of ``known_of``."""
+    known = known_of(folder) if known is None else known
+    now = {"corpus": settings.corpus, "fingerprint": fingerprint}
+    stored = known["text"] if "text" in known else _stored(folder / DATA, now).get("fingerprint")
+    if stored is not None and stored != fingerprint:
+        raise UserError(
+            f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
+            f"in {str(folder)!r} began{_changed(settings, folder / DATA)} (allowed with --resume: the same text; "
+            "else another --output, or --overwrite)"
+        )
 
 
 def plan_digest(plan: Plan) -> str:
