@@ -20,6 +20,7 @@ from lamina.training.monitoring.places import followed_places, own_part
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.watching.clipping import before_clipping
 from lamina.training.watching.following import Followed, bare, called, follow, is_compiled
+from lamina.training.watching.optimizers import after_closure, largest_rate, stepping
 from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.stream import ForwardMeter
 
@@ -29,11 +30,19 @@ Judge = Callable[[torch.Tensor], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """How a step went: its gradient norm before clipping, whether an optimizer took it, and its update was measured."""
+    """How a step went.
+
+    Attributes:
+        norm: of its gradient, before clipping; None where no gradient was seen.
+        stepped: whether an optimizer took it.
+        measured: whether its update was measured.
+        rate: the largest learning rate that the optimizers took it with, or have now if none did.
+    """
 
     norm: torch.Tensor | None
     stepped: bool
     measured: bool
+    rate: float | None
 
 
 class Instruments:
@@ -68,7 +77,8 @@ class Instruments:
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
         self._looking = self._measured = self._stepped = self._moved = False
-        self._rate = 0.0  # the learning rate of the last measured update
+        self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
+        self._measured_rate = 0.0  # that of the last measured update
         self._losses: list[torch.Tensor] = []
         self.summed = False
 
@@ -157,18 +167,25 @@ class Instruments:
     def _complete(self) -> bool:
         return any(parameter.grad is not None for parameter in self.model.parameters())
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
-        first = not self._stepped
-        self._stepped = True
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
+    ) -> tuple[tuple, Kwargs] | None:
+        """Before any optimizer's step: look at the gradients now, or once the step's closure has computed them."""
+        if not self._stepped:
+            self._rate = largest_rate(self.optimizers)
+        return after_closure(args, kwargs, self._with_gradients)
+
+    def _with_gradients(self) -> None:
+        first, self._stepped = not self._stepped, True
         self._measure_gradients()
         if first and self._judge is not None and self._current is not None and self._judge(self._current.sum().sqrt()):
             for parameter in self.model.parameters():
                 parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
             return
-        rate = max(self.learning_rates(), default=0.0)
-        if first and self._updates is not None and (self.due or rate > GROWTH * self._rate):
+        rate = self._rate or 0.0
+        if first and self._updates is not None and (self.due or rate > GROWTH * self._measured_rate):
             self._updates.before_step()
-            self._rate, self._moved = rate, True
+            self._measured_rate, self._moved = rate, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         if self._updates is not None:
@@ -190,7 +207,8 @@ class Instruments:
         """End a step."""
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
-        taken = Taken(norm=norm, stepped=self._stepped, measured=self._moved)
+        rate = self._rate if self._stepped else largest_rate(self.optimizers)
+        taken = Taken(norm=norm, stepped=self._stepped, measured=self._moved, rate=rate)
         self._moved = False
         self._measured = self._stepped = False
         if squares is not None:
@@ -215,12 +233,6 @@ class Instruments:
             rows += rows_of_gains(self._gains, step)
         return rows
 
-    def learning_rates(self) -> list[float]:
-        """The optimizers' learning rates now, by group."""
-        return [
-            float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups if "lr" in group
-        ]
-
     def about(self) -> Json:
         """What watched.json says of the model."""
         followed = self.followed
@@ -239,20 +251,6 @@ class Instruments:
             "half": self.half,
             "notes": followed.notes,
         }
-
-
-def stepping(optimizer: object) -> torch.optim.Optimizer:
-    """The torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for something else."""
-    inner: Output = optimizer
-    while not type(inner).__module__.startswith("torch.") and isinstance(
-        getattr(inner, "optimizer", None), torch.optim.Optimizer
-    ):
-        inner = inner.optimizer
-    if not hasattr(inner, "register_step_pre_hook"):
-        raise UserError(
-            f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
-        )
-    return inner
 
 
 def _offset(norm: nn.Module) -> float:

@@ -115,18 +115,19 @@ class Monitor:
         self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
         try:
             if due or (self.processes.size == 1 and self.instruments.on_cpu):
-                self._look(due)
+                self._look(due, taken.rate)
         except Diverged as diverged:
             self._act(diverged)
         finally:
             self.instruments.due = self.is_due
 
-    def _look(self, due: bool) -> None:
-        """Read what the steps since the last time have shown; record, if it is due. Raises Diverged."""
+    def _look(self, due: bool, rate: float | None) -> None:
+        """Read what the steps since the last time have shown; record, if it is due. Raises Diverged.
+
+        ``rate``: the learning rate of the step that has ended.
+        """
         rows, gradients = self.series.rows(), self.instruments.gradient_rows()
         self._add(rows)
-        rates = self.instruments.learning_rates()
-        rate = max(rates, default=None)
         alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
         new = self.instruments.rows(self.step) if due else []
         if due:

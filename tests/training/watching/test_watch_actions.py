@@ -6,35 +6,11 @@ import logging
 import pytest
 import torch
 from torch import nn
-from training.watching.loops import NanoGpt, Tokens, llama, rows_of
+from training.watching.loops import NanoGpt, lines, llama, loop, result, rows_of
 
 import lamina
 from lamina.errors import UserError
 from lamina.reports import report
-
-
-def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, **options):
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = Tokens(items=2 * steps).ids
-    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
-        for step in range(steps):
-            batch = ids[2 * step : 2 * step + 2]
-            loss = model(batch[:, :-1], batch[:, 1:])[1] if loss_of is None else loss_of(model, batch)
-            loss.backward()
-            if spoil:
-                spoil(step + 1, model)
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
-    return monitor
-
-
-def result(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 class Flat(nn.Module):

@@ -1,0 +1,70 @@
+"""What belongs to which step: learning rates, closures, accumulation, and divergences that last."""
+
+import json
+
+import pytest
+import torch
+from training.watching.loops import NanoGpt, Tokens, norm_of, rows_of
+
+import lamina
+
+
+def batches(steps):
+    ids = Tokens(items=2 * steps).ids
+    return [(ids[2 * step : 2 * step + 2, :-1], ids[2 * step : 2 * step + 2, 1:]) for step in range(steps)]
+
+
+def series(folder, metric):
+    """{step: value} of one metric of the whole model."""
+    rows = rows_of(folder)
+    rows = rows[(rows["metric"] == metric) & (rows["sublayer"] == "model")]
+    return dict(zip(rows["step"], rows["value"], strict=True))
+
+
+def alarms(folder):
+    path = folder / "alarms.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_learning_rate_is_that_of_the_step_though_the_schedule_went_on(tmp_path):
+    model = NanoGpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1.0 if done < 6 else 0.01)
+    used = []
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        for inputs, targets in batches(7):
+            loss = model(inputs, targets)[1]
+            loss.backward()
+            used.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    assert series(tmp_path / "run", "learning_rate") == pytest.approx(dict(enumerate(used, 1)))
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in written] == pytest.approx(used)
+    assert not alarms(tmp_path / "run"), "the sixth update over the seventh step's rate is a hundred times too large"
+
+
+def test_the_gradient_of_a_closure_is_that_of_its_own_step(tmp_path):
+    model, plain, norms = NanoGpt(), NanoGpt(), []
+
+    def train(model, optimizer, end_step):
+        for number, (inputs, targets) in enumerate(batches(4)):
+
+            def closure(inputs=inputs, targets=targets, factor=10 if number == 2 else 1):
+                optimizer.zero_grad()
+                loss = factor * model(inputs, targets)[1]
+                loss.backward()
+                norms.append(norm_of([p.grad for p in model.parameters()]))
+                return loss
+
+            end_step(optimizer.step(closure) if number % 2 else optimizer.step(closure=closure))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        train(model, optimizer, monitor.step)
+    assert series(tmp_path / "run", "step_gradient_norm") == pytest.approx(dict(enumerate(norms, 1)), rel=1e-6)
+    assert set(rows_of(tmp_path / "run").query("metric == 'update_norm'")["step"]) == {1, 2, 3, 4}
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda loss: None)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
