@@ -2,7 +2,9 @@
 
 import json
 import math
+from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from training.watching.loops import NanoGpt, Tokens
@@ -10,9 +12,10 @@ from training.watching.loops import NanoGpt, Tokens
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.reports.diagnosing.advice import CAUSES, open_changes
+from lamina.reports.diagnosing.advice import CAUSES, cause_of, open_changes
 from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
 from lamina.reports.diagnosing.telling import diagnose
+from lamina.training.monitoring.alarms import Alarm
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,25 @@ def test_it_names_the_layer_and_the_step_and_says_what_to_change(broken):
     html = page.read_text(encoding="utf-8")
     assert "What happened, and what to change" in html
     assert "plotly" in html
+
+
+def test_a_rise_in_one_layer_that_lasts_is_no_bad_batch(broken):
+    evidence = gather(broken)
+    rows = evidence.trial.layers
+    place = {"layer": 1, "sublayer": "feed_forward", "role": "all", "metric": "gradient_norm"}
+    alarm = Alarm(step=31, rule="rise", value=9.0, usual=1.0, **place)
+    row = rows.iloc[[0]].assign(index=0, **place)
+
+    def cause(values, rose=None):
+        rows = pd.concat([row.assign(step=step, value=value) for step, value in values.items()])
+        trial = replace(evidence.trial)
+        vars(trial)["layers"] = rows
+        return cause_of(replace(evidence, trial=trial, alarms=(alarm,), rose=rose)).name
+
+    assert cause({31: 9.0, 33: 9.0, 36: 8.0, 39: 12.0}) == "learning rate too high"
+    assert cause({31: 9.0, 33: 9.0, 36: 1.0, 39: 12.0}) == "bad batch"
+    assert cause({31: 9.0, 33: 9.0}) == "bad batch"
+    assert cause({31: 9.0, 33: 9.0, 36: 8.0, 39: 12.0}, rose=32) == "bad batch"  # which broke the model
 
 
 def test_records_alone_give_the_same_first_alarm(broken):

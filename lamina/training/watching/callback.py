@@ -65,7 +65,6 @@ class LayerMonitor(TrainerCallback):
         if self.monitor is None:
             return
         self.monitor.instruments.half |= bool(args.fp16)
-        self.monitor.alarms.half = self.monitor.instruments.half
         self.monitor.instruments.scales_losses = bool(args.fp16)
         self._factor = self.monitor.processes.size if args.average_tokens_across_devices else 1
         atexit.register(self._end, Status.INTERRUPTED)  # Trainer tells nobody of an error

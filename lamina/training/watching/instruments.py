@@ -22,7 +22,7 @@ from lamina.training.watching.clipping import before_clipping
 from lamina.training.watching.following import Followed, bare, called, follow, is_compiled
 from lamina.training.watching.optimizers import after_closure, largest_rate, stepping
 from lamina.training.watching.settings import WatchSettings
-from lamina.training.watching.stream import ForwardMeter
+from lamina.training.watching.stream import ForwardMeter, in_half
 
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
@@ -64,6 +64,7 @@ class Instruments:
         self.followed: Followed | None = None
         parameters = list(self.model.parameters())
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        self._device = next((parameter.device.type for parameter in parameters), "cpu")
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self.saw_loss = False
@@ -109,6 +110,7 @@ class Instruments:
         if not (self.model.training and torch.is_grad_enabled()):
             return  # an evaluation, or a policy that generates
         inner, inputs = called(module, args, kwargs)
+        self.half |= in_half(self._device)
         if self.followed is None:
             self._follow(inner, inputs)
         self._inside = module
@@ -227,7 +229,9 @@ class Instruments:
 
     def rows(self, step: int) -> list[Row]:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""
-        rows = self._meter.rows(step) if self._meter is not None else []
+        rows: list[Row] = []
+        if self._meter is not None:
+            rows, self.half = self._meter.rows(step), self.half or self._meter.half
         rows += self._updates.rows(step) if self._updates is not None else []
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             rows += rows_of_gains(self._gains, step)

@@ -16,7 +16,7 @@ from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.alarms import Alarm, Alarms, describe
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import Row
-from lamina.training.monitoring.series import LOSS, StepSeries
+from lamina.training.monitoring.series import LOSS, NORM, StepSeries
 from lamina.training.watching.instruments import Instruments
 from lamina.training.watching.outliers import GRADIENT, OutlierRule
 from lamina.training.watching.outliers import LOSS as LOSS_VALUE
@@ -55,6 +55,7 @@ class Monitor:
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
         self.skipped, self.rolled_back = 0, 0
+        self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
         self._losses: list[float] = []
         self._snapshots: list[Snapshot] = []
         self._held = ExitStack()
@@ -90,7 +91,10 @@ class Monitor:
         for note in followed.notes:
             if self.processes.first:
                 logger.warning("lamina.watch: %s", note)
-        if self.records is not None:
+        self._write_about()
+
+    def _write_about(self) -> None:
+        if self.records is not None and self.instruments.followed is not None:
             self.records.describe(self.instruments.about())
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
@@ -130,6 +134,9 @@ class Monitor:
         self._add(rows)
         alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
         new = self.instruments.rows(self.step) if due else []
+        if self.alarms.half != self.instruments.half:  # autocast was seen
+            self.alarms.half = self.instruments.half
+            self._write_about()
         if due:
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
             alarms += self.alarms.see(new, rate)
@@ -151,9 +158,15 @@ class Monitor:
 
     def _check(self, losses: dict[int, float], rows: Sequence[Row]) -> None:
         for step, _, _, _, _, metric, value in rows:
+            if math.isfinite(value):
+                self._broken.discard(metric)
+            elif metric in self._broken or (metric == NORM and self.instruments.scales_losses):
+                continue  # noted where it began, or for the scaler to handle
+            elif self.settings.on_divergence == "note":
+                self._broken = {LOSS, NORM}
             if metric == LOSS:
                 self.guard.see_loss(step, value)
-            elif not math.isfinite(value) and not self.instruments.scales_losses:
+            else:
                 self.guard.see_gradient(step, value, [])
 
     def _write(self, rate: float | None) -> None:
@@ -197,7 +210,7 @@ class Monitor:
             if self.records is not None:
                 self.records.write({"step": self.step, "rollback": self.rolled_back, "to": snapshot.step})
             return
-        self.diverged = diverged
+        self.diverged = self.diverged or diverged
         if action == "note":
             self.guard.above_since, self.guard.best = None, math.inf  # noted once; a new level may follow
             return

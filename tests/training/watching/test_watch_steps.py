@@ -1,12 +1,16 @@
 """What belongs to which step: learning rates, closures, accumulation, and divergences that last."""
 
 import json
+import logging
+import math
 
 import pytest
 import torch
-from training.watching.loops import NanoGpt, Tokens, norm_of, rows_of
+from training.watching.loops import NanoGpt, Tokens, lines, loop, norm_of, result, rows_of
 
 import lamina
+from lamina.reports.diagnosing.advice import cause_of
+from lamina.reports.diagnosing.evidence import gather
 
 
 def batches(steps):
@@ -68,3 +72,46 @@ def test_the_gradient_of_a_closure_is_that_of_its_own_step(tmp_path):
     assert set(rows_of(tmp_path / "run").query("metric == 'update_norm'")["step"]) == {1, 2, 3, 4}
     train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda loss: None)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around the call", "inside the call"])
+def test_autocast_to_float16_is_seen(tmp_path, inside):
+    model = NanoGpt()
+    if inside:  # as accelerate does
+        model.forward = torch.autocast("cpu", torch.float16)(model.forward)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        for number, (inputs, targets) in enumerate(batches(3)):
+            if number == 1:
+                with torch.no_grad():
+                    model.h[0].mlp.c_proj.weight.mul_(3e5)
+            with torch.autocast("cpu", torch.float16, enabled=not inside):
+                loss = model(inputs, targets)[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    assert json.loads((tmp_path / "run" / "watched.json").read_text())["half"] is True
+    assert {"fp16", "not_finite"} & {alarm["rule"] for alarm in alarms(tmp_path / "run")}
+    assert cause_of(gather(tmp_path / "run")).name == "number range"
+
+
+def test_a_lasting_nan_is_noted_once_and_its_first_step_is_kept(tmp_path, caplog):
+    def loss_of(model, batch):
+        loss = model(batch[:, :-1], batch[:, 1:])[1]
+        seen.append(loss)
+        return loss * math.nan if len(seen) in (4, 5, 6, 9) else loss
+
+    def spoil(step, model):
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_(0.0)  # the weights stay: the loss comes back
+
+    seen = []
+    with caplog.at_level(logging.WARNING):
+        monitor = loop(NanoGpt(), tmp_path / "run", steps=10, every=2, loss_of=loss_of, spoil=spoil)
+    told = [record.getMessage() for record in caplog.records if "diverged:" in record.getMessage()]
+    assert ["at step 4" in text for text in told] == [True, False]
+    assert "at step 9" in told[1]
+    assert [line["step"] for line in lines(tmp_path / "run") if "diverged" in line] == [4, 9]
+    assert monitor.diverged.step == 4
+    assert "at step 4" in result(tmp_path / "run")["reason"]
