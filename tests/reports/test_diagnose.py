@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pandas as pd
@@ -116,6 +117,18 @@ def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):
     (tmp_path / "watched.json").write_text(json.dumps({**record, "record": 2}))
     with pytest.raises(UserError, match="version 2"):
         gather(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [3, ["h.0"], {"path": "h.0"}])
+def test_a_damaged_watched_json_is_one_line(tmp_path, broken, capsys, layers):
+    damaged = tmp_path / "run"
+    shutil.copytree(broken, damaged)
+    (damaged / "watched.json").write_text(json.dumps({"record": 1, "layers": layers}))
+    for command in ("diagnose", "report"):
+        assert main([command, str(damaged)]) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        assert "layers: " in said
+        assert "watched.json" in said
 
 
 def test_where_a_loss_rises():

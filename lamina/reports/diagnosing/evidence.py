@@ -103,7 +103,7 @@ def gather(folder: Path) -> Evidence:
     result, about = read_result(folder) or {}, read_about(folder)
     written = [Alarm(**line) for line in read_alarms(folder)]
     alarms = written if written or about else judge(rows, half=bool(about.get("half")))
-    names = {index: str(layer["path"]) for index, layer in enumerate(about.get("layers", ()))}
+    names = {index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))}
     return Evidence(
         trial=trial,
         alarms=tuple(sorted(alarms, key=lambda a: (a.step, _ORDER.index(a.rule), -a.excess))),

@@ -20,7 +20,7 @@ from lamina.training.monitoring.places import followed_places, own_part
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.watching.clipping import before_clipping
 from lamina.training.watching.following import Followed, bare, called, follow, is_compiled
-from lamina.training.watching.optimizers import after_closure, largest_rate, stepping
+from lamina.training.watching.optimizers import accumulates, after_closure, largest_rate, stepping
 from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.stream import ForwardMeter, in_half
 
@@ -107,8 +107,8 @@ class Instruments:
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling() or self._inside is not None or self._looking:
             return
-        if not (self.model.training and torch.is_grad_enabled()):
-            return  # an evaluation, or a policy that generates
+        if not torch.is_grad_enabled():
+            return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
         inner, inputs = called(module, args, kwargs)
         self.half |= in_half(self._device)
         if self.followed is None:
@@ -192,6 +192,11 @@ class Instruments:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         if self._updates is not None:
             self._updates.after_step(self.optimizers)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
+        return not self._stepped and accumulates()
 
     def step_loss(self) -> torch.Tensor | None:
         """The loss of the step so far, as the model returned it: the mean over its micro-batches."""

@@ -58,8 +58,12 @@ class Watch:
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step: call it once after each ``optimizer.step()``, with the step's loss.
 
+        Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate left out ends a
+        micro-batch; the step's loss is the mean over them.
+
         Does not wait for the device but where a record is due (every ``every``-th step). With
-        ``on_divergence="stop"``, a divergence ends the ``with`` block here.
+        ``on_divergence="stop"``, a divergence ends the ``with`` block here. Raises UserError for a loss that is not one
+        number.
         """
         assert self._open, "monitor.step() belongs into the with block of lamina.watch"
         if self.monitor is not None:

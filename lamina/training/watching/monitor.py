@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 import torch
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.alarms import Alarm, Alarms, describe
@@ -56,6 +58,7 @@ class Monitor:
         self.diverged: Diverged | None = None
         self.skipped, self.rolled_back = 0, 0
         self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
+        self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
         self._snapshots: list[Snapshot] = []
         self._held = ExitStack()
@@ -108,13 +111,23 @@ class Monitor:
         return found
 
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a step, after the optimizer's. Raises Diverged where the run should stop."""
+        """End a step, after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
+
+        Raises Diverged where the run should stop, and UserError for a loss that is not one number.
+        """
+        if not self._open:
+            return
+        if loss is not None:
+            self._micro.append(_number(loss))
+        if self.instruments.accumulates:
+            return
         self.step += 1
         taken = self.instruments.end_step(self.step)
         due = self.instruments.due or taken.measured
-        seen = self.instruments.take_loss() if loss is None else torch.as_tensor(loss).detach()
-        if seen is not None:
-            self.series.add_loss(seen)
+        given, self._micro = self._micro, []
+        seen = self.instruments.take_loss()
+        if given or seen is not None:
+            self.series.add_loss(seen if not given else torch.stack(given).mean())
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
         self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
         try:
@@ -233,3 +246,13 @@ class Monitor:
             result |= {"seconds": seconds, "tokens_per_second": new / seconds if seconds else None}
             result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
             self.records.close({**result, "rollbacks": self.rolled_back})
+
+
+def _number(loss: object) -> torch.Tensor:
+    """A step's loss as a scalar of its own; nothing waits for the device."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.detach().reshape(()).float()
+    if isinstance(loss, numbers.Real):
+        return torch.tensor(float(loss))
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise UserError(f"loss: {what} (allowed: one number, the mean over the step's batch)")

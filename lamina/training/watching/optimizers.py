@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from accelerate.state import GradientState
 
 from lamina.errors import UserError
 from lamina.probes.structure.outputs import Kwargs, Output
@@ -28,6 +29,11 @@ def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
     """The largest learning rate of the optimizers' groups now; None if they have none."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
+
+
+def accumulates() -> bool:
+    """Whether accelerate is between two micro-batches of a step: its optimizers leave out their steps then."""
+    return not GradientState().sync_gradients
 
 
 def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:

@@ -9,6 +9,7 @@ import torch
 from training.watching.loops import NanoGpt, Tokens, lines, loop, norm_of, result, rows_of
 
 import lamina
+from lamina.errors import UserError
 from lamina.reports.diagnosing.advice import cause_of
 from lamina.reports.diagnosing.evidence import gather
 
@@ -115,3 +116,61 @@ def test_a_lasting_nan_is_noted_once_and_its_first_step_is_kept(tmp_path, caplog
     assert [line["step"] for line in lines(tmp_path / "run") if "diverged" in line] == [4, 9]
     assert monitor.diverged.step == 4
     assert "at step 4" in result(tmp_path / "run")["reason"]
+
+
+def test_micro_batches_of_accelerate_are_no_steps(tmp_path):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
+    model = NanoGpt()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses = []
+    with lamina.watch(prepared, optimizer, output=str(tmp_path / "run"), every=2) as monitor:
+        for inputs, targets in batches(12):
+            with accelerator.accumulate(prepared):
+                loss = prepared(inputs, targets)[1]
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss))
+            monitor.step(loss)
+    assert result(tmp_path / "run")["steps"] == 4
+    means = {step: sum(losses[3 * step - 3 : 3 * step]) / 3 for step in (1, 2, 3, 4)}
+    assert series(tmp_path / "run", "step_loss") == pytest.approx(means, rel=1e-6)
+    rows = rows_of(tmp_path / "run")
+    for metric in ("update_norm", "gradient_norm", "hidden_variance"):
+        assert set(rows[rows["metric"] == metric]["step"]) == {1, 2, 4}
+
+
+def test_a_step_that_a_loss_scaler_skips_is_a_step(tmp_path):
+    model = NanoGpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        for number, (inputs, targets) in enumerate(batches(4)):
+            loss = model(inputs, targets)[1]
+            scaler.scale(loss).backward()
+            if number == 1:
+                model.lm_head.weight.grad.fill_(math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    assert result(tmp_path / "run")["steps"] == 4
+    assert list(series(tmp_path / "run", "step_loss")) == [1, 2, 3, 4]
+    assert list(series(tmp_path / "run", "step_gradient_norm")) == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [(torch.ones(2), r"loss: a tensor of shape \[2\]"), ("1.0", "loss: a str")],
+    ids=["vector", "text"],
+)
+def test_a_loss_that_is_not_one_number_is_one_line(tmp_path, loss, says):
+    model = NanoGpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(UserError, match=says),
+        lamina.watch(model, optimizer, output=str(tmp_path / "run")) as monitor,
+    ):
+        monitor.step(loss)
