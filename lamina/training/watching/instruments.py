@@ -55,6 +55,8 @@ class Instruments:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: WatchSettings):
         if not isinstance(model, nn.Module):
             raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+        if not optimizers:
+            raise UserError("optimizer: an empty list (allowed: a torch.optim.Optimizer, or a list of them)")
         self.model, self.compiled = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings
@@ -223,14 +225,16 @@ class Instruments:
         return taken
 
     def gradient_rows(self) -> dict[int, list[Row]]:
-        """The tidy rows of each step since the last call; one wait for the device."""
+        """The tidy rows of each step since the last call, without frozen sub-layers'; one wait for the device."""
         if not self._squares:
             return {}
         assert self._norms is not None
         squares = torch.stack([squares for _, squares in self._squares]).cpu()
         steps, self._squares = [step for step, _ in self._squares], []
         self.last_norm = float(squares[-1].sum().sqrt())
-        return {step: self._norms.rows(step, row) for step, row in zip(steps, squares, strict=True)}
+        trained = self._norms.trained()
+        by_step = {step: self._norms.rows(step, row) for step, row in zip(steps, squares, strict=True)}
+        return {step: [row for row in rows if row[1:4] in trained] for step, rows in by_step.items()}
 
     def rows(self, step: int) -> list[Row]:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""

@@ -131,6 +131,8 @@ def watch(
         UserError: for invalid settings, a model or an optimizer that is not torch's, an output folder in use.
     """
     record = WatchSettings.from_dict({"output": output, **settings})
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UserError(f"step: {step!r} (allowed: a whole number, 0 or more)")
     return Watch(model, optimizer, record, resume=resume, overwrite=overwrite, step=step)
 
 
@@ -152,7 +154,10 @@ def open_monitor(
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
 
     def claimed() -> Records:
-        return Records(settings, resume=resume, overwrite=overwrite, step=step)
+        try:
+            return Records(settings, resume=resume, overwrite=overwrite, step=step)
+        except OSError as error:  # a folder that cannot be made
+            raise UserError(f"output: {settings.output!r}: {one_line(error)} (allowed: a folder)") from error
 
     records: list[Records] = []
     try:

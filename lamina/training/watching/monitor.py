@@ -126,8 +126,9 @@ class Monitor:
         due = self.instruments.due or taken.measured
         given, self._micro = self._micro, []
         seen = self.instruments.take_loss()
-        if given or seen is not None:
-            self.series.add_loss(seen if not given else torch.stack(given).mean())
+        seen = torch.stack(given).mean() if given else seen
+        if seen is not None:
+            self.series.add_loss(seen)
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
         self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
         try:

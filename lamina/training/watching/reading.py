@@ -37,7 +37,7 @@ def read_about(folder: Path) -> Json:
 
 
 def check_version(folder: Path) -> None:
-    """Raise UserError if a folder's records are of another version than this package writes, or say nothing readable."""
+    """Raise UserError if a folder's records are of another version than this package writes, or damaged."""
     try:
         about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
         version = about.get("record")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +81,8 @@ def test_an_optimizer_without_moments_has_updates_all_the_same(tmp_path):
         ("no model", None, {}, "model: a str"),
         (None, "no optimizer", {}, "optimizer: a str"),
         (None, None, {"evry": 3}, "evry"),
+        (None, None, {"step": "a"}, "step: 'a'"),
+        (None, None, {"step": -3}, "step: -3"),
         (None, None, {"every": 0}, "every: 0"),
         (None, None, {"on_divergence": "explode"}, "on_divergence: 'explode'"),
         (None, None, {"report_to": "tensorbord"}, "report_to: 'tensorbord'"),
@@ -90,6 +93,8 @@ def test_what_is_no_model_no_optimizer_or_no_setting_is_refused(tmp_path, model,
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else [optimizer]
     new = tmp_path / "new"
     with pytest.raises(UserError, match=says), lamina.watch(model or net, optimizer, output=str(new), **options):
+        pass
+    with pytest.raises(UserError, match="optimizer: an empty list"), lamina.watch(net, [], output=str(new)):
         pass
     assert not new.exists(), "the corrected call finds the folder free"
     (tmp_path / "mine").mkdir()
@@ -337,3 +342,22 @@ def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_p
     assert result(tmp_path / "run")["status"] == "interrupted"
     train(overwrite=True)
     assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+    def mkdir(self, *args, **kwargs):
+        raise FileNotFoundError(2, "No such file or directory", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)  # as under /proc
+    with pytest.raises(UserError, match=r"output: .*No such file or directory"):
+        loop(NanoGpt(), tmp_path / "run", steps=1)
+
+
+def test_a_frozen_layer_is_not_dead(tmp_path):
+    model = NanoGpt(layers=3)
+    for parameter in [*model.wte.parameters(), *model.wpe.parameters(), *model.h[0].parameters()]:
+        parameter.requires_grad = False
+    loop(model, tmp_path / "run", steps=2, every=1)
+    assert not (tmp_path / "run" / "alarms.jsonl").exists()
+    rows = rows_of(tmp_path / "run").query("metric == 'gradient_norm'")
+    assert set(rows["layer"]) == {-1, 1, 2}
