@@ -2,7 +2,10 @@
 
 import json
 import math
+import shutil
+from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from training.watching.loops import NanoGpt, Tokens
@@ -10,9 +13,10 @@ from training.watching.loops import NanoGpt, Tokens
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.reports.diagnosing.advice import CAUSES, open_changes
+from lamina.reports.diagnosing.advice import CAUSES, cause_of, open_changes
 from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
 from lamina.reports.diagnosing.telling import diagnose
+from lamina.training.monitoring.alarms import Alarm
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,25 @@ def test_it_names_the_layer_and_the_step_and_says_what_to_change(broken):
     html = page.read_text(encoding="utf-8")
     assert "What happened, and what to change" in html
     assert "plotly" in html
+
+
+def test_a_rise_in_one_layer_that_lasts_is_no_bad_batch(broken):
+    evidence = gather(broken)
+    rows = evidence.trial.layers
+    place = {"layer": 1, "sublayer": "feed_forward", "role": "all", "metric": "gradient_norm"}
+    alarm = Alarm(step=31, rule="rise", value=9.0, usual=1.0, **place)
+    row = rows.iloc[[0]].assign(index=0, **place)
+
+    def cause(values, rose=None):
+        rows = pd.concat([row.assign(step=step, value=value) for step, value in values.items()])
+        trial = replace(evidence.trial)
+        vars(trial)["layers"] = rows
+        return cause_of(replace(evidence, trial=trial, alarms=(alarm,), rose=rose)).name
+
+    assert cause({31: 9.0, 33: 9.0, 36: 8.0, 39: 12.0}) == "learning rate too high"
+    assert cause({31: 9.0, 33: 9.0, 36: 1.0, 39: 12.0}) == "bad batch"
+    assert cause({31: 9.0, 33: 9.0}) == "bad batch"
+    assert cause({31: 9.0, 33: 9.0, 36: 8.0, 39: 12.0}, rose=32) == "bad batch"  # which broke the model
 
 
 def test_records_alone_give_the_same_first_alarm(broken):
@@ -94,6 +117,18 @@ def test_what_it_cannot_read_is_one_line(tmp_path, broken, capsys):
     (tmp_path / "watched.json").write_text(json.dumps({**record, "record": 2}))
     with pytest.raises(UserError, match="version 2"):
         gather(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [3, ["h.0"], {"path": "h.0"}])
+def test_a_damaged_watched_json_is_one_line(tmp_path, broken, capsys, layers):
+    damaged = tmp_path / "run"
+    shutil.copytree(broken, damaged)
+    (damaged / "watched.json").write_text(json.dumps({"record": 1, "layers": layers}))
+    for command in ("diagnose", "report"):
+        assert main([command, str(damaged)]) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        assert "layers: " in said
+        assert "watched.json" in said
 
 
 def test_where_a_loss_rises():

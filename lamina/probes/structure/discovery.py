@@ -107,6 +107,8 @@ def _others(chains: list[list[Call]], calls: list[Call]) -> list[str]:
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
     if not outside:
         return []
+    others = [call for chain in outside for call in chain]
+    outside = [c for c in outside if not any(o.began < c[0].began and c[-1].ended < o.ended for o in others)]
     return [
         f"{sum(map(len, outside))} more layers ({outside[0][0].path}, ...) lie outside of the chain that was found at "
         f"{calls[0].path}; --layers PATH names the list of layers that is meant"

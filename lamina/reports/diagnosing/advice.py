@@ -157,7 +157,8 @@ def cause_of(evidence: Evidence) -> Cause | None:
         return CAUSES["bad batch"]  # many layers at one moment: what they have in common is the batch
     if evidence.half:
         return CAUSES["number range"]
-    return CAUSES[_METRICS.get(first.metric, "learning rate too high")]
+    name = _METRICS.get(first.metric, "learning rate too high")
+    return CAUSES["learning rate too high" if name == "bad batch" and evidence.lasts(first) else name]
 
 
 def open_changes(cause: Cause, settings: Json) -> list[str]:

@@ -13,11 +13,12 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
 from lamina.reports.records import Frame, Trial, read_run
-from lamina.training.monitoring.alarms import Alarm, Alarms
+from lamina.training.monitoring.alarms import FACTORS, Alarm, Alarms
 from lamina.training.watching.reading import check_version, read_about, read_alarms
 
 _BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
 _NATS, _DEVIATIONS = 0.15, 6.0
+_LASTS = 8  # steps for which a series must stay up to be more than a batch
 _ORDER = ("not_finite", "dead", "apart", "fp16", "rewritten", "logit", "rise")
 
 
@@ -64,6 +65,22 @@ class Evidence:
         steps = rows[rows["metric"] == "weight_norm"]["step"]
         return 0 if steps.empty else int(steps.min())
 
+    def lasts(self, alarm: Alarm) -> bool:
+        """Whether a series that rose was still up in all records of the next 8 steps, and the first one after them,
+        before the loss rose: a single batch does not do that.
+        """
+        rows = self.trial.layers
+        for column in ("layer", "sublayer", "role", "metric"):
+            rows = rows[rows[column] == getattr(alarm, column)]
+        later = rows[rows["step"] > alarm.step].groupby("step")["value"].last()
+        limit = alarm.usual * FACTORS.get(alarm.metric, 1.0)
+        for step, value in later.items():
+            if (self.rose is not None and step >= self.rose) or not value > limit:
+                return False
+            if step >= alarm.step + _LASTS:
+                return True
+        return False
+
     @property
     def lead(self) -> int | None:
         """How many steps before the loss rose the first alarm was."""
@@ -86,7 +103,7 @@ def gather(folder: Path) -> Evidence:
     result, about = read_result(folder) or {}, read_about(folder)
     written = [Alarm(**line) for line in read_alarms(folder)]
     alarms = written if written or about else judge(rows, half=bool(about.get("half")))
-    names = {index: str(layer["path"]) for index, layer in enumerate(about.get("layers", ()))}
+    names = {index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))}
     return Evidence(
         trial=trial,
         alarms=tuple(sorted(alarms, key=lambda a: (a.step, _ORDER.index(a.rule), -a.excess))),

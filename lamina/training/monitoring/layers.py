@@ -78,6 +78,12 @@ class GradientNorms:
             self._sent[key] = (groups, shares)
         return self._sent[key]
 
+    def trained(self) -> set[Place]:
+        """The places of ``rows`` that have a parameter which requires a gradient now."""
+        groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
+        places = {self.keys[group] for group in groups}
+        return places | {(layer, "block", "all") for layer, _, _ in places if layer >= 0}
+
     def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
         """The tidy rows of one step's ``squares()``."""
         rows: list[Row] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ class LayerMonitor(TrainerCallback):
     ) -> None:
         assert model is not None
         assert optimizer is not None
+        _end_stale(self.settings.output)
         resume: Resume = "auto" if state.global_step else False
         overwrite = self.overwrite and not resume
         self.monitor = open_monitor(
@@ -65,10 +67,10 @@ class LayerMonitor(TrainerCallback):
         if self.monitor is None:
             return
         self.monitor.instruments.half |= bool(args.fp16)
-        self.monitor.alarms.half = self.monitor.instruments.half
         self.monitor.instruments.scales_losses = bool(args.fp16)
         self._factor = self.monitor.processes.size if args.average_tokens_across_devices else 1
         atexit.register(self._end, Status.INTERRUPTED)  # Trainer tells nobody of an error
+        _OPEN[Path(self.settings.output).resolve()] = self
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -119,5 +121,16 @@ class LayerMonitor(TrainerCallback):
 
     def _end(self, status: Status) -> None:
         atexit.unregister(self._end)
+        _OPEN.pop(Path(self.settings.output).resolve(), None)
         if self.monitor is not None:
             self.monitor.close(status, "" if status is Status.FINISHED else f"ended at step {self.monitor.step}")
+
+
+_OPEN: dict[Path, LayerMonitor] = {}
+"""Those whose training has not ended, by resolved folder."""
+
+
+def _end_stale(output: str) -> None:
+    """End this process' monitor in a folder if there is one: its training failed, else it would have ended it."""
+    if (stale := _OPEN.get(Path(output).resolve())) is not None:
+        stale._end(Status.INTERRUPTED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -57,11 +57,14 @@ def is_compiled(model: nn.Module) -> bool:
 def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Inputs:
     """The tensors among a call's arguments, by the names of the forward pass' parameters."""
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        signature = inspect.signature(model.forward)
+        named = dict(signature.bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
-        bound = dict(kwargs)
-    extra = bound.pop("kwargs", {})
-    named = {**bound, **(extra if isinstance(extra, dict) else {})}
+        named = dict(kwargs)
+    else:
+        rest = [name for name, known in signature.parameters.items() if known.kind is known.VAR_KEYWORD]
+        for name in rest:  # whatever it is called: **kwargs, **batch
+            named |= named.pop(name, {})
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
@@ -93,7 +96,8 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
             except Exception as error:
                 problem = one_line(error)[:160]
                 continue
-            return _found(model, small, layers)
+            found = _found(model, small, layers)
+            return replace(found, notes=[_as_setting(note) for note in found.notes])
     kind = type(model).__name__
     return Followed(
         structure=None,
@@ -106,7 +110,7 @@ def _found(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         structure = find_structure(model, small, layers=layers)
     except Exception as error:  # any architecture may come: what goes wrong must not end its training
         text = str(error) if isinstance(error, UserError) else f"layers: {one_line(error)}"
-        return Followed(structure=None, notes=[f"{text.replace('--layers PATH', 'layers=PATH')}; only totals recorded"])
+        return Followed(structure=None, notes=[f"{text}; only totals recorded"])
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return Followed(structure=structure, whole=True, notes=structure.notes)  # the proof needs a backward pass
     try:
@@ -114,9 +118,13 @@ def _found(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
         return Followed(structure=proved, whole=True, notes=proved.notes)
     except Exception as error:
         reason = str(error) if isinstance(error, UserError) else one_line(error)
-        reason = reason.replace("--layers, another list", "layers=PATH of another list")
         note = f"the stream is not recorded, gradients and updates are: {reason}"
         return Followed(structure=structure, notes=[*structure.notes, note])
+
+
+def _as_setting(note: str) -> str:
+    """A probe's note with the setting of ``lamina.watch`` in the place of the command line's flag."""
+    return note.replace("--layers PATH", "layers=PATH").replace("--layers, another list", "layers=PATH of another list")
 
 
 @contextmanager

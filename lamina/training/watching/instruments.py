@@ -20,8 +20,9 @@ from lamina.training.monitoring.places import followed_places, own_part
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.watching.clipping import before_clipping
 from lamina.training.watching.following import Followed, bare, called, follow, is_compiled
+from lamina.training.watching.optimizers import accumulates, after_closure, largest_rate, stepping
 from lamina.training.watching.settings import WatchSettings
-from lamina.training.watching.stream import ForwardMeter
+from lamina.training.watching.stream import ForwardMeter, in_half
 
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
@@ -29,11 +30,19 @@ Judge = Callable[[torch.Tensor], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """How a step went: its gradient norm before clipping, whether an optimizer took it, and its update was measured."""
+    """How a step went.
+
+    Attributes:
+        norm: of its gradient, before clipping; None where no gradient was seen.
+        stepped: whether an optimizer took it.
+        measured: whether its update was measured.
+        rate: the largest learning rate that the optimizers took it with, or have now if none did.
+    """
 
     norm: torch.Tensor | None
     stepped: bool
     measured: bool
+    rate: float | None
 
 
 class Instruments:
@@ -46,6 +55,8 @@ class Instruments:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: WatchSettings):
         if not isinstance(model, nn.Module):
             raise UserError(f"model: a {type(model).__name__} (allowed: a torch.nn.Module)")
+        if not optimizers:
+            raise UserError("optimizer: an empty list (allowed: a torch.optim.Optimizer, or a list of them)")
         self.model, self.compiled = bare(model)
         self.optimizers = [stepping(optimizer) for optimizer in optimizers]
         self.settings = settings
@@ -55,6 +66,7 @@ class Instruments:
         self.followed: Followed | None = None
         parameters = list(self.model.parameters())
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        self._device = next((parameter.device.type for parameter in parameters), "cpu")
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self.saw_loss = False
@@ -68,7 +80,8 @@ class Instruments:
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
         self._looking = self._measured = self._stepped = self._moved = False
-        self._rate = 0.0  # the learning rate of the last measured update
+        self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
+        self._measured_rate = 0.0  # that of the last measured update
         self._losses: list[torch.Tensor] = []
         self.summed = False
 
@@ -96,9 +109,10 @@ class Instruments:
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling() or self._inside is not None or self._looking:
             return
-        if not (self.model.training and torch.is_grad_enabled()):
-            return  # an evaluation, or a policy that generates
+        if not torch.is_grad_enabled():
+            return  # an evaluation, or a policy that generates; a model may be trained in evaluation mode
         inner, inputs = called(module, args, kwargs)
+        self.half |= in_half(self._device)
         if self.followed is None:
             self._follow(inner, inputs)
         self._inside = module
@@ -157,22 +171,34 @@ class Instruments:
     def _complete(self) -> bool:
         return any(parameter.grad is not None for parameter in self.model.parameters())
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
-        first = not self._stepped
-        self._stepped = True
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
+    ) -> tuple[tuple, Kwargs] | None:
+        """Before any optimizer's step: look at the gradients now, or once the step's closure has computed them."""
+        if not self._stepped:
+            self._rate = largest_rate(self.optimizers)
+        return after_closure(args, kwargs, self._with_gradients)
+
+    def _with_gradients(self) -> None:
+        first, self._stepped = not self._stepped, True
         self._measure_gradients()
         if first and self._judge is not None and self._current is not None and self._judge(self._current.sum().sqrt()):
             for parameter in self.model.parameters():
                 parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
             return
-        rate = max(self.learning_rates(), default=0.0)
-        if first and self._updates is not None and (self.due or rate > GROWTH * self._rate):
+        rate = self._rate or 0.0
+        if first and self._updates is not None and (self.due or rate > GROWTH * self._measured_rate):
             self._updates.before_step()
-            self._rate, self._moved = rate, True
+            self._measured_rate, self._moved = rate, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
         if self._updates is not None:
             self._updates.after_step(self.optimizers)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
+        return not self._stepped and accumulates()
 
     def step_loss(self) -> torch.Tensor | None:
         """The loss of the step so far, as the model returned it: the mean over its micro-batches."""
@@ -190,7 +216,8 @@ class Instruments:
         """End a step."""
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
-        taken = Taken(norm=norm, stepped=self._stepped, measured=self._moved)
+        rate = self._rate if self._stepped else largest_rate(self.optimizers)
+        taken = Taken(norm=norm, stepped=self._stepped, measured=self._moved, rate=rate)
         self._moved = False
         self._measured = self._stepped = False
         if squares is not None:
@@ -198,28 +225,26 @@ class Instruments:
         return taken
 
     def gradient_rows(self) -> dict[int, list[Row]]:
-        """The tidy rows of each step since the last call; one wait for the device."""
+        """The tidy rows of each step since the last call, without frozen sub-layers'; one wait for the device."""
         if not self._squares:
             return {}
         assert self._norms is not None
         squares = torch.stack([squares for _, squares in self._squares]).cpu()
         steps, self._squares = [step for step, _ in self._squares], []
         self.last_norm = float(squares[-1].sum().sqrt())
-        return {step: self._norms.rows(step, row) for step, row in zip(steps, squares, strict=True)}
+        trained = self._norms.trained()
+        by_step = {step: self._norms.rows(step, row) for step, row in zip(steps, squares, strict=True)}
+        return {step: [row for row in rows if row[1:4] in trained] for step, rows in by_step.items()}
 
     def rows(self, step: int) -> list[Row]:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""
-        rows = self._meter.rows(step) if self._meter is not None else []
+        rows: list[Row] = []
+        if self._meter is not None:
+            rows, self.half = self._meter.rows(step), self.half or self._meter.half
         rows += self._updates.rows(step) if self._updates is not None else []
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             rows += rows_of_gains(self._gains, step)
         return rows
-
-    def learning_rates(self) -> list[float]:
-        """The optimizers' learning rates now, by group."""
-        return [
-            float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups if "lr" in group
-        ]
 
     def about(self) -> Json:
         """What watched.json says of the model."""
@@ -239,20 +264,6 @@ class Instruments:
             "half": self.half,
             "notes": followed.notes,
         }
-
-
-def stepping(optimizer: object) -> torch.optim.Optimizer:
-    """The torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for something else."""
-    inner: Output = optimizer
-    while not type(inner).__module__.startswith("torch.") and isinstance(
-        getattr(inner, "optimizer", None), torch.optim.Optimizer
-    ):
-        inner = inner.optimizer
-    if not hasattr(inner, "register_step_pre_hook"):
-        raise UserError(
-            f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
-        )
-    return inner
 
 
 def _offset(norm: nn.Module) -> float:

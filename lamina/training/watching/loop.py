@@ -58,8 +58,12 @@ class Watch:
     def step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step: call it once after each ``optimizer.step()``, with the step's loss.
 
+        Under accelerate's ``accumulate``, a call after an ``optimizer.step()`` that accelerate left out ends a
+        micro-batch; the step's loss is the mean over them.
+
         Does not wait for the device but where a record is due (every ``every``-th step). With
-        ``on_divergence="stop"``, a divergence ends the ``with`` block here.
+        ``on_divergence="stop"``, a divergence ends the ``with`` block here. Raises UserError for a loss that is not one
+        number.
         """
         assert self._open, "monitor.step() belongs into the with block of lamina.watch"
         if self.monitor is not None:
@@ -127,6 +131,8 @@ def watch(
         UserError: for invalid settings, a model or an optimizer that is not torch's, an output folder in use.
     """
     record = WatchSettings.from_dict({"output": output, **settings})
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UserError(f"step: {step!r} (allowed: a whole number, 0 or more)")
     return Watch(model, optimizer, record, resume=resume, overwrite=overwrite, step=step)
 
 
@@ -148,7 +154,10 @@ def open_monitor(
     instruments = Instruments(model, optimizers, settings)  # refuses before the folder is touched
 
     def claimed() -> Records:
-        return Records(settings, resume=resume, overwrite=overwrite, step=step)
+        try:
+            return Records(settings, resume=resume, overwrite=overwrite, step=step)
+        except OSError as error:  # a folder that cannot be made
+            raise UserError(f"output: {settings.output!r}: {one_line(error)} (allowed: a folder)") from error
 
     records: list[Records] = []
     try:

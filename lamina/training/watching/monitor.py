@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,12 +12,13 @@ from contextlib import ExitStack
 import torch
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.alarms import Alarm, Alarms, describe
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.monitoring.layers import Row
-from lamina.training.monitoring.series import LOSS, StepSeries
+from lamina.training.monitoring.series import LOSS, NORM, StepSeries
 from lamina.training.watching.instruments import Instruments
 from lamina.training.watching.outliers import GRADIENT, OutlierRule
 from lamina.training.watching.outliers import LOSS as LOSS_VALUE
@@ -55,6 +57,8 @@ class Monitor:
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
         self.skipped, self.rolled_back = 0, 0
+        self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
+        self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
         self._snapshots: list[Snapshot] = []
         self._held = ExitStack()
@@ -90,7 +94,10 @@ class Monitor:
         for note in followed.notes:
             if self.processes.first:
                 logger.warning("lamina.watch: %s", note)
-        if self.records is not None:
+        self._write_about()
+
+    def _write_about(self) -> None:
+        if self.records is not None and self.instruments.followed is not None:
             self.records.describe(self.instruments.about())
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
@@ -104,31 +111,46 @@ class Monitor:
         return found
 
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a step, after the optimizer's. Raises Diverged where the run should stop."""
+        """End a step, after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
+
+        Raises Diverged where the run should stop, and UserError for a loss that is not one number.
+        """
+        if not self._open:
+            return
+        if loss is not None:
+            self._micro.append(_number(loss))
+        if self.instruments.accumulates:
+            return
         self.step += 1
         taken = self.instruments.end_step(self.step)
         due = self.instruments.due or taken.measured
-        seen = self.instruments.take_loss() if loss is None else torch.as_tensor(loss).detach()
+        given, self._micro = self._micro, []
+        seen = self.instruments.take_loss()
+        seen = torch.stack(given).mean() if given else seen
         if seen is not None:
             self.series.add_loss(seen)
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
         self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
         try:
             if due or (self.processes.size == 1 and self.instruments.on_cpu):
-                self._look(due)
+                self._look(due, taken.rate)
         except Diverged as diverged:
             self._act(diverged)
         finally:
             self.instruments.due = self.is_due
 
-    def _look(self, due: bool) -> None:
-        """Read what the steps since the last time have shown; record, if it is due. Raises Diverged."""
+    def _look(self, due: bool, rate: float | None) -> None:
+        """Read what the steps since the last time have shown; record, if it is due. Raises Diverged.
+
+        ``rate``: the learning rate of the step that has ended.
+        """
         rows, gradients = self.series.rows(), self.instruments.gradient_rows()
         self._add(rows)
-        rates = self.instruments.learning_rates()
-        rate = max(rates, default=None)
         alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
         new = self.instruments.rows(self.step) if due else []
+        if self.alarms.half != self.instruments.half:  # autocast was seen
+            self.alarms.half = self.instruments.half
+            self._write_about()
         if due:
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
             alarms += self.alarms.see(new, rate)
@@ -150,9 +172,15 @@ class Monitor:
 
     def _check(self, losses: dict[int, float], rows: Sequence[Row]) -> None:
         for step, _, _, _, _, metric, value in rows:
+            if math.isfinite(value):
+                self._broken.discard(metric)
+            elif metric in self._broken or (metric == NORM and self.instruments.scales_losses):
+                continue  # noted where it began, or for the scaler to handle
+            elif self.settings.on_divergence == "note":
+                self._broken = {LOSS, NORM}
             if metric == LOSS:
                 self.guard.see_loss(step, value)
-            elif not math.isfinite(value) and not self.instruments.scales_losses:
+            else:
                 self.guard.see_gradient(step, value, [])
 
     def _write(self, rate: float | None) -> None:
@@ -196,7 +224,7 @@ class Monitor:
             if self.records is not None:
                 self.records.write({"step": self.step, "rollback": self.rolled_back, "to": snapshot.step})
             return
-        self.diverged = diverged
+        self.diverged = self.diverged or diverged
         if action == "note":
             self.guard.above_since, self.guard.best = None, math.inf  # noted once; a new level may follow
             return
@@ -219,3 +247,13 @@ class Monitor:
             result |= {"seconds": seconds, "tokens_per_second": new / seconds if seconds else None}
             result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
             self.records.close({**result, "rollbacks": self.rolled_back})
+
+
+def _number(loss: object) -> torch.Tensor:
+    """A step's loss as a scalar of its own; nothing waits for the device."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.detach().reshape(()).float()
+    if isinstance(loss, numbers.Real):
+        return torch.tensor(float(loss))
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise UserError(f"loss: {what} (allowed: one number, the mean over the step's batch)")

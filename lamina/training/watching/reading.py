@@ -37,9 +37,10 @@ def read_about(folder: Path) -> Json:
 
 
 def check_version(folder: Path) -> None:
-    """Raise UserError if a folder's records are of another version than this package writes."""
+    """Raise UserError if a folder's records are of another version than this package writes, or damaged."""
     try:
-        version = json.loads((folder / WATCHED).read_text(encoding="utf-8")).get("record")
+        about = json.loads((folder / WATCHED).read_text(encoding="utf-8"))
+        version = about.get("record")
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError) as error:
@@ -49,3 +50,7 @@ def check_version(folder: Path) -> None:
             f"record: {str(folder)!r} holds records of version {version!r} (allowed: {VERSION}, which this version of "
             "lamina writes; another folder for a new run)"
         )
+    for name, kind in (("layers", dict), ("notes", str), ("optimizers", str)):
+        entries, place = about.get(name, []), str(folder / WATCHED)
+        if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
+            raise UserError(f"{name}: {str(entries)[:60]} in {place!r} (allowed: a list, each a {kind.__name__})")

@@ -33,11 +33,15 @@ class ForwardMeter:
         structure: of the model.
         stream: whether the stream is what the structure's points show.
         attention: whether to look at attention's logits and at the experts' choices.
+
+    Attributes:
+        half: whether a pass ran under autocast to float16, which accelerate begins inside the model's call.
     """
 
     def __init__(self, structure: Structure, *, stream: bool = True, attention: bool = True):
         self.structure, self.attention = structure, attention
         self.points = stream_points(structure) if stream else {}
+        self.half = False
         self._states: dict[Spot, torch.Tensor] = {}
         self._logits: dict[int, torch.Tensor] = {}
         self._loads: dict[int, torch.Tensor] = {}
@@ -54,6 +58,7 @@ class ForwardMeter:
 
     @torch.no_grad()
     def _see(self, spot: Spot, tensor: torch.Tensor) -> None:
+        self.half |= in_half(tensor.device.type)
         self._states[spot] = state_statistics(tensor if tensor.ndim > 1 else tensor[None])
 
     @torch.no_grad()
@@ -91,6 +96,12 @@ class ForwardMeter:
             ]
         self._states, self._logits, self._loads = {}, {}, {}
         return rows
+
+
+def in_half(device: str) -> bool:
+    """Whether operations on a type of device ("cuda") run in float16 here, by autocast."""
+    available = torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
 def stream_points(structure: Structure) -> dict[Spot, Point]:

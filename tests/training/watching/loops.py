@@ -1,5 +1,6 @@
 """Tiny models and loops, and what a naive computation says of them."""
 
+import json
 import math
 
 import pandas as pd
@@ -8,6 +9,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import lamina
 
 VOCAB = 61
 
@@ -83,6 +86,30 @@ class NanoGpt(nn.Module):
         logits = self.lm_head(self.ln_f(x))
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) if targets is not None else None
         return logits, loss
+
+
+def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, **options):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = Tokens(items=2 * steps).ids
+    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
+        for step in range(steps):
+            batch = ids[2 * step : 2 * step + 2]
+            loss = model(batch[:, :-1], batch[:, 1:])[1] if loss_of is None else loss_of(model, batch)
+            loss.backward()
+            if spoil:
+                spoil(step + 1, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    return monitor
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def rows_of(folder):

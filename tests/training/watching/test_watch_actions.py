@@ -2,39 +2,18 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from training.watching.loops import NanoGpt, Tokens, llama, rows_of
+from training.watching.loops import NanoGpt, Tokens, lines, llama, loop, result, rows_of
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import lamina
 from lamina.errors import UserError
 from lamina.reports import report
-
-
-def loop(model, folder, steps=6, optimizer=None, spoil=None, loss_of=None, **options):
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = Tokens(items=2 * steps).ids
-    with lamina.watch(model, optimizer, output=str(folder), **options) as monitor:
-        for step in range(steps):
-            batch = ids[2 * step : 2 * step + 2]
-            loss = model(batch[:, :-1], batch[:, 1:])[1] if loss_of is None else loss_of(model, batch)
-            loss.backward()
-            if spoil:
-                spoil(step + 1, model)
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss)
-    return monitor
-
-
-def result(folder):
-    return json.loads((folder / "result.json").read_text())
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from lamina.training.watching.clipping import before_clipping
 
 
 class Flat(nn.Module):
@@ -102,6 +81,8 @@ def test_an_optimizer_without_moments_has_updates_all_the_same(tmp_path):
         ("no model", None, {}, "model: a str"),
         (None, "no optimizer", {}, "optimizer: a str"),
         (None, None, {"evry": 3}, "evry"),
+        (None, None, {"step": "a"}, "step: 'a'"),
+        (None, None, {"step": -3}, "step: -3"),
         (None, None, {"every": 0}, "every: 0"),
         (None, None, {"on_divergence": "explode"}, "on_divergence: 'explode'"),
         (None, None, {"report_to": "tensorbord"}, "report_to: 'tensorbord'"),
@@ -112,6 +93,8 @@ def test_what_is_no_model_no_optimizer_or_no_setting_is_refused(tmp_path, model,
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if optimizer is None else [optimizer]
     new = tmp_path / "new"
     with pytest.raises(UserError, match=says), lamina.watch(model or net, optimizer, output=str(new), **options):
+        pass
+    with pytest.raises(UserError, match="optimizer: an empty list"), lamina.watch(net, [], output=str(new)):
         pass
     assert not new.exists(), "the corrected call finds the folder free"
     (tmp_path / "mine").mkdir()
@@ -285,3 +268,96 @@ def test_a_record_has_the_mean_loss_of_the_steps_since_the_last(tmp_path):
         (3, pytest.approx(sum(seen[1:3]) / 2)),
         (6, pytest.approx(sum(seen[3:]) / 3)),
     ]
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_is_measured_and_evaluations_are_not(tmp_path):
+    model = NanoGpt().eval()
+
+    def spoil(step, model):
+        with torch.no_grad():
+            model(torch.zeros(3, 12, dtype=torch.long))
+
+    loop(model, tmp_path / "run", steps=2, every=1, spoil=spoil)
+    assert result(tmp_path / "run")["tokens"] == 2 * 2 * 11
+    assert "hidden_variance" in set(rows_of(tmp_path / "run")["metric"])
+    assert not model.training
+
+
+def test_a_wrapper_that_takes_a_batch_by_keywords_is_looked_through(tmp_path):
+    class Batched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = NanoGpt(), nn.Parameter(torch.ones(()))
+
+        def forward(self, **batch):
+            return self.inner(batch["idx"], batch["targets"])[1] * self.scale
+
+    loop(Batched(), tmp_path / "run", steps=1, loss_of=lambda m, ids: m(idx=ids[:, :-1], targets=ids[:, 1:]))
+    about = json.loads((tmp_path / "run" / "watched.json").read_text())
+    assert [layer["path"] for layer in about["layers"]] == ["inner.h.0", "inner.h.1"]
+
+
+def test_a_second_stack_of_layers_is_noted_by_setting_and_counted_once(tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 61}
+    model = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes))
+    loop(model, tmp_path / "run", steps=1, loss_of=lambda m, ids: m(input_ids=ids, labels=ids).loss)
+    note = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"][0]
+    assert note.startswith("2 more layers (decoder.block.0, ...) lie outside of the chain that was found at encoder.")
+    assert "; layers=PATH names" in note
+
+
+def test_torchs_clipping_is_its_own_again_once_the_last_monitor_has_left():
+    from torch.nn.utils import clip_grad
+
+    own, told = clip_grad._clip_grads_with_norm_, []
+    first, second = before_clipping(lambda: told.append(1)), before_clipping(lambda: told.append(2))
+    first.__enter__()
+    second.__enter__()
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    first.__exit__(None, None, None)  # in the order of Trainer's callbacks
+    nn.utils.clip_grad_norm_([parameter], 0.5)
+    assert set(told) == {2}
+    second.__exit__(None, None, None)
+    assert clip_grad._clip_grads_with_norm_ is own
+
+
+def test_a_failed_trainers_folder_is_free_for_the_next_in_the_same_process(tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("my own mistake")
+
+    def train(*callbacks, **options):
+        given = {"max_steps": 2, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        args = TrainingArguments(str(tmp_path / "trainer"), **given)
+        monitor = lamina.LayerMonitor(str(tmp_path / "run"), **options)
+        Trainer(llama(), args, train_dataset=Tokens(), callbacks=[monitor, *callbacks]).train()
+
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        train(Fails())
+    with pytest.raises(UserError, match="is in use"):
+        train()
+    assert result(tmp_path / "run")["status"] == "interrupted"
+    train(overwrite=True)
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+    def mkdir(self, *args, **kwargs):
+        raise FileNotFoundError(2, "No such file or directory", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)  # as under /proc
+    with pytest.raises(UserError, match=r"output: .*No such file or directory"):
+        loop(NanoGpt(), tmp_path / "run", steps=1)
+
+
+def test_a_frozen_layer_is_not_dead(tmp_path):
+    model = NanoGpt(layers=3)
+    for parameter in [*model.wte.parameters(), *model.wpe.parameters(), *model.h[0].parameters()]:
+        parameter.requires_grad = False
+    loop(model, tmp_path / "run", steps=2, every=1)
+    assert not (tmp_path / "run" / "alarms.jsonl").exists()
+    rows = rows_of(tmp_path / "run").query("metric == 'gradient_norm'")
+    assert set(rows["layer"]) == {-1, 1, 2}

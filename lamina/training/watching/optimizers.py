@@ -1,0 +1,58 @@
+"""What the monitor asks of an optimizer: the one in a wrapper, its learning rate, its closure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from accelerate.state import GradientState
+
+from lamina.errors import UserError
+from lamina.probes.structure.outputs import Kwargs, Output
+
+
+def stepping(optimizer: object) -> torch.optim.Optimizer:
+    """The torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for something else."""
+    inner: Output = optimizer
+    while not type(inner).__module__.startswith("torch.") and isinstance(
+        getattr(inner, "optimizer", None), torch.optim.Optimizer
+    ):
+        inner = inner.optimizer
+    if not hasattr(inner, "register_step_pre_hook"):
+        raise UserError(
+            f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
+        )
+    return inner
+
+
+def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The largest learning rate of the optimizers' groups now; None if they have none."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
+
+
+def accumulates() -> bool:
+    """Whether accelerate is between two micro-batches of a step: its optimizers leave out their steps then."""
+    return not GradientState().sync_gradients
+
+
+def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
+    """Call ``act`` when a step has its gradients: after the closure has computed them, or now if there is none.
+
+    Args:
+        args, kwargs: of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
+        act: called before the update, once for each call of the closure (LBFGS calls it several times a step).
+
+    Returns the arguments that take their place; None: they stay.
+    """
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if not callable(closure):
+        act()
+        return None
+
+    def measured() -> Output:
+        loss = closure()
+        act()
+        return loss
+
+    return (args, {**kwargs, "closure": measured}) if len(args) < 2 else ((args[0], measured, *args[2:]), kwargs)
