@@ -42,7 +42,7 @@ def generate(
         trust_remote_code: run the model's own Python code, if it has any.
 
     Raises:
-        UserError: (a ValueError) for an invalid value, or a folder without a model.
+        UserError: (a ValueError) for an invalid value, a folder without a model, or a prompt that fills its context.
     """
     speaker = speaker_of(model, max_new_tokens, temperature, seed, trust_remote_code=trust_remote_code)
     return speaker.continuation(prompt) if isinstance(prompt, str) else speaker.answer([dict(turn) for turn in prompt])
