@@ -42,7 +42,7 @@ def generate(
         trust_remote_code: run the model's own Python code, if it has any.
 
     Raises:
-        UserError: (a ValueError) for an invalid value, or a folder without a model.
+        UserError: (a ValueError) for an invalid value, a folder without a model, or a prompt that fills its context.
     """
     if not isinstance(prompt, str | list | tuple):
         raise UserError(f"prompt: {shortened(repr(prompt), 80)} (allowed: a text, or a list of turns)")

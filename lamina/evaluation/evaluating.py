@@ -33,6 +33,7 @@ from lamina.evaluation.task_sets import Wanted
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.jobs.status import Status
+from lamina.modeling.backbones.configurations import refuse_scores
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Evaluating:
         for candidate in self.candidates:
             if not candidate.left_out:
                 config = candidate_config(candidate.path)
-                _refuse_scores(candidate.path, config)
+                refuse_scores(config, f"models: {candidate.path!r}")
                 if PERPLEXITY in self.units:
                     window_of(self.settings, config)
         if PERPLEXITY in self.units:
@@ -279,13 +280,6 @@ def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, in
     if stride > window:
         raise UserError(f"stride: {stride} skips tokens (allowed: at most the window, {window})")
     return window, stride
-
-
-def _refuse_scores(path: str, config: PreTrainedConfig) -> None:
-    """Raise UserError for a model that writes no text."""
-    for name in config.architectures or ():
-        if name.endswith("Classification"):
-            raise UserError(f"models: {path!r} is a {name}, which gives scores (allowed: models that continue a text)")
 
 
 def slug(name: str) -> str:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, out_of_memory
-from lamina.evaluation.local_data import DataFolder
+from lamina.evaluation.local_data import READERS, DataFolder
 from lamina.evaluation.task_code import brings_code
 from lamina.evaluation.task_files import TaskFiles
 from lamina.evaluation.task_sets import GENERATED, SETS
@@ -107,8 +107,12 @@ class Tasks:
         return cast("list[Task | Group]", built if isinstance(built, list) else [built])
 
     def _reason(self, name: str, error: Exception, reachable: bool) -> str:
+        where = self.files.config(name).get("dataset_path") if name in self.files.files else None
+        if self.data is not None or where in READERS.values():  # nothing of it is on the hub
+            cause = error.__cause__ or error  # datasets says only that it failed
+            place = "" if self.data is None else f" in {str(self.data.path)!r}"
+            return f"tasks: {name!r}: its data{place} can't be read: {one_line(cause)}"
         if not reachable:
-            where = self.files.config(name).get("dataset_path") if name in self.files.files else None
             data = f"its data{f' ({where})' if where else ''}"
             return (
                 f"tasks: {name!r}: {data} is not on this machine, and the hub cannot be reached (allowed: a network, "

@@ -110,7 +110,7 @@ def check_lines(file: Path) -> None:
                     raise UserError(f"data_dir: {str(file)!r}, line {number}: no JSON object")
     except UnicodeDecodeError as error:
         raise UserError(f"data_dir: {str(file)!r} is not UTF-8 text ({error.reason})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"data_dir: {str(file)!r}, line {number}: no JSON ({error})") from None

@@ -78,13 +78,13 @@ class ScoreTable:
     Attributes:
         headings: of the columns.
         lines: of the table.
-        best: the line with each column's best number.
+        best: the lines with each column's best number, as printed.
         shares: whether each column is a share, printed in percent.
     """
 
     headings: tuple[str, ...]
     lines: tuple[Line, ...]
-    best: tuple[int | None, ...]
+    best: tuple[tuple[int, ...], ...]
     shares: tuple[bool, ...]
 
     def csv(self) -> str:
@@ -104,13 +104,13 @@ class ScoreTable:
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
-        """As a LaTeX table with booktabs' rules; the best number of each column is bold."""
+        """As a LaTeX table with booktabs' rules; the best number of each column is bold, in every line that has it."""
         head = " & ".join(["Model", *(_latex(heading) for heading in self.headings)])
         body = []
         for number, line in enumerate(self.lines):
             texts = self._texts(line, r"$\pm$", "--")
             bold = [
-                rf"\textbf{{{text}}}" if self.best[at] == number and len(self.lines) > 1 else text
+                rf"\textbf{{{text}}}" if number in self.best[at] and len(self.lines) > 1 else text
                 for at, text in enumerate(texts)
             ]
             body.append(" & ".join([_latex(line.label), *bold]) + r" \\")
@@ -171,11 +171,12 @@ def _printed(score: Score | None) -> float:
     return 100.0 * score.value if score.metric in SHARES else score.value
 
 
-def _best(values: Sequence[float], higher: bool) -> int | None:
-    known = [(value, at) for at, value in enumerate(values) if math.isfinite(value)]
+def _best(values: Sequence[float], higher: bool) -> tuple[int, ...]:
+    known = [value for value in values if math.isfinite(value)]
     if not known:
-        return None
-    return (max if higher else min)(known)[1]
+        return ()
+    best = f"{(max if higher else min)(known):.2f}"
+    return tuple(at for at, value in enumerate(values) if f"{value:.2f}" == best)
 
 
 def _plain(value: float) -> str:

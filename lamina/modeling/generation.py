@@ -15,7 +15,7 @@ from transformers import (
 from lamina.errors import UserError, one_line
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
-from lamina.modeling.backbones.configurations import read_config
+from lamina.modeling.backbones.configurations import read_config, refuse_scores
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights
 
 
@@ -45,7 +45,7 @@ def continuation(
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 
-    Raises UserError if the folder has no such model.
+    Raises UserError if the folder has no such model, and for a text that fills the model's context.
     """
 
     def __init__(self, path: str, max_new_tokens: int, temperature: float, *, trust_remote_code: bool = False):
@@ -54,7 +54,7 @@ class Speaker:
             raise UserError(f"model: {path!r} holds no saved model (config.json is missing)")
         refuse_damaged(folder)
         self.path, self.max_new_tokens = path, max_new_tokens
-        self.model, self.tokenizer = _load(path, folder, trust_remote_code)
+        self.model, self.tokenizer, self.longest = _load(path, folder, trust_remote_code)
         self.sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
     def continuation(self, prompt: str) -> str:
@@ -84,6 +84,12 @@ class Speaker:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
     def _generated(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = inputs["input_ids"].shape[1]
+        if self.longest is not None and tokens >= self.longest:
+            raise UserError(
+                f"prompt: its {tokens} tokens leave no room for another in the model's context of {self.longest} "
+                f"(allowed: at most {self.longest - 1})"
+            )
         tokenizer = self.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         try:
@@ -92,10 +98,13 @@ class Speaker:
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 
 
-def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase]:
+def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase, int | None]:
+    """The model, its tokenizer, and the tokens of its context, if its configuration says so."""
     config = read_config(folder, "model", trust_remote_code=trust_remote_code)
+    refuse_scores(config, f"model: {path!r}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
         raise UserError(f"model: {path!r} is a {config.model_type}, which continues no text")
     model, _ = load_weights(folder, config, AutoModelForCausalLM, "model", trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(folder, config, "model", trust_remote_code=trust_remote_code)
-    return cast(Generator, model), tokenizer
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return cast(Generator, model), tokenizer, longest if isinstance(longest, int) else None

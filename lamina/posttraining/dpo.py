@@ -9,11 +9,12 @@ from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
 from lamina.posttraining.job import tune
+from lamina.posttraining.pairs import PairTrainer
 from lamina.posttraining.preferences import read_preferences
 from lamina.posttraining.settings import DpoSettings
 from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import PairMetrics, Parts, Passed, TunedTrainer, trl
+from lamina.posttraining.trainer import Parts, Passed, TunedTrainer, trl
 
 
 def dpo(
@@ -43,7 +44,7 @@ class DirectPreferences(Stage[DpoSettings]):
 def trainer_class() -> type[TunedTrainer]:
     """TRL's DPOTrainer with Lamina's part."""
 
-    class LaminaDPOTrainer(PairMetrics, TunedTrainer, trl("DPOTrainer")):
+    class LaminaDPOTrainer(PairTrainer, trl("DPOTrainer")):
         def _prepare_dataset(self, dataset: Passed, *args: object, **kwargs: object) -> Passed:
             return dataset  # it is encoded, which TRL does not look for here
 

@@ -11,11 +11,12 @@ from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.kinds import Kind
 from lamina.posttraining.job import tune
+from lamina.posttraining.pairs import PairTrainer
 from lamina.posttraining.preferences import read_preferences
 from lamina.posttraining.settings import RewardSettings
 from lamina.posttraining.stage import Examples, Setup, Stage, arguments_for
 from lamina.posttraining.starting import Start
-from lamina.posttraining.trainer import PairMetrics, Parts, TunedTrainer, trl
+from lamina.posttraining.trainer import Parts, TunedTrainer, trl
 
 
 def reward(
@@ -51,7 +52,7 @@ class RewardModeling(Stage[RewardSettings]):
 def trainer_class() -> type[TunedTrainer]:
     """TRL's RewardTrainer with Lamina's part."""
 
-    class LaminaRewardTrainer(PairMetrics, TunedTrainer, trl("RewardTrainer")):
+    class LaminaRewardTrainer(PairTrainer, trl("RewardTrainer")):
         pass
 
     return LaminaRewardTrainer

@@ -52,21 +52,6 @@ class Parts:
     states: Sequence[Stateful]
 
 
-class PairMetrics:
-    """A mixin for TRL's trainers of pairs: TRL's means of an evaluation are over batches, here they are over pairs."""
-
-    _metrics: dict[str, dict[str, list[float]]]
-    model: nn.Module
-
-    def compute_loss(self, model: Passed, inputs: Passed, *args: Passed, **kwargs: Passed) -> Passed:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        if not self.model.training:
-            pairs = len(inputs["input_ids"]) // 2
-            for values in self._metrics["eval"].values():
-                values += values[-1:] * (pairs - 1)
-        return loss
-
-
 class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer):
     """A mixin for TRL's trainers; ``parts`` is its own argument."""
 
@@ -83,10 +68,6 @@ class TunedTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, _Trainer
 
     def _send_telemetry(self) -> None:
         """Send nothing: TRL would report the model type and the machine of every run."""
-
-    def evaluate(self, *args: Passed, **kwargs: Passed) -> dict[str, float]:
-        with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are
-            return super().evaluate(*args, **kwargs)
 
     def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Write no card into a checkpoint."""

@@ -69,17 +69,18 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
     if not math.isfinite(recorder.last_eval):
         return Diverged(step, f"the eval loss is {recorder.last_eval}; {run.guard.first_to_leave()}")
     entropy, margin = run.splits.stats.unigram_entropy, settings.stuck_margin
+    guess = run.resolved.objective.guess
     if recorder.best_eval <= entropy - margin:
         return Status.FINISHED, ""
     falling = still_falling(run.losses.records(), settings.steps, entropy + margin)
     if falling is not None:
         return Status.SHORT, (
             f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "
-            f"is not {margin:g} nats below the corpus' unigram entropy of {entropy:.3f} yet"
+            f"is not {margin:g} nats below {guess} of {entropy:.3f} yet"
         )
     return Status.STUCK, (
-        f"the eval loss never got {margin:g} nats below the corpus' unigram entropy of "
-        f"{entropy:.3f} (best: {recorder.best_eval:.3f} in {settings.steps} steps)"
+        f"the eval loss never got {margin:g} nats below {guess} of {entropy:.3f} "
+        f"(best: {recorder.best_eval:.3f} in {settings.steps} steps)"
     )
 
 

@@ -1,8 +1,11 @@
 """`lamina generate`: what it says, and what it never does."""
 
 import pytest
+from transformers import LlamaConfig
 
+import lamina
 from lamina.cli import main
+from lamina.data.tokenizers import load_tokenizer
 
 
 def test_code_beside_a_model_runs_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
@@ -14,3 +17,23 @@ def test_code_beside_a_model_runs_only_where_it_is_asked_for(tmp_path, monkeypat
     assert not (tmp_path / "ran").exists()
     assert main(["generate", str(tmp_path), "--trust-remote-code"]) == 2  # the code has no class Config
     assert (tmp_path / "ran").exists()
+
+
+def saved(folder, **head):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, vocab_size=257, max_position_embeddings=32, pad_token_id=256)
+    lamina.build(config, "mix_ln", **head).save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_prompt_that_fills_the_context_is_refused(tmp_path, capsys):
+    folder = saved(tmp_path)
+    assert main(["generate", folder, "--prompt", "a" * 31, "--max-new-tokens", "1"]) == 0
+    assert main(["generate", folder, "--prompt", "a" * 32]) == 2
+    assert "prompt: its 32 tokens leave no room for another in the model's context of 32" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_refused_as_such(tmp_path, capsys):
+    assert main(["generate", saved(tmp_path, head="sequence_classification")]) == 2
+    assert "is a LaminaForSequenceClassification, which gives scores" in capsys.readouterr().err

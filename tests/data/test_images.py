@@ -149,8 +149,15 @@ def test_what_cannot_be_used_is_named_in_one_line(folder, name):
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [("1,2,3\n", "rows of 3 numbers"), ("a,b\n", "no file of pixels"), ("1,2,3,400,0\n", "out of range")],
+    [
+        ("1,2,3\n", "rows of 3 numbers"),
+        ("a,b\n", "no file of pixels"),
+        ("1,2,3,400,0\n", "out of range"),
+        ("", "has no rows"),
+        ("1,2,3,4,0\n1,2,3,4,2\n1,2,3,4,0\n", "no image of the class '1' to train on"),
+    ],
 )
+@pytest.mark.filterwarnings("error")
 def test_a_malformed_file_of_pixels_is_refused(tmp_path, rows, words):
     (tmp_path / "bad.csv").write_text(rows)
     with pytest.raises(UserError, match=words):
@@ -180,6 +187,13 @@ def test_a_data_set_of_the_hub_is_read_with_its_splits(folder, tmp_path):
     train, held_out = split(images, 0.5)
     assert (train.tolist(), held_out.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
     assert np.array_equal(np.asarray(images.image(5)), np.asarray(images.image(1)))
+    for name, labels in (("test", [0, 0, 0, 0]), ("train", [1, 1, 1, 1])):  # to be evaluated on, and trained on
+        changed = {**rows, name: {"img": files, "label": labels}}
+        sets = {part: datasets.Dataset.from_dict(row, features=features) for part, row in changed.items()}
+        datasets.DatasetDict(sets).save_to_disk(str(tmp_path / name))
+    assert open_images(f"hf:{tmp_path / 'test'}").classes == ("cat", "dog")
+    with pytest.raises(UserError, match="no image of the class 'cat' to train on"):
+        open_images(f"hf:{tmp_path / 'train'}")
 
 
 def augmented(folder, **changed):

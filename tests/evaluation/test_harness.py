@@ -140,6 +140,22 @@ def test_a_malformed_line_is_numbered(data_dir):
         Tasks.find(str(data_dir)).build("quiz")
 
 
+def test_data_that_are_damaged_are_not_called_absent(data_dir, monkeypatch):
+    from lamina.core import hub_access
+
+    monkeypatch.setattr(hub_access, "hub_resolves", lambda: False)
+    file = data_dir / "toy/quiz/default/test.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + "[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"test.jsonl', line 21: no JSON"):
+        Tasks.find(str(data_dir)).build("quiz")
+    file.write_text(whole)
+    for other in file.parent.glob("*.jsonl"):
+        other.rename(other.with_suffix(".parquet"))
+    with pytest.raises(UserError, match=r"'quiz': its data in '.*' can't be read: (?!DatasetGeneration)"):
+        Tasks.find(str(data_dir)).build("quiz")
+
+
 def test_a_task_file_s_code_runs_only_when_asked(data_dir):
     (data_dir / "tasks/code.yaml").write_text("task: coded\ndataset_path: toy/quiz\ndoc_to_text: !function own.text\n")
     (data_dir / "tasks/own.py").write_text("raise SystemExit('it ran')\n")

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_a_line_is_the_mean_and_the_standard_deviation_over_its_runs():
     assert keel.cells[3].std == pytest.approx(50**0.5)  # of the runs' own averages, 62.5 and 72.5
     assert [cell.mean for cell in pre.cells] == pytest.approx([19.0, 40.0, 90.0, 65.0])
     assert math.isnan(pre.cells[1].std)
-    assert found.best == (1, 0, 1, 0)
+    assert found.best == ((1,), (0,), (1,), (0,))
 
 
 def test_the_three_forms_hold_the_same_numbers():
@@ -62,6 +63,15 @@ def test_the_three_forms_hold_the_same_numbers():
     assert r"\textbf{19.00}" in latex
     assert r"55.00 $\pm$ 7.07" in latex
     assert r"a\_b \& <i>" in latex
+
+
+def test_every_line_with_the_best_number_as_printed_is_bold():
+    tied = numbers()
+    for name, value in (("keel/0", 0.5), ("keel/1", 0.5), ("pre", 0.50001)):
+        tied[name, ARC] = replace(tied[name, ARC], value=value)
+    found = table([ARC], candidates(), tied)
+    assert found.best == ((0, 1),)
+    assert found.latex().count(r"\textbf{50.00") == 2
 
 
 def test_a_run_without_every_number_has_no_average():

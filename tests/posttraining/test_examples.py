@@ -219,6 +219,19 @@ def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message)
         rows.read("data", str(tmp_path / name), example_of, skip_bad=False)
 
 
+@pytest.mark.parametrize("bad", ["9" * 5000, "[" * 950 + "]" * 950])
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_a_row_that_python_cannot_hold_is_numbered_or_skipped(tmp_path, suffix, bad):
+    good = json.dumps({"prompt": "a", "completion": "b"})
+    lines = [good, '{"prompt": "a", "completion": "b", "n": ' + bad + "}"]
+    path = tmp_path / f"a.{suffix}"
+    path.write_text("\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
+    with pytest.raises(UserError, match="line 2: not JSON"):
+        rows.read("data", str(path), example_of, skip_bad=False)
+    found = rows.read("data", str(path), example_of, skip_bad=True)
+    assert (len(found.items), found.skipped) == (1, 1)
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """The generated tasks, a few items of each."""

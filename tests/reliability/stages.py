@@ -54,6 +54,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], int]] = {
     "rlhf, GRPO": ({**POLICY, "algorithm": "grpo", "reward_function": "{function}"}, 1),
     "dpo": ({"job": "dpo", "data": "{pairs}", "from_model": "{tuned}"}, 1),
     "sft, 2 processes, DDP": ({"job": "sft", "best_by": "loss"}, 2),
+    "reward, 2 processes, DDP": ({"job": "reward", "data": "{pairs}"}, 2),
+    "dpo, 2 processes, DDP": ({"job": "dpo", "data": "{pairs}", "from_model": "{tuned}"}, 2),
     "rlhf, 2 processes, DDP": ({**POLICY, "reward_model": "{judge}"}, 2),
     "images": (IMAGES, 1),
 }

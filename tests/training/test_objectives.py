@@ -138,6 +138,12 @@ def test_accuracy_and_loss_are_those_of_the_saved_model(of_images, tmp_path):
     assert outcome["eval_loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+def test_a_stuck_image_run_is_measured_by_the_entropy_of_its_classes(of_images):
+    outcome = pretrain(of_images(learning_rate=1e-9, save_steps=0), bar=False)
+    assert outcome["status"] == "stuck"
+    assert "nats below the entropy of the classes of 0.69" in outcome["reason"]
+
+
 @pytest.mark.slow
 def test_an_image_run_learns(of_images):
     outcome = pretrain(of_images(steps=60, eval_steps=60, save_steps=0, batch_size=16), bar=False)

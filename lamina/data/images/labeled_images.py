@@ -49,11 +49,18 @@ class LabeledImages(ABC):
         return
 
     def check(self) -> None:
-        """Raise UserError for a set that nothing can be learned from: a single class, no image."""
+        """Raise UserError for a set that not all can be learned from: a single class, no image, none of a class."""
         if len(self.classes) < 2:
             raise UserError(f"corpus: {self.spec!r} has {len(self.classes)} classes (allowed: at least 2)")
         if not len(self.labels):
             raise UserError(f"corpus: {self.spec!r} has no images")
+        learned = self.labels if self.held_out is None else np.delete(self.labels, self.held_out)
+        empty = np.flatnonzero(np.bincount(learned, minlength=len(self.classes)) == 0)
+        if len(empty):
+            raise UserError(
+                f"corpus: {self.spec!r} has no image of the class {self.classes[empty[0]]!r} to train on (allowed: at "
+                f"least one of each of its {len(self.classes)} classes)"
+            )
 
 
 def split(images: LabeledImages, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:

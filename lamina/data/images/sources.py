@@ -6,6 +6,7 @@ import gzip
 import io
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,11 +149,15 @@ def _of_pixels(spec: str, path: Path) -> PixelImages:
     """A file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.int64, ndmin=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file without rows
+            rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.int64, ndmin=2)
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"corpus: {spec!r} is no file of pixels ({_reason(error)})") from None
+    if not rows.size:
+        raise UserError(f"corpus: {spec!r} has no rows (allowed: the pixels of a square, and its class, in each)")
     side = math.isqrt(max(rows.shape[1] - 1, 0))
-    if not rows.size or side * side != rows.shape[1] - 1 or side < 1:
+    if side * side != rows.shape[1] - 1 or side < 1:
         raise UserError(
             f"corpus: {spec!r} has rows of {rows.shape[1]} numbers (allowed: the pixels of a square, and its class)"
         )

@@ -62,6 +62,13 @@ def read_config(
     return config
 
 
+def refuse_scores(config: PreTrainedConfig, source: str) -> None:
+    """Raise UserError, which begins with ``source``, for a model that writes no text."""
+    for name in config.architectures or ():
+        if name.endswith("Classification"):
+            raise UserError(f"{source} is a {name}, which gives scores (allowed: models that continue a text)")
+
+
 def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]:
     name, place = str(path), Path(path)
     if place.is_dir():

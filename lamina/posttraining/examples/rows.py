@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -105,21 +106,38 @@ def _lines(path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                yield number, _object(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                yield number, ValueError(f"not JSON ({error})")
+            yield number, _made(partial(_parsed, line))
+
+
+def _parsed(line: str) -> Fields | ValueError:
+    return _object(json.loads(line))
 
 
 def _array(name: str, path: Path) -> Iterator[tuple[int, Fields | ValueError]]:
     with open_text(path) as file:
         try:
-            rows = json.load(file)
+            rows = json.load(file, parse_int=_integer)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{name}: {str(path)!r}: not JSON ({error})") from None
     if not isinstance(rows, list):
         raise UserError(f"{name}: {str(path)!r} holds no list of rows (allowed: {ALLOWED})")
-    yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
+    yield from ((number, _made(partial(_object, row))) for number, row in enumerate(rows, start=1))
+
+
+def _made(make: Callable[[], Fields | ValueError]) -> Fields | ValueError:
+    """A row; a ValueError in place of one that Python can't hold: nested too deep, an integer too long."""
+    try:
+        return make()
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"not JSON ({error})")
+
+
+def _integer(digits: str) -> int | ValueError:
+    """An integer of a file that is parsed whole: an error belongs to its row, not to the file."""
+    try:
+        return int(digits)
+    except ValueError as error:
+        return error
 
 
 def _object(row: object) -> Fields | ValueError:
@@ -134,4 +152,6 @@ def _encodable(value: object) -> object:
         return encodable_text(value)
     if isinstance(value, list):
         return [_encodable(item) for item in value]
+    if isinstance(value, ValueError):
+        raise value
     return _object(value) if isinstance(value, dict) else value

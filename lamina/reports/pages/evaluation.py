@@ -81,13 +81,14 @@ def _scores(printed: Json, color: dict[str, str]) -> str:
 
     def cell(at: int) -> Field:
         best, single = printed["best"][at], len(rows) == 1
+        best = best if isinstance(best, list) else [best]  # one, in older records
 
         def html(row: Row) -> str:
             mean, std = row["mean"][at], row["std"][at]
             if not _finite(mean):
                 return NONE
             spread = f' <span class="spread">± {std:.2f}</span>' if _finite(std) else ""
-            shown = f"<b>{mean:.2f}</b>" if best == row["place"] and not single else f"{mean:.2f}"
+            shown = f"<b>{mean:.2f}</b>" if row["place"] in best and not single else f"{mean:.2f}"
             return shown + spread
 
         return Field(title=printed["headings"][at], kind="number", cell=html)

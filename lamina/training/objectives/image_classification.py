@@ -31,6 +31,7 @@ class ImageClassification(Objective):
     """Predict the class of an image."""
 
     head = "image_classification"
+    guess = "the entropy of the classes"
     own = frozenset(ImageSettings.names())
     without = frozenset(_OF_TEXT)
 

@@ -32,11 +32,13 @@ class Objective(ABC):
 
     Attributes:
         head: the name of the model's head in ``lamina.modeling.modeling_lamina.HEADS``.
+        guess: what the loss of a model is that knows only how frequent each target is.
         own: the settings that only some objectives use, this one among them.
         without: the settings of all other objectives that it does not use.
     """
 
     head: ClassVar[str]
+    guess: ClassVar[str] = "the corpus' unigram entropy"
     own: ClassVar[frozenset[str]] = frozenset()
     without: ClassVar[frozenset[str]] = frozenset()
 
