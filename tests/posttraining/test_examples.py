@@ -219,8 +219,10 @@ def test_a_file_that_holds_no_rows_is_one_line(tmp_path, name, content, message)
         rows.read("data", str(tmp_path / name), example_of, skip_bad=False)
 
 
-@pytest.mark.parametrize("bad", ["9" * 5000, "[" * 950 + "]" * 950])
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+DEEP = "[" * 950 + "]" * 950
+
+
+@pytest.mark.parametrize(("suffix", "bad"), [("json", "9" * 5000), ("jsonl", "9" * 5000), ("jsonl", DEEP)])
 def test_a_row_that_python_cannot_hold_is_numbered_or_skipped(tmp_path, suffix, bad):
     good = json.dumps({"prompt": "a", "completion": "b"})
     lines = [good, '{"prompt": "a", "completion": "b", "n": ' + bad + "}"]
@@ -230,6 +232,12 @@ def test_a_row_that_python_cannot_hold_is_numbered_or_skipped(tmp_path, suffix, 
         rows.read("data", str(path), example_of, skip_bad=False)
     found = rows.read("data", str(path), example_of, skip_bad=True)
     assert (len(found.items), found.skipped) == (1, 1)
+
+
+def test_a_file_too_deep_for_python_is_one_line(tmp_path):
+    (tmp_path / "a.json").write_text('[{"prompt": "a", "completion": "b", "n": ' + DEEP + "}]")
+    with pytest.raises(UserError, match="not JSON"):  # how deep is too deep, the caller's own depth decides
+        rows.read("data", str(tmp_path / "a.json"), example_of, skip_bad=False)
 
 
 @pytest.fixture
