@@ -27,8 +27,10 @@ _MARKERS = {
 }
 
 
-def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go.Figure | None:
-    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy as a dashed line.
+def loss_curves(
+    items: Sequence[Shown], unigram_entropy: float = math.nan, name: str = "unigram entropy"
+) -> go.Figure | None:
+    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy (its ``name``) as a dashed line.
 
     Over several seeds the eval loss is their mean, in a band of one standard deviation. The page can draw it against
     FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
@@ -77,7 +79,7 @@ def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go
         factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
     if not figure.data:
         return None
-    _frame_losses(figure, evaluated, trained, unigram_entropy)
+    _frame_losses(figure, evaluated, trained, unigram_entropy, name)
     figure.update_xaxes(title="tokens", rangemode="tozero")
     figure.update_yaxes(title="loss (nats per token)")
     figure.update_layout(hovermode="x unified", meta={"against": _against(factors)})
@@ -85,7 +87,11 @@ def loss_curves(items: Sequence[Shown], unigram_entropy: float = math.nan) -> go
 
 
 def _frame_losses(
-    figure: go.Figure, evaluated: Sequence[np.ndarray], trained: Sequence[np.ndarray], unigram_entropy: float
+    figure: go.Figure,
+    evaluated: Sequence[np.ndarray],
+    trained: Sequence[np.ndarray],
+    unigram_entropy: float,
+    name: str,
 ) -> None:
     """The unigram entropy as a line, and a range that shows the end of each curve rather than its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
@@ -97,7 +103,7 @@ def _frame_losses(
             figure.add_hline(
                 y=unigram_entropy,
                 line={"color": GREY, "width": 1.2, "dash": "dash"},
-                annotation={"text": f"unigram entropy {unigram_entropy:.2f}", "font": {"size": 12, "color": GREY}},
+                annotation={"text": f"{name} {unigram_entropy:.2f}", "font": {"size": 12, "color": GREY}},
                 annotation_position="bottom left",
             )
             top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)

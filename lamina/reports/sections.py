@@ -19,7 +19,7 @@ from lamina.reports.page import Section, callouts, details, figure, moment, pros
 from lamina.reports.palette import colors
 from lamina.reports.ranking import summarize
 from lamina.reports.records import Frame, Study, rows_of
-from lamina.reports.sentences import sentences
+from lamina.reports.sentences import Guess, sentences
 from lamina.reports.style import Shown, to_html
 
 
@@ -58,8 +58,9 @@ def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[
 
 def loss(study: Study, items: list[Shown], several: bool) -> Section:
     entropy = study.results["unigram_entropy"].dropna()
-    drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan)
-    caption = _LOSS + (" Each placement is shown at its best learning rate." if several else "")
+    guess = next((found for row in rows_of(study.results) if (found := Guess.of(row)) != Guess.of({})), Guess.of({}))
+    drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan, guess.name)
+    caption = _LOSS.format(guess.target) + (" Each placement is shown at its best learning rate." if several else "")
     html = figure(to_html(drawn), caption) if drawn else ""
     if (second := figures.second_losses(items)) is not None:
         html += figure(to_html(second), _SECOND, "On the second corpus")
@@ -169,7 +170,7 @@ def facts(study: Study) -> list[str]:
 _SMALL = 20e6  # parameters
 _LOSS = (
     "Points: eval loss. Thin lines: training loss. A run whose curve stays on the dashed line has learned how "
-    "often each token occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
+    "often each {} occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
     "steps). Click a name to hide it."
 )
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. None of it was trained on."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from textwrap import shorten
 
 from lamina.core.json_types import Json
@@ -14,6 +15,31 @@ from lamina.reports.records import Frame, rows_of
 Tables = Mapping[str, Frame]
 _LEVEL = 1.5  # a factor below which two layers' values count as the same size
 _MARGIN = 0.1  # nats that still count as at the unigram entropy
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a model knows that has only learned how frequent each target is, in words.
+
+    Attributes:
+        name: of the loss that it has.
+        target: what it predicts.
+        source: what it predicts it from.
+    """
+
+    name: str
+    target: str
+    source: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, object]) -> Guess:
+        """The guess of a run, by a row or a line of its numbers: only images have a top-5 accuracy."""
+        top5 = row.get("top5_accuracy")
+        of_images = isinstance(top5, float) and math.isfinite(top5)
+        return cls("entropy of the classes", "class", "images") if of_images else _OF_TEXT
+
+
+_OF_TEXT = Guess("unigram entropy", "token", "context")
 
 
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:
@@ -90,17 +116,17 @@ def _trouble(summary: Frame) -> str:
 
 def _end(row: Json) -> str:
     """The fate of a placement that did not finish; those with the same fate share a sentence."""
-    entropy, loss = row["unigram_entropy"], row["eval_loss"]
+    entropy, loss, guess = row["unigram_entropy"], row["eval_loss"], Guess.of(row)
     known = f" of {entropy:.2f} nats" if math.isfinite(entropy) else ""
     if row["status"] == "short":
-        return f"ran too short to tell: {{at}} not clearly below the unigram entropy{known} yet, but still {{fall}}"
+        return f"ran too short to tell: {{at}} not clearly below the {guess.name}{known} yet, but still {{fall}}"
     if row["status"] == "stuck" and loss > entropy + _MARGIN:
-        return f"{{is}} stuck: {{at}} above the unigram entropy{known} and hardly {{fall}} any more"
+        return f"{{is}} stuck: {{at}} above the {guess.name}{known} and hardly {{fall}} any more"
     if row["status"] == "stuck" and math.isfinite(loss):
         close = "hardly better than" if loss < entropy else "no better than"
         return (
-            f"{{is}} stuck: {{at}} {close} the unigram entropy{known}, so {{it}} learned how often each token occurs "
-            "and next to nothing of the context"
+            f"{{is}} stuck: {{at}} {close} the {guess.name}{known}, so {{it}} learned how often each {guess.target} "
+            f"occurs and next to nothing of the {guess.source}"
         )
     reason = f" ({shorten(row['reason'], 160, placeholder=' …').rstrip('.')})" if row["reason"].strip() else ""
     verb = {"diverged": "diverged", "failed": "failed", "interrupted": "{was} interrupted", "stuck": "{is} stuck"}

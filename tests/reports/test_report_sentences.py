@@ -98,6 +98,14 @@ def test_a_short_placement_stands_behind_the_finished_and_before_the_stuck():
     assert "f has the lowest eval loss, 3.000; it is the only one of 3" in sentences(summarize(frame))[0]
 
 
+def test_image_runs_are_told_of_classes():
+    frame = results(("a", 1, 0, "stuck", 3.24)).assign(accuracy=0.1, top5_accuracy=0.5)
+    assert (
+        "no better than the entropy of the classes of 3.24 nats, so it has learned how often each class"
+        in sentences(summarize(frame))[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
