@@ -20,7 +20,7 @@ from lamina.training.setting_groups import (
     StepSettings,
     WidthSettings,
 )
-from lamina.training.settings import PretrainSettings, RatesSettings, RunSettings
+from lamina.training.settings import PretrainSettings, RatesSettings, RunSettings, rate_list
 
 
 def width_list(name: str, value: object) -> str:
@@ -101,9 +101,7 @@ class CoordCheckSettings(
 def rates_or_none(name: str, value: object) -> str:
     """Comma-separated learning rates, or an empty text."""
     listed = comma_separated(name, value)
-    if listed:
-        numbers(name, listed, float)
-    return listed
+    return rate_list(name, listed) if listed else listed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,6 +150,7 @@ def test_rates_are_verified_at_another_width_and_what_had_ended_is_not_run_again
         ({"hidden_size": 48}, "proxy_width: 64 is not below the target's hidden_size 48"),
         ({"learning_rates": "x"}, "learning_rates: 'x'"),
         ({"verify_width": 128}, "verify_width: 128 without verify_rates"),
+        ({"verify_rates": "1e-3,-1"}, "verify_rates: -1"),
         ({"verify_width": 64, "verify_rates": "1e-3"}, "verify_width: 64 is also proxy_width"),
         ({"proxy_width": 0}, "proxy_width: 0 is not a whole number"),
         ({"num_heads": 2}, "num_heads: 2"),
