@@ -264,7 +264,7 @@ def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..
     done = {key_of(record["case"]) for record in read(name)}
     todo = [(which, case) for which, case in todo if key_of(case) not in done]
     os.environ["OMP_NUM_THREADS"] = "1"
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=8) as pool:
         for number, (which, case, result) in enumerate(pool.imap_unordered(_Act(act), todo), start=1):
             append(name, {"set": which, "case": case, "result": result})
             shown = f"{case['placement']} {case['num_layers']} {case['init']} {case['learning_rate']:g}"
