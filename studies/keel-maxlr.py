@@ -56,6 +56,8 @@ def _at_one_depth(trials: Trials, arm: str, than: str) -> Finding:
         both = [set(trials.where(placement=name).table["ceiling"]) for name in (arm, than)]
         trials = trials.where(ceiling=max(set.intersection(*both), key=float))
     finding = higher(trials, arm, than=than, column="max_learning_rate", by=2e-4, any_status=True)
+    if "stop_rule" not in trials.table:
+        return finding
     ended = {name: trials.where(placement=name).table["stop_rule"].eq("none") for name in (arm, than)}
     capped = [f"{name} {at_end.sum()} of {len(at_end)}" for name, at_end in ended.items() if at_end.any()]
     note = f"still falling at the end of the warm-up, so tolerates more: {', '.join(capped)}"

@@ -103,6 +103,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     texts = tmp_path / "my_texts"
     texts.mkdir()
+    (tmp_path / "qwen-small").mkdir()
     words = "The norm sits before, after and between.\n" * 400
     for name in ("words.txt", "my_text.txt", "my_texts/a.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")

@@ -140,8 +140,9 @@ def names() -> list[str]:
 def get(name: str) -> Preset:
     """The preset of this name. Raises UserError that suggests the nearest."""
     if name not in PRESETS:
+        problem = f"backbone: {name!r}: no such folder" if "/" in name else f"unknown backbone {name!r}"
         raise UserError(
-            f"unknown backbone {name!r}{nearest(name, PRESETS)} (allowed: {', '.join(PRESETS)}, a folder with a "
+            f"{problem}{nearest(name, PRESETS)} (allowed: {', '.join(PRESETS)}, a folder with a "
             "transformers config.json, or a model's name on the hub, as OWNER/NAME)"
         )
     return PRESETS[name]

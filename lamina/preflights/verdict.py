@@ -71,8 +71,9 @@ def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
     if numbers.headroom < FP16_LITTLE:
         change = f"{change}; " if change else ""
         change += (
-            f"train in bf16 or fp32: |x| reaches {numbers.magnitude:.3g} behind block {numbers.magnitude_layer}, "
-            f"{numbers.headroom:.2g} × under FP16's largest number"
+            f"train in bf16 or fp32: |x| reaches {numbers.magnitude:.3g} behind {_place(numbers.magnitude_layer)}, "
+            + (f"{numbers.headroom:.2g} × under" if numbers.headroom > 1 else f"{1 / numbers.headroom:.2g} × over")
+            + " FP16's largest number"
         )
     return Verdict(verdict=kind, chance=sure, deciding_steps=deciding, reason=reason, change=change)
 

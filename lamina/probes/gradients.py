@@ -14,6 +14,7 @@ from torch import nn
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
+from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.parameters import places, shared_layers
@@ -229,6 +230,8 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
         predicted += losses.numel()
         (losses.sum() / expected).backward()
         del losses
+    if not predicted:
+        raise UserError("gradients: no token is predicted (needed: at least two tokens per sequence)")
     return expected / predicted
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lamina.core.frames import Frame
+from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.causality import is_causal
@@ -186,10 +187,11 @@ class LogitLens(Probe):
             else f"The final prediction is first for {agreement.iloc[-2]:.0%} of the tokens at state {table.index[-2]}."
         )
         worse = table.index[loss > uniform]
-        if len(worse):
+        if last in worse:
+            text.append("The model itself is no better than uniform guessing, so the states say little.")
+        elif len(worse):
             text.append(
-                f"{len(worse)} states, {worse[0]} to {worse[-1]}, are worse than uniform guessing: they are in another "
-                "basis than the last."
+                f"States {ranges(worse)} are worse than uniform guessing: they may be in another basis than the last."
             )
         return text
 
@@ -235,6 +237,8 @@ class Tail:
         self.chunk = max(1, _LOGITS // self.vocabulary)
         with torch.no_grad(), self.instead_of_the_layers(ids):
             logits = self(last[-1][0])
+        if not expected.isfinite().all():
+            raise UserError("logit_lens: the model's logits are not finite (allowed: a model whose logits are)")
         scale = max(float(expected.abs().max()), 1e-6)  # the tolerance is for bfloat16's rounding of other shapes
         if not torch.allclose(logits, expected, rtol=0.0, atol=0.02 * scale, equal_nan=True):
             raise UserError(

@@ -168,7 +168,8 @@ class Spectra(Probe):
 
     def standard_error(self) -> float | None:
         """Infinite while too little text biases the ranks; they have no standard error."""
-        return math.inf if self._groups and self._tokens < _ENOUGH * max(self._widths.values()) else None
+        enough = min(_ENOUGH, self.tokens_per_channel or _ENOUGH)
+        return math.inf if self._groups and self._tokens < enough * max(self._widths.values()) else None
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Diagonalize the covariances gathered, read the text again for the rest, and compute the weights' spectra."""

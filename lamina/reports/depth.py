@@ -31,8 +31,7 @@ def over_seeds(item: Shown, table: Table, *, log: bool = True) -> Frame:
     tables = [t for trial in item.trials if not (t := table(trial)).empty]
     if len(tables) < 2:
         return tables[0] if tables else pd.DataFrame()
-    steps = [s for s in tables[0].columns if all(s in t.columns for t in tables)]
-    if not steps:
+    if (steps := _common_steps(tables)).empty:
         return tables[0]
     if not log:
         return sum((t[steps] for t in tables[1:]), start=tables[0][steps]) / len(tables)
@@ -47,12 +46,12 @@ def ends(items: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
     With several seeds: their geometric mean, and the range from the lowest seed to the highest as a band.
     """
     drawn = [(item, [t for trial in item.trials if not (t := table(trial)).empty]) for item in items]
-    drawn = [(item, tables) for item, tables in drawn if tables]
+    drawn = [(item, _of_common_steps(tables)) for item, tables in drawn if tables]
     if not drawn:
         return None
     captions = []
     for end, ordinal, column in (("start", "first", 0), ("end", "last", -1)):
-        steps = {tables[0].columns[column] for _, tables in drawn}
+        steps = {table.columns[column] for _, tables in drawn for table in tables}
         captions.append(
             f"{end}: step {steps.pop():.0f}" if len(steps) == 1 else f"{end}: each one's {ordinal} logged step"
         )
@@ -68,6 +67,17 @@ def ends(items: Sequence[Shown], table: Table, quantity: str) -> go.Figure | Non
     charts.log_axis(polish(figure, 430))
     figure.update_layout(margin_t=84, legend_y=1.1)
     return charts.titles_above(figure)
+
+
+def _of_common_steps(tables: list[Frame]) -> list[Frame]:
+    """The seeds' tables at the steps that all of them have; as they are where there is none."""
+    steps = _common_steps(tables)
+    return tables if steps.empty else [table[steps] for table in tables]
+
+
+def _common_steps(tables: Sequence[Frame]) -> pd.Index:
+    first = tables[0].columns
+    return first[[all(step in table.columns for table in tables) for step in first]]
 
 
 def _mean_with_range(item: Shown, seeds: Sequence[Frame], *, legend: bool) -> Line:

@@ -171,9 +171,10 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
                 + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are of one size")
             )
         else:
+            less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
+            even = "them of one size, too" if less else f"them no less even than {best}"
             texts.append(
-                f"Gradients by layer do not set the first and the last of the ranking apart: {worst} has them no less "
-                f"even than {best}"
+                f"Gradients by layer do not set the first and the last of the ranking apart: {worst} has {even}"
             )
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
@@ -185,6 +186,9 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
                 f" and {'stays level' if _size(growth[least]) < _LEVEL else f'changes {_times(_size(growth[least]))}'}"
             )
             texts.append(part + (f"{even} in {least}" if least != most else ""))
+        elif growth[least := min(growth, key=lambda p: growth[p])] < 1 / 2:
+            by = _times(1 / growth[least])
+            texts.append(f"by the end the hidden variance falls {by} from the first block to the last in {least}")
         else:
             texts.append("the hidden variance stays of one size from the first block to the last")
     return _capital("; ".join(texts)) + "." if texts else ""

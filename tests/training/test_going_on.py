@@ -119,7 +119,7 @@ def test_it_can_be_resumed(first, corpus, tmp_path):
 def test_the_folder_that_holds_the_source_is_no_output(first, corpus, tmp_path, capsys, output):
     capsys.readouterr()
     assert going_on(corpus, first, tmp_path / output, "--overwrite") == 2
-    assert "holds the model to continue from" in capsys.readouterr().err
+    assert "holds the model to read" in capsys.readouterr().err
     assert (first / "model" / "model.safetensors").is_file()
 
 

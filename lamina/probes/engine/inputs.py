@@ -157,6 +157,8 @@ def _blocks(given: Inputs, sequences: int) -> torch.Tensor:
                 raise TypeError("token ids are integers")
         elif isinstance(given, Mapping):
             blocks = torch.as_tensor(given["input_ids"])
+            if (mask := given.get("attention_mask")) is not None and not torch.as_tensor(mask).bool().all():
+                raise ValueError("padded texts, whose padding would count")
         else:
             rows = [given[i] for i in spread(len(given), sequences)]
             rows = [row["input_ids"] if isinstance(row, Mapping) else row for row in rows]

@@ -46,7 +46,7 @@ def run(
     context.strict = strict
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
         is_causal(context.model, context.batches[0]["input_ids"].to(context.device))
-    seconds = _begin(context, probes)
+    seconds = _begin(context, probes, broken)
     ready = sorted(seconds, key=lambda probe: probe.cost(context))
     if estimated is not None:
         estimated(estimates(context, ready))
@@ -73,7 +73,9 @@ def run(
     return frames
 
 
-def _begin(context: Context, probes: Sequence[Probe]) -> dict[Probe, float]:
+def _begin(
+    context: Context, probes: Sequence[Probe], broken: Callable[[Probe, Exception], None] | None
+) -> dict[Probe, float]:
     """The seconds that each probe took to begin, for the probes that apply to the model."""
     seconds: dict[Probe, float] = {}
     for probe in probes:
@@ -85,6 +87,11 @@ def _begin(context: Context, probes: Sequence[Probe]) -> dict[Probe, float]:
             probe.begin(context)
         except UserError as error:
             _refuse(context, probe, error)
+            continue
+        except Exception as error:
+            if broken is None:
+                raise
+            broken(probe, error)
             continue
         seconds[probe] = time.monotonic() - began
     return seconds

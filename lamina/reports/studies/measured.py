@@ -14,6 +14,7 @@ from lamina.reports.studies.folder import StudyFolder, over_seeds
 
 _TIMES = {"init": "before training", "end": "after training"}
 _MOST_MAPS = 9
+_PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,13 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     drawn: list[Panel] = []
     for measure in _measures(study, probe, request.measure):
         rows = _rows(study.table(measure), metric, chosen)
+        if x in rows and x == "layer":
+            rows = rows[rows["layer"] >= 0]  # -1: the model as a whole, or what is outside of its layers
         if x not in rows or rows.empty:
             continue
         for time, part in _times(measure, rows):
-            drawn += _over(study, part, request, x, time)
+            for name, piece in _parts(part, x):
+                drawn += _over(study, piece, request, x, ", ".join(filter(None, [name, time])))
     if not drawn:
         return None
     role = str(request.more["role"]) if isinstance(request.more.get("role"), str) else ""
@@ -148,6 +152,19 @@ def _times(measure: str, rows: Frame) -> list[tuple[str, Frame]]:
     steps = sorted(rows["step"].unique())
     ends = dict.fromkeys([steps[0], steps[-1]])
     return [(f"step {step:g}", rows[rows["step"].eq(step)]) for step in ends]
+
+
+def _parts(rows: Frame, x: str) -> list[tuple[str, Frame]]:
+    """The parts of a layer that rows tell apart, by name: each sub-layer, each role, each of a few norms."""
+    several = [name for name in _PARTS if name in rows and name != x and rows[name].nunique(dropna=False) > 1]
+    if "index" in several and rows["index"].nunique() > _MOST_OF_ONE_KIND:
+        several.remove("index")  # heads, ranks: their mean
+    if not several:
+        return [("", rows)]
+    return [
+        (" ".join(str(value).replace("feed_forward", "feed-forward").replace("_", " ") for value in values), part)
+        for values, part in rows.groupby(several, sort=False, dropna=False)
+    ][:_MOST_PARTS]
 
 
 def _over(study: StudyFolder, rows: Frame, request: Request, x: str, time: str) -> list[Panel]:
