@@ -151,6 +151,11 @@ def test_little_room_under_fp16_is_said_with_the_layer():
     assert "fp16" not in judge(FINE, case()).change.lower()
 
 
+def test_a_stream_over_fp16_is_told_by_how_much():
+    change = judge(replace(FINE, magnitude=131_008.0, magnitude_layer=0), case("pre_ln")).change
+    assert "1.31e+05 behind the embedding, 2 × over FP16's largest number" in change
+
+
 def test_the_headroom():
     assert replace(FINE, magnitude=655.04).headroom == pytest.approx(100.0)
 

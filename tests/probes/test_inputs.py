@@ -113,3 +113,12 @@ def test_images_from_files_arrays_and_noise(tmp_path):
         batches_of(None, model, None, corpus=str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"images: .*\[2, 3, 8, 8\]"):
         batches_of(torch.rand(2, 3, 8, 8), model, None)
+
+
+def test_padded_texts_are_refused(llama, tokenizer):
+    ids = torch.arange(8).view(2, 4)
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert batches_of(whole, llama, tokenizer)[0]["input_ids"].tolist() == ids.tolist()
+    padded = {**whole, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
+    with pytest.raises(UserError, match="padded texts, whose padding would count"):
+        batches_of(padded, llama, tokenizer)

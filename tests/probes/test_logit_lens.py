@@ -206,3 +206,16 @@ def test_figures_and_sentences_are_made_of_any_result():
     said = instance.sentences(frame)
     assert f"uniform guessing has {math.log(61):.2f}" in said[0]
     assert len(said) >= 2
+
+
+def test_an_untrained_model_is_not_told_of_another_basis():
+    said = " ".join(LogitLens().sentences(measure(llama(), blocks())))
+    assert "The model itself is no better than uniform guessing" in said or "than uniform guessing: they" not in said
+
+
+def test_logits_that_are_not_finite_end_this_probe_alone():
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = math.inf
+    with pytest.raises(UserError, match="logits are not finite"):
+        LogitLens().begin(make_context(model, ProbeSettings(), blocks()))

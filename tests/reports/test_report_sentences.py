@@ -56,6 +56,14 @@ def test_even_gradients_are_not_made_a_reason():
     assert why.startswith("Gradients by layer do not set")
 
 
+def test_what_is_less_even_or_falls_is_not_called_even_or_level():
+    gradients = {"fusenorm": by_layer(1, 1.05), "post_ln": by_layer(1, 1.4)}
+    variances = {"fusenorm": by_layer(1, 0.02), "post_ln": by_layer(1, 1.1)}
+    why = sentences(summarize(THREE), gradients=gradients, variances=variances)[-1]
+    assert "post_ln has them of one size, too" in why
+    assert "by the end the hidden variance falls 50-fold from the first block to the last in fusenorm" in why
+
+
 def test_gradients_that_are_zero_or_nan_do_not_break_the_sentences():
     broken = {"fusenorm": by_layer(0.5, 0.5) * 0, "post_ln": by_layer(1, 1) * math.nan}
     assert len(sentences(summarize(THREE), gradients=broken, variances=broken)) == 2
