@@ -47,6 +47,11 @@ def ids_are_bytes(tokenizer: Json) -> bool:
     )
 
 
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many embeddings a model needs for a tokenizer: more than it has tokens, if its ids have gaps."""
+    return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+
+
 class Encoder:
     """Encodes texts with a tokenizer's model alone: it adds no special tokens and recognizes none in the text.
 
@@ -68,8 +73,7 @@ class Encoder:
             self.backend.no_padding()
             self.backend.encode_special_tokens = True
         self.is_bytes = allow_bytes and self.backend is not None and ids_are_bytes(json.loads(self.backend.to_str()))
-        ids = tokenizer.get_vocab().values()
-        self.vocab_size = max(len(tokenizer), max(ids, default=0) + 1)
+        self.vocab_size = vocab_size_of(tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:

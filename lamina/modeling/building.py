@@ -117,7 +117,7 @@ def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | No
         return HEADS[head].model(outer)
     except ValueError as error:
         raise UserError(str(error)) from error
-    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
+    except (AssertionError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"backbone {config.model_type!r}: it cannot be built ({one_line(error)})") from error
 
 

@@ -96,6 +96,8 @@ def scaled_weights(model: PreTrainedModel, scaling: WidthScaling) -> Iterator[Sc
     growth = embedding_scale(model) / embedding_scale(base)
     for weight, narrow in zip(weights(model), weights(base), strict=True):
         kind = kind_of(weight)
+        if kind == "readout" and weight.fan_out != narrow.fan_out:
+            kind = "hidden"  # a matrix of the head whose both sides grow, such as a masked language model's
         width = 1.0 if kind == "vector" else weight.fan_in / narrow.fan_in
         std = width ** scaling.exponents(kind)[0]
         rate = scaling.rate(kind, m if width != 1.0 else 1.0)

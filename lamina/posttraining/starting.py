@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
@@ -83,7 +84,7 @@ def find_start(settings: TuningSettings) -> Start:
     try:
         config = source.config_of(path)
         tokenizer = load_tokenizer(str(folder) if folder.is_dir() else path)
-        source.check_vocabulary(config, len(tokenizer), path)
+        source.check_vocabulary(config, vocab_size_of(tokenizer), path)
     except UserError as error:
         raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
     positions = int(config.max_position_embeddings)

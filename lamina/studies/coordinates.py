@@ -27,6 +27,7 @@ from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data import prepare_blocks
 from lamina.data.blocks import Block
+from lamina.data.encoding import vocab_size_of
 from lamina.jobs import digests
 from lamina.jobs.files import writing
 from lamina.jobs.folder import Resume
@@ -83,7 +84,7 @@ def coord_check(
     blocks, tokenizer = prepare_blocks(
         checked.corpus, checked.tokenizer, checked.sequence_length, text_field=checked.text_field, progress=bar
     )
-    ids = blocks.train.sample(checked.batch_size)
+    ids, vocabulary = blocks.train.sample(checked.batch_size), vocab_size_of(tokenizer)
     if checked.threads:
         torch.set_num_threads(checked.threads)
     with job:
@@ -98,7 +99,7 @@ def coord_check(
         ) as progress:
             for (width, seed), run in todo.items():
                 progress.set_description(f"width {width}, seed {seed}")
-                rows = [(width, seed, *row) for row in measure(run, ids, len(tokenizer), progress.update)]
+                rows = [(width, seed, *row) for row in measure(run, ids, vocabulary, progress.update)]
                 new = pd.DataFrame(rows, columns=list(COLUMNS))
                 table = new if table.empty else pd.concat([table, new], ignore_index=True)
                 _write(folder, table)

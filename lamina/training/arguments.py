@@ -45,6 +45,13 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
 
     Raises UserError that names the field.
     """
+    if settings.batch_size == processes:
+        for name in ("mixup", "cutmix"):
+            if value := getattr(settings, name):
+                raise UserError(
+                    f"{name}: {value:g} needs a second image to mix in, each process has one (allowed: 0, or a "
+                    f"batch_size of at least {2 * processes})"
+                )
     return arguments_of(TrainingArguments, settings, processes)
 
 

@@ -302,3 +302,12 @@ def test_bits_per_byte_do_not_depend_on_how_the_text_is_cut_into_tokens():
     assert bits_per_byte(math.log(256), stats) == pytest.approx(8)
     assert bits_per_byte(math.log(256**2), pairs) == pytest.approx(8)
     assert pairs.bytes_per_token == 2
+
+
+def test_a_bpe_that_saw_held_out_text_is_warned_of(tmp_path, caplog):
+    corpus = write_lines(tmp_path / "small.txt", count=60)
+    for spec, warned in (("bytes", False), ("bpe:260", True)):
+        caplog.clear()
+        prepare_blocks(str(corpus), spec, 256, cache_dir=tmp_path / "cache", progress=False)
+        assert "to fill a block" in caplog.text
+        assert ("trained on a part of that" in caplog.text) == warned

@@ -262,3 +262,14 @@ def test_heads_of_latent_attention_keep_their_width(factor):
     width = int(own.hidden_size * factor)
     config = resolve_backbone("16b-a2.4b", hidden_size=width)
     assert config.num_attention_heads == own.num_attention_heads * factor
+
+
+def test_a_padding_outside_of_a_smaller_vocabulary_is_dropped():
+    config = llama()
+    config.pad_token_id = config.vocab_size - 1
+    assert lamina.build(config, "pre_ln").get_input_embeddings().padding_idx == config.vocab_size - 1
+    smaller = lamina.build(config, "pre_ln", vocab_size=config.vocab_size - 1)
+    assert smaller.get_input_embeddings().padding_idx is None
+    config.pad_token_id = config.vocab_size
+    with pytest.raises(UserError, match="cannot be built"):
+        lamina.build(config, "pre_ln")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import token_ids
 from torch import nn
-from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
+from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, ModernBertConfig
 
 import lamina
 from lamina.errors import UserError
@@ -281,3 +281,12 @@ def test_what_cannot_be_scaled_is_one_line():
         list(scaled_weights(grouped, WidthScaling(scheme="standard", base_width=4)))
     with pytest.raises(UserError, match="did you mean 'mup'"):
         WidthScaling(scheme="mupp", base_width=16)
+
+
+def test_only_the_last_matrix_of_a_masked_language_model_is_a_readout():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = ModernBertConfig(**sizes, vocab_size=61, pad_token_id=None, tie_word_embeddings=False)
+    model = lamina.build(config, "pre_ln", head="masked_lm")
+    kinds = {s.weight.name: s.kind for s in scaled_weights(model, WidthScaling(scheme="mup", base_width=32))}
+    assert [name for name, kind in kinds.items() if kind == "readout"] == ["decoder.weight"]
+    assert kinds["head.dense.weight"] == "hidden"

@@ -8,8 +8,10 @@ from torch import nn
 from training.tiny_runs import SMALL, flags
 
 from lamina.cli import main
+from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.guard import Diverged, DivergenceGuard
 from lamina.training.trainer import LayerGradNorms
+from lamina.training.trainers.checkpointed import CheckpointedTrainer
 
 PATIENCE = 3
 
@@ -80,6 +82,22 @@ def test_overflows_without_end_are_a_divergence():
     assert trainer.overflows == PATIENCE
     with pytest.raises(Diverged):
         trainer.step(torch.full((1, 3), torch.inf))
+
+
+class Resumed(CheckpointedTrainer, Scaled):
+    processes, _tr_loss, _globalstep_last_logged = Processes(), 0.0, 0
+
+
+def test_a_checkpoint_has_the_overflows_and_an_older_one_none():
+    trainer, resumed = Resumed(), Resumed()
+    for x in (torch.inf, 1.0, torch.inf, torch.inf):
+        trainer.step(torch.full((1, 3), x))
+    state = {**trainer.state_dict(), **trainer.guard.state_dict()}
+    resumed.load_state_dict(state)
+    assert (resumed.overflows, resumed.overflows_in_a_row) == (3, 2)
+    del state["overflows"]
+    resumed.load_state_dict(state)
+    assert (resumed.overflows, resumed.overflows_in_a_row) == (0, 0)
 
 
 def test_fp16_on_the_cpu_is_refused_since_it_would_be_fp32_without_a_word(corpus, tmp_path, capsys):

@@ -76,3 +76,11 @@ def test_what_can_not_work_is_said_before_the_run(options, said):
 def test_a_schedule_of_trainers_beside_wsd_is_refused():
     with pytest.raises(UserError, match="the run's schedule is 'wsd'"):
         training_arguments(PretrainSettings(schedule="wsd", trainer={"lr_scheduler_type": "linear"}))
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_images_are_not_mixed_in_batches_of_one(name):
+    settings = PretrainSettings(backbone="vit-tiny", corpus="photos", batch_size=2, **{name: 0.8})
+    training_arguments(settings)
+    with pytest.raises(UserError, match=f"^{name}: 0.8 needs a second image.*at least 4"):
+        training_arguments(settings, processes=2)

@@ -19,7 +19,7 @@ from lamina.data.packed.packed_blocks import PackedBlocks
 from lamina.data.packed.split_files import Packed, pack
 from lamina.data.split import check_split, count_chars, piece_chars, split_corpus
 from lamina.data.token_counts import unigram_entropy
-from lamina.data.tokenizers import BYTES, EVAL_FRACTION, load_tokenizer
+from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
 from lamina.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +68,11 @@ def prepare_blocks(
     text = Corpus.parse(corpus, text_field)
     tokenizer = load_tokenizer(tokenizer_spec, corpus=text, cache_dir=root, eval_fraction=eval_fraction)
     packing = _Packing(
-        encoder=Encoder(tokenizer), sequence_length=sequence_length, eval_fraction=eval_fraction, progress=progress
+        encoder=Encoder(tokenizer),
+        sequence_length=sequence_length,
+        eval_fraction=eval_fraction,
+        progress=progress,
+        trains_tokenizer=is_trained(tokenizer_spec),
     )
     return mix(text.parts, [packing.blocks(part.corpus, root) for part in text.parts]), tokenizer
 
@@ -81,6 +85,7 @@ class _Packing:
     sequence_length: int
     eval_fraction: float
     progress: bool
+    trains_tokenizer: bool
 
     def blocks(self, corpus: SingleCorpus, root: Path) -> Blocks:
         """The blocks of a corpus from the cache in ``root``, packed first where the cache does not have them."""
@@ -113,8 +118,9 @@ class _Packing:
                 )
             fraction = min(0.5, 2 * fraction)
         if fraction != self.eval_fraction:
-            small = "%s is small: %g of it is held out, not %g, to fill a block"
-            logger.warning(small, corpus.spec, fraction, self.eval_fraction)
+            small = "%s is small: %g of it is held out, not %g, to fill a block%s"
+            seen = "; its bpe tokenizer was trained on a part of that" if self.trains_tokenizer else ""
+            logger.warning(small, corpus.spec, fraction, self.eval_fraction, seen)
         return packed
 
     def _write_meta(self, draft: Path, packed: Packed, key: str) -> None:

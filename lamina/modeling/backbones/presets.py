@@ -96,6 +96,8 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
     fields = {**config.to_dict(), **changes}
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
         fields.pop("layer_types", None)  # the configuration derives it from the depth
+    if "vocab_size" in changes and (fields.get("pad_token_id") or 0) >= fields["vocab_size"]:
+        fields["pad_token_id"] = None  # of a larger vocabulary
     fields.pop("transformers_version", None)
     new = AutoConfig.for_model(fields.pop("model_type"), **fields)
     new._attn_implementation = config._attn_implementation

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lamina.data.blocks import Splits, Stats, perplexity
 from lamina.data.drawn.masked_blocks import MaskedBlocks, with_mask_token
 from lamina.training.objectives.objective import Processor, objective
-from lamina.training.objectives.text import TextObjective, read_text
+from lamina.training.objectives.text import TextObjective, padding_of, read_text
 
 if TYPE_CHECKING:
     from lamina.training.settings import PretrainSettings
@@ -39,8 +39,7 @@ class MaskedLM(TextObjective):
     ) -> PreTrainedConfig:
         tokenizer = cast(PreTrainedTokenizerBase, processor)
         config = super().complete(config, splits, processor, from_model)
-        # The backbone's own ids are those of another vocabulary, and the embedding of the padding is not trained.
-        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
+        config.pad_token_id = padding_of(tokenizer)  # the backbone's own ids are those of another vocabulary
         for name in ("cls_token_id", "sep_token_id"):
             setattr(config, name, getattr(tokenizer, name))
         return config

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from lamina.core.json_types import Json
 from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
 from lamina.data.blocks import BlockStats, Splits, Stats
+from lamina.data.encoding import vocab_size_of
 from lamina.errors import UserError
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.training import source
@@ -39,7 +40,10 @@ class TextObjective(Objective):
         self, config: PreTrainedConfig, splits: Splits, processor: Processor, from_model: str | None
     ) -> PreTrainedConfig:
         tokenizer = cast(PreTrainedTokenizerBase, processor)
-        config = with_vocabulary(config, len(tokenizer), from_model)
+        has_padding = getattr(config, "pad_token_id", None) is not None
+        config = with_vocabulary(config, vocab_size_of(tokenizer), from_model)
+        if from_model is None and has_padding:  # the backbone's own id is a token of the new vocabulary, or none
+            config.pad_token_id = padding_of(tokenizer)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         return config
 
@@ -53,6 +57,11 @@ class TextObjective(Objective):
             "unigram entropy": f"{stats.unigram_entropy:.3f} nats per token",
             "fingerprint": stats.fingerprint,
         }
+
+
+def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the padding, whose embedding is not trained; None if it also ends documents."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:

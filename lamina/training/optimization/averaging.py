@@ -29,17 +29,22 @@ class WeightAverage(TrainerCallback):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model with the averaged weights."""
+        """The model with the averaged weights, on the trained model's device."""
+        self._follow()
         return cast(PreTrainedModel, self.averaged.module)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Average the weights of the step."""
-        device = next(self.trained.parameters()).device
-        if next(self.model.parameters()).device != device:  # Trainer moved the model after it was copied
-            torch.nn.Module.to(self.averaged, device)
+        self._follow()
         self.averaged.update_parameters(self.trained)
+
+    def _follow(self) -> None:
+        """Move to the trained model's device: Trainer moves that model after it was copied, also without a step."""
+        device = next(self.trained.parameters()).device
+        if next(self.averaged.parameters()).device != device:
+            torch.nn.Module.to(self.averaged, device)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**dict(self.model.named_parameters()), _STEPS: self.averaged.n_averaged}

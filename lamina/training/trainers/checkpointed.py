@@ -41,6 +41,8 @@ class CheckpointedTrainer(_Trainer):
     keep_also: Callable[[Json], bool] | None = None
     rate_factor: float = 1.0
     average: WeightAverage | None = None
+    overflows: int
+    overflows_in_a_row: int
     _resumed: RunState = MappingProxyType({})
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -59,17 +61,19 @@ class CheckpointedTrainer(_Trainer):
         self.processes.by_first(lambda: checkpoints.prune(folder, step, keep, self.keep_also))
 
     def state_dict(self) -> Json:
-        """Its part of a checkpoint's run state: every process's loss since the last record, and the rate factor."""
+        """Its part of a checkpoint's run state: the losses since the last record, the rate factor, fp16's overflows."""
         return {
             "step": self.state.global_step,
             "losses": self.processes.everyones(float(self._tr_loss)),
             "logged_step": self._globalstep_last_logged,
             "learning_rate_factor": self.rate_factor,
+            "overflows": [self.overflows, self.overflows_in_a_row],
         }
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's run state: the guard and ``states`` now, the trainer when training begins."""
         self._resumed = state
+        self.overflows, self.overflows_in_a_row = state.get("overflows", [0, 0])
         for stateful in (self.guard, *self.states):
             stateful.load_state_dict(state)
 
