@@ -61,7 +61,8 @@ class TextObjective(Objective):
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id of the padding, whose embedding is not trained; None if it also ends documents."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id != tokenizer.eos_token_id else None
+    padding = tokenizer.pad_token_id
+    return padding if isinstance(padding, int) and padding != tokenizer.eos_token_id else None
 
 
 def with_vocabulary(config: PreTrainedConfig, vocab_size: int, from_model: str | None = None) -> PreTrainedConfig:
