@@ -11,7 +11,7 @@ from lamina.jobs.files import read_yaml
 from lamina.studies.catalog.arms import arms, resolved
 from lamina.studies.catalog.study import read_study
 from lamina.studies.engine.plan import Plan, _rank
-from lamina.studies.engine.results import results_table
+from lamina.studies.engine.results import _named, results_table
 from lamina.studies.engine.run import _refuse_edited, make_plan, run_study
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.engine.showing import description, dry_run_text
@@ -195,3 +195,8 @@ def test_an_arm_may_say_its_rate_where_the_study_does_not(tmp_path, corpus):
     axes = {"arm": {"a": {"learning_rate": 1e-3}, "b": {"learning_rate": 0.5}}}
     found = arms(read_study(write_study(tmp_path, corpus=corpus, axes=axes)).scale("cpu"))
     assert [arm.settings["learning_rate"] for arm in found] == [1e-3, 0.5]
+
+
+def test_a_row_names_a_placement_file_without_its_folders():
+    assert _named("/home/me/mine.yaml(alpha=1/2)") == "mine.yaml(alpha=1/2)"
+    assert _named("mix_ln(alpha=0.5)") == "mix_ln(alpha=0.5)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,13 @@ def result_row(trial: Trial, result: Json, values: Mapping[str, object], *, tune
     left_out = {*_NOTES, *values, "trial"}
     numbers = JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
-    own: Json = {"key": trial.key, "placement": trial.placement, **values, "seed": trial.seed}
+    own: Json = {"key": trial.key, "placement": _named(trial.placement), **values, "seed": trial.seed}
     return {**scalars, **own, "learning_rate": trial.learning_rate, "tuned": tuned}
+
+
+def _named(placement: str) -> str:
+    """A placement's spec without the folders of a file of the user's own: they are of one machine."""
+    return re.sub(r"^[^(]*/", "", placement)
 
 
 def _values(plan: Plan, trial: Trial) -> Json:
