@@ -42,20 +42,21 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 _COMMANDS = {
-    Kind.RUN: "pretrain",
-    Kind.STUDY: "compare or lamina study run",
-    Kind.PROBING: "probe",
-    Kind.EVALUATION: "eval",
-    Kind.MODEL: "convert",
+    Kind.RUN: ("pretrain",),
+    Kind.STUDY: ("compare", "study run"),
+    Kind.PROBING: ("probe",),
+    Kind.EVALUATION: ("eval",),
+    Kind.MODEL: ("convert",),
 }
+"""The commands of the kinds that have another name than their command."""
 
 
 def refuse_other_kind(folder: Path, command: str) -> None:
     """Raise UserError if another command than this one wrote the folder that it is to resume."""
     kind = kind_of(folder)
-    if kind is None or command in (owner := _COMMANDS.get(kind, str(kind))).replace("lamina ", "").split(" or "):
+    if kind is None or command in (owners := _COMMANDS.get(kind, (str(kind),))):
         return
-    wrote = "lamina.watch" if kind is Kind.WATCHED else f"lamina {owner}"
+    wrote = "lamina.watch" if kind is Kind.WATCHED else " or ".join(f"lamina {owner}" for owner in owners)
     raise UserError(
         f"output: {str(folder)!r} was written by {wrote}, so lamina {command} can't resume it (allowed: the folder of "
         f"a lamina {command}, or a new one)"

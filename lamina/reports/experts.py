@@ -19,6 +19,7 @@ _EXPERTS = "Each expert's share of its layer's tokens over a balanced share: 1 i
 
 
 def section(items: Sequence[Shown]) -> Section:
+    """The section of the experts; without content if no trial has any."""
     if all_rows(items, "expert_load").empty:
         return Section(name="Experts", title="Load of the experts", html="")
     metric = METRICS["expert_load"]

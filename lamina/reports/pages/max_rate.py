@@ -74,10 +74,10 @@ def sentences(rows: Sequence[MaxRate]) -> list[str]:
     least = "at least " if first.open else ""
     texts = [f"{first.placement} tolerates {least}{first.mean:.2g}."]
     if len(measured) > 1:
-        ratio = f"{least}{first.mean / last.mean:.2g} times that of {last.placement} ({last.mean:.2g})"
-        if last.open:  # how much more it tolerates is not known either
-            ratio = f"that of {last.placement} is at least {last.mean:.2g}, so the two are not told apart by this much"
-        texts[0] = f"{first.placement} tolerates the highest learning rate, {least}{first.mean:.2g}: {ratio}."
+        than = f": {least}{first.mean / last.mean:.2g} times that of {last.placement} ({last.mean:.2g})"
+        if last.open:
+            than = f"; {last.placement} tolerates at least {last.mean:.2g}, so the ratio is unknown"
+        texts[0] = f"{first.placement} tolerates the highest learning rate, {least}{first.mean:.2g}{than}."
     stuck = [row.placement for row in measured if row.ends == STUCK]
     return texts + [f"{name} never learned more than how often each token occurs." for name in stuck]
 
