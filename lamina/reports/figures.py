@@ -15,6 +15,7 @@ from lamina.reports.charts import Line
 from lamina.reports.palette import colors, look, looks
 from lamina.reports.ranking import by_rate
 from lamina.reports.records import Frame, Trial
+from lamina.reports.sentences import Guess
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
@@ -28,13 +29,14 @@ _MARKERS = {
 
 
 def loss_curves(
-    items: Sequence[Shown], unigram_entropy: float = math.nan, name: str = "unigram entropy"
+    items: Sequence[Shown], unigram_entropy: float = math.nan, guess: Guess | None = None
 ) -> go.Figure | None:
-    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy (its ``name``) as a dashed line.
+    """Training loss (thin) and eval loss (points) against tokens; the loss of a ``guess`` as a dashed line.
 
     Over several seeds the eval loss is their mean, in a band of one standard deviation. The page can draw it against
     FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
     """
+    guess = guess or Guess.of({})
     figure, evaluated, trained = go.Figure(), [], []
     factors: list[dict[str, float]] = []
     for item in items:
@@ -79,9 +81,9 @@ def loss_curves(
         factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
     if not figure.data:
         return None
-    _frame_losses(figure, evaluated, trained, unigram_entropy, name)
+    _frame_losses(figure, evaluated, trained, unigram_entropy, guess.name)
     figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="loss (nats per token)")
+    figure.update_yaxes(title=f"loss ({guess.unit})")
     figure.update_layout(hovermode="x unified", meta={"against": _against(factors)})
     return polish(figure, 440)
 
@@ -145,7 +147,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     ]
 
 
-def second_losses(items: Sequence[Shown]) -> go.Figure | None:
+def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figure | None:
     """The loss on the second corpus against tokens, averaged over the seeds; None where no run has one."""
     figure = go.Figure()
     for item in items:
@@ -164,7 +166,7 @@ def second_losses(items: Sequence[Shown]) -> go.Figure | None:
     if not figure.data:
         return None
     figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="loss on the second corpus (nats per token)")
+    figure.update_yaxes(title=f"loss on the second corpus ({(guess or Guess.of({})).unit})")
     return polish(figure.update_layout(hovermode="x unified"), 360)
 
 

@@ -138,7 +138,7 @@ def _arms(folder: StudyFolder) -> str:
         return ""
     several = folder.results["learning_rate"].nunique() > 1
     rate = "best learning rate:" if several else "learning rate:"
-    value = "score, reward or loss" if STAGE in folder.axes else title_of(folder.value)
+    value = "score, reward or loss" if STAGE in folder.axes else title_of(folder.value, folder)
     cells = [
         [
             plain(row["label"]),

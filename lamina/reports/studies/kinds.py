@@ -72,12 +72,13 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
     drawn = splitting.panels(study, table, color, x, series)
     if not drawn:
         return None
+    log = bool(request.more.get("log")) and bool((table["mean"] > 0).all())
     return Drawing(
         name=_name(study, "curves", y),
         title=f"{splitting.title_of(y).capitalize()} while training",
         caption="Mean over the seeds; the band is their range.",
         x=Axis(title=splitting.title_of(x)),
-        y=Axis(title=splitting.title_of(y), log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
+        y=Axis(title=splitting.title_of(y, study), log=log),
         panels=drawn,
         spread="band",
     )
@@ -112,10 +113,10 @@ def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption
             "" if request.kind in ("sweep", "by_depth") else x,
             "" if value == study.value else value,
         ),
-        title=f"{splitting.title_of(value).partition(' (')[0].capitalize()} by {splitting.title_of(x)}",
+        title=f"{splitting.title_of(value).capitalize()} by {splitting.title_of(x)}",
         caption=" ".join(caption.split()),
         x=splitting.axis(x, table[x]),
-        y=Axis(title=splitting.title_of(value)),
+        y=Axis(title=splitting.title_of(value, study)),
         panels=drawn,
         joined=splitting.joined(table[x]),
     )

@@ -95,7 +95,7 @@ def _arms(study: StudyFolder) -> str:
     color = colors(rows["placement"])
     fields = [
         Field(title="arm", kind="name", cell=lambda row: swatch(color[row["placement"]]) + escape(str(row["label"]))),
-        number("mean", ".4f", title_of(study.value), "number main"),
+        number("mean", ".4f", title_of(study.value, study), "number main"),
         number("std", ".4f", "std"),
         number("learning_rate", "g", "learning rate"),
         number("trained", ".0f", "in the mean"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lamina.reports.palette import PALETTE, Look, looks
 from lamina.reports.records import Frame, rows_of
+from lamina.reports.sentences import Guess
 from lamina.reports.studies.drawing import Axis, Panel, Series, Value
 from lamina.reports.studies.folder import StudyFolder
 
@@ -17,7 +18,6 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 _ALONE = Look("#1f2933")
 _TITLES = {
-    "eval_loss": "eval loss (nats per token)",
     "learning_rate": "learning rate",
     "max_learning_rate": "largest learning rate",
     "num_layers": "layers",
@@ -25,8 +25,10 @@ _TITLES = {
 }
 
 
-def title_of(column: str) -> str:
-    """A column's name on an axis."""
+def title_of(column: str, study: StudyFolder | None = None) -> str:
+    """A column's name on an axis; with the study, a loss has its unit."""
+    if column == "eval_loss" and study is not None:
+        return f"eval loss ({Guess.of_any(study.results).unit})"
     return _TITLES.get(column, column.replace("_", " "))
 
 
