@@ -36,9 +36,13 @@ def parser() -> Parser:
         "--height", type=int, default=2300, help="the screenshot's height in pixels, from the top of the page"
     )
     flags.add_argument(
-        "--follow", action="store_true", help="rewrite the page whenever its records have grown, until the run or study has ended"
+        "--follow",
+        action="store_true",
+        help="rewrite the page whenever its records have grown, until the run or study has ended",
     )
-    flags.add_argument("--every", type=float, default=10.0, metavar="X", help="with --follow, seconds between two looks at the folder")
+    flags.add_argument(
+        "--every", type=float, default=10.0, metavar="X", help="with --follow, seconds between two looks at the folder"
+    )
     flags.add_argument(
         "--figures",
         action="store_true",

@@ -89,8 +89,10 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
 
-  const plain = (html) =>
-    /[<&]/.test(html) ? new DOMParser().parseFromString(html, "text/html").body.textContent : String(html);
+  const plain = (given) => {
+    const html = String(given).replaceAll("<br>", " ");
+    return /[<&]/.test(html) ? new DOMParser().parseFromString(html, "text/html").body.textContent : html;
+  };
   const cell = (value) => (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
   const fileName = (node) => {
     const heading = node.closest("figure")?.querySelector("h3") || node.closest("section")?.querySelector("h2");
