@@ -40,7 +40,7 @@ def loss_curves(
     figure, evaluated, trained = go.Figure(), [], []
     factors: list[dict[str, float]] = []
     for item in items:
-        for number, trial in enumerate(item.trials):
+        for trial in item.trials:
             train = thin(trial.metrics.dropna(subset=["loss", "tokens"]), _TRAIN_POINTS)
             if len(train):
                 trained.append(train["loss"].to_numpy())
@@ -53,7 +53,7 @@ def loss_curves(
                     legendgroup=item.label,
                     showlegend=False,
                     hoverinfo="skip",
-                    name=f"{item.label} {number}",
+                    meta={"line": f"{item.label}, training loss{_seed(trial)}"},
                 )
         means = _mean_eval(item)
         has_lines = any(len(trial.metrics) for trial in item.trials)
@@ -76,6 +76,7 @@ def loss_curves(
             symbol=own.marker if own else None,
             group=item.label,
             name=item.label + _in_legend(item),
+            data_name=f"{item.label}, eval loss",
             hover=f"{item.label}: %{{y:.3f}}",
         ).draw(figure)
         factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
@@ -186,6 +187,7 @@ def task_scores(items: Sequence[Shown]) -> go.Figure | None:
                     y=[value for _, value in points],
                     color=shades.get(task, item.color),
                     name=name,
+                    data_name=f"{name}{_seed(trial)}",
                     legend=trial is item.trials[0],
                     markers=True,
                     hover=f"{name}: %{{y:.3f}}",
@@ -238,12 +240,12 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
                 "color": color[placement],
                 "line": {"width": 2.2, "color": color[placement]},
             },
-            customdata=lost[["status_text", "learning_rate"]].map(lambda v: escape(str(v))).to_numpy(),
+            customdata=lost[["learning_rate", "status_text"]].map(lambda v: escape(str(v))).to_numpy(),
             name=label,
             legendgroup=label,
             showlegend=False,
             cliponaxis=False,
-            hovertemplate=f"{label}<br>%{{customdata[1]}}: %{{customdata[0]}}<extra></extra>",
+            hovertemplate=f"{label}<br>%{{customdata[0]}}: %{{customdata[1]}}<extra></extra>",
         )
     ticks = sorted(rates["learning_rate"].unique())
     figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
@@ -286,6 +288,10 @@ def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
         return pd.DataFrame(columns=["tokens", column, "spread"], dtype=float)
     grouped = pd.concat(points).groupby("tokens")[column]
     return pd.DataFrame({column: grouped.mean(), "spread": grouped.std()}).reset_index()
+
+
+def _seed(trial: Trial) -> str:
+    return f", seed {trial.seed:g}" if math.isfinite(trial.seed) else ""
 
 
 def _in_legend(item: Shown) -> str:

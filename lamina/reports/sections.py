@@ -146,7 +146,7 @@ def scale_note(results: Frame) -> list[str]:
         return []
     parameters, tokens = (f"{size / 1e6:,.1f} million" if size >= 1e5 else f"{size:,.0f}" for size in sizes)
     return [
-        f"The scale: {parameters} parameters and {tokens} tokens a run. The papers' smallest models have 71 million "
+        f"The scale: {parameters} parameters and {tokens} tokens per run. The papers' smallest models have 71 million "
         "and see a billion, so what holds here need not hold there."
     ]
 
