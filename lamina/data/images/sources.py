@@ -108,9 +108,9 @@ def _of_folder(spec: str, root: Path) -> ImageFiles:
     held_out = [name for name in _HELD_OUT if name in names]
     splits = [root]
     if "train" in names and held_out:
-        if others := sorted(set(names) - {"train", *held_out}):
+        if beside := sorted(set(names) - {"train", *held_out}):
             raise UserError(
-                f"corpus: {spec!r} has the folder {others[0]!r} beside its splits 'train' and {held_out[0]!r} "
+                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r} "
                 "(allowed: splits alone, or classes alone)"
             )
         splits = [root / "train", root / held_out[0]]
