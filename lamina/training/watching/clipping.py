@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn.utils import clip_grad as torch_clipping
 _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
-_LISTENERS: list[Callable[[], None]] = []
+Tell = Callable[[Sequence[torch.Tensor]], None]
+_LISTENERS: list[Tell] = []
 _PATCHED = ExitStack()  # while there are listeners
 
 
 @contextmanager
-def before_clipping(tell: Callable[[], None]) -> Iterator[None]:
-    """Call ``tell`` before torch clips any gradient by norm or by value; the clipping itself is torch's own.
+def before_clipping(tell: Tell) -> Iterator[None]:
+    """Call ``tell`` with the parameters before torch clips their gradients by norm or by value, as it does by itself.
 
     Several may listen, and leave in any order; torch's functions are its own again once the last has left.
     """
@@ -38,9 +39,10 @@ def before_clipping(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _telling(inner: Callable[..., object]) -> Callable[..., object]:
-    def clip(*args: object, **kwargs: object) -> object:
+    def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object) -> object:
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for tell in tuple(_LISTENERS):
-            tell()
-        return inner(*args, **kwargs)
+            tell(chosen)
+        return inner(chosen, *args, **kwargs)
 
     return clip
