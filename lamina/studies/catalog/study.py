@@ -236,7 +236,7 @@ def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, J
     """An axis's values by label: a list of a setting's values, or labels with settings."""
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
-        raise UserError(f"{where}{axis}: is a column of the study's tables already (allowed: another name for the axis)")
+        raise UserError(f"{where}{axis}: is a column of the study's tables already (allowed: another name)")
     if isinstance(values, Mapping) and values:
         for label, settings in values.items():
             if not isinstance(settings, Mapping):
