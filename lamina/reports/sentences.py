@@ -168,14 +168,12 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
         ):
             texts.append(
                 f"Why, by layer: {_evenness(worst, gradients[worst], column)}, while in {best} the two "
-                + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are of one size")
+                + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are about equal")
             )
         else:
             less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
-            even = "them of one size, too" if less else f"them no less even than {best}"
-            texts.append(
-                f"Gradients by layer do not set the first and the last of the ranking apart: {worst} has {even}"
-            )
+            even = f"nearly even in {worst}, too" if less else f"no less even in {worst} than in {best}"
+            texts.append(f"Gradients by layer do not set the first and the last of the ranking apart: they are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
         most, least = max(growth, key=lambda p: growth[p]), next(iter(growth))
@@ -190,7 +188,7 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
             by = _times(1 / growth[least])
             texts.append(f"by the end the hidden variance falls {by} from the first block to the last in {least}")
         else:
-            texts.append("the hidden variance stays of one size from the first block to the last")
+            texts.append("the hidden variance stays about the same from the first block to the last")
     return _capital("; ".join(texts)) + "." if texts else ""
 
 
@@ -207,7 +205,7 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
     low, high = ("first", "last") if ratio >= 1 else ("last", "first")
     small, large = sorted((blocks[step].iloc[0], blocks[step].iloc[-1]))
     if _size(ratio) <= _LEVEL:
-        return f"in {placement} the first and the last block's gradient norms are of one size at step {step:.0f}"
+        return f"in {placement} the first and the last block's gradient norms are about equal at step {step:.0f}"
     return (
         f"at step {step:.0f} the {high} block's gradient norm in {placement} is {_times(_size(ratio), 'as large')} as "
         f"the {low} block's ({_short(large)} against {_short(small)})"

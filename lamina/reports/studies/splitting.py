@@ -10,6 +10,7 @@ from lamina.reports.palette import PALETTE, Look, looks
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.studies.drawing import Axis, Panel, Series, Value
 from lamina.reports.studies.folder import StudyFolder
+from lamina.studies.catalog.stages import STAGE
 
 _MOST_PANELS = 9
 _WIDE = 8  # a factor from which on a range is logarithmic
@@ -45,6 +46,11 @@ def value_title(study: StudyFolder, column: str) -> str:
         return "eval loss (nats)"
     images = "accuracy" in study.results and study.results["accuracy"].notna().any()
     return "eval loss (nats per image)" if images else title_of(column)
+
+
+def arms_title(study: StudyFolder) -> str:
+    """What the table of arms counts: in a study with stages, each stage shows its own value."""
+    return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
