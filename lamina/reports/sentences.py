@@ -195,7 +195,12 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
 def _worst(known: list[Json]) -> str:
     """The last stuck placement where there is one (a diverged one's gradients only say that it did), else the last."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
-    return (stuck or sorted(known, key=lambda row: (severity(row["status"]), row["rank"])))[-1]["placement"]
+    return (stuck or sorted(known, key=_in_ranking))[-1]["placement"]
+
+
+def _in_ranking(row: Json) -> tuple[int, int]:
+    """Where a placement stands: those of which a run finished come first, whatever became of its other seeds."""
+    return (0 if row["finished"] else 1 + severity(row["status"]), row["rank"])
 
 
 def _evenness(placement: str, table: Frame, column: int) -> str:
@@ -240,8 +245,10 @@ def _short(value: float) -> str:
 
 
 def _loss(row: Json) -> str:
-    std = row["eval_loss_std"]
-    return f"{row['eval_loss']:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else "")
+    """The mean loss of the seeds that finished, with its spread, and how many they are where others did not."""
+    std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
+    spread = f" ± {std:.3f}" if math.isfinite(std) else ""
+    return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")
 
 
 def _capital(text: str) -> str:

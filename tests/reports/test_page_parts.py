@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -114,3 +115,15 @@ def test_the_text_of_a_tick_is_the_value_of_the_tick():
     )
     assert log_ticks(3.9, 4.8)[1] == ["10<sup>4</sup>", "2·10<sup>4</sup>", "3·10<sup>4</sup>", "5·10<sup>4</sup>"]
     assert log_ticks(-1.1, 0.2)[1] == ["0.1", "0.2", "0.5", "1"]
+
+
+def test_the_drawn_eval_loss_is_the_rankings_of_the_seeds_that_finished(tmp_path):
+    trials = [trial(tmp_path, seed, 5.0) for seed in (0, 1)]
+
+    def drawn(*ends):
+        ended = tuple(replace(one, status=end) for one, end in zip(trials, ends, strict=True))
+        figure = loss_curves([Shown(placement="keel", color="#e69f00", trials=ended)])
+        return next(list(trace.y) for trace in figure.data if trace.mode == "lines+markers")
+
+    assert drawn("finished", "stuck") == [2.0, 2.0]
+    assert drawn("stuck", "stuck") == [2.5, 2.5]

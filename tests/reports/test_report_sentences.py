@@ -199,3 +199,16 @@ def test_one_rate_and_one_seed_are_noticed_and_several_are_not():
 def test_a_best_rate_at_the_edge_is_noticed():
     grid = results(*((p, lr, s, "finished", lr) for p in "ab" for lr in (1, 2, 3) for s in (0, 1)))
     assert "For a (1) and b (1) the best learning rate is the lowest one tried" in notices(summarize(grid), grid)[0]
+
+
+def test_a_leader_that_lost_a_seed_says_so_and_is_not_compared_with_itself():
+    halves = results(
+        ("post_ln", 3e-3, 0, "finished", 2.17),
+        ("post_ln", 3e-3, 1, "stuck", 3.25),
+        ("peri_ln", 3e-3, 0, "finished", 2.25),
+        ("peri_ln", 3e-3, 1, "finished", 2.27),
+    )
+    gradients = {"post_ln": by_layer(0.5, 0.6), "peri_ln": by_layer(0.5, 0.5)}
+    lead, *_, why = sentences(summarize(halves), gradients=gradients)
+    assert lead.startswith("post_ln has the lowest eval loss, 2.170 over 1 of 2 seeds, 0.090 below peri_ln (2.260 ±")
+    assert "no less even in peri_ln than in post_ln" in why
