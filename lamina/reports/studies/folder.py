@@ -19,6 +19,7 @@ from lamina.studies.judging.checks import TRAINED
 from lamina.studies.trials.scores import SCORE
 
 RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
+OURS = "ours"  # the source of a study that follows no paper
 _NO_ARM = ("learning_rate", "seed")
 _COUNTED = {"num_layers": "layers", "steps": "steps"}
 _MEASURED = "measured_"  # ahead of a measure's column that has an axis's name
