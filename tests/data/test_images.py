@@ -227,7 +227,15 @@ def test_without_augmentation_a_training_draws_the_images_themselves(folder):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"crop_scale": 0.3}, {"flip": 0.5}, {"rand_augment": 0.9}, {"random_erasing": 1.0}]
+    "changed",
+    [
+        {"crop_scale": 0.3},
+        {"flip": 0.5},
+        {"rand_augment": 0.9},
+        {"rand_augment": 1.0},
+        {"rand_augment": 0.01},
+        {"random_erasing": 1.0},
+    ],
 )
 def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, changed):
     if "crop_scale" not in changed and "flip" not in changed:
