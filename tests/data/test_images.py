@@ -251,6 +251,14 @@ def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, ch
     assert all(x.shape == (3, SIZE, SIZE) and torch.isfinite(x).all() for x in first)
 
 
+def test_gray_images_are_augmented_by_every_operation(pixels):
+    pytest.importorskip("kornia")
+    augmentation = Augmentation(size=4, rand_augment=0.9, random_erasing=0.5)
+    train = prepare_images(str(pixels[0]), augmentation, eval_fraction=0.2)[0].train.for_run(0)
+    drawn = [train[position]["pixel_values"] for position in range(60)]  # each of two operations of some ten
+    assert all(x.shape == (1, 4, 4) and torch.isfinite(x).all() for x in drawn)
+
+
 def test_a_flip_mirrors_the_columns(folder):
     train = augmented(folder, flip=1.0)
     drawn = train.for_run(0)

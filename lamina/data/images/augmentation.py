@@ -82,7 +82,10 @@ class Augmentation:
             if self.rand_augment:
                 magnitude = min(max(1, round(self.rand_augment * _MAGNITUDES)), _MAGNITUDES - 1)
                 distort = RandAugment(n=OPERATIONS, m=magnitude)
-                batch = (distort((batch * std + mean).clamp(0.0, 1.0)) - mean) / std
+                plain = (batch * std + mean).clamp(0.0, 1.0)
+                # some operations take colors alone; of a gray image, all three channels stay the same
+                distorted = distort(plain.expand(-1, 3, -1, -1))[:, : plain.shape[1]]
+                batch = (distorted - mean) / std
             if self.random_erasing and _uniform(generator) < self.random_erasing:
                 erase = kornia.RandomErasing(scale=_ERASED, ratio=_ERASED_RATIO, p=1.0)
                 ones = erase(torch.ones_like(batch[:, :1]))  # where it is 0, noise is put, as in DeiT's "pixel" mode
