@@ -227,7 +227,15 @@ def test_without_augmentation_a_training_draws_the_images_themselves(folder):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"crop_scale": 0.3}, {"flip": 0.5}, {"rand_augment": 0.9}, {"random_erasing": 1.0}]
+    "changed",
+    [
+        {"crop_scale": 0.3},
+        {"flip": 0.5},
+        {"rand_augment": 0.9},
+        {"rand_augment": 1.0},
+        {"rand_augment": 0.01},
+        {"random_erasing": 1.0},
+    ],
 )
 def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, changed):
     if "crop_scale" not in changed and "flip" not in changed:
@@ -241,6 +249,14 @@ def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, ch
     assert all(torch.equal(again[position]["pixel_values"], first[position]) for position in (7, 0, 3))
     assert any(not torch.equal(x, plain[position]["pixel_values"]) for position, x in enumerate(first))
     assert all(x.shape == (3, SIZE, SIZE) and torch.isfinite(x).all() for x in first)
+
+
+def test_gray_images_are_augmented_by_every_operation(pixels):
+    pytest.importorskip("kornia")
+    augmentation = Augmentation(size=4, rand_augment=0.9, random_erasing=0.5)
+    train = prepare_images(str(pixels[0]), augmentation, eval_fraction=0.2)[0].train.for_run(0)
+    drawn = [train[position]["pixel_values"] for position in range(60)]  # each of two operations of some ten
+    assert all(x.shape == (1, 4, 4) and torch.isfinite(x).all() for x in drawn)
 
 
 def test_a_flip_mirrors_the_columns(folder):
