@@ -22,7 +22,14 @@ from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.watching.clipping import before_clipping
 from lamina.training.watching.following import Followed, bare, called, follow, is_compiled, items_of
 from lamina.training.watching.gains import Gain, gains_of
-from lamina.training.watching.optimizers import accumulates, after_closure, largest_rate, loss_scale, stepping
+from lamina.training.watching.optimizers import (
+    accumulates,
+    after_closure,
+    largest_beta2,
+    largest_rate,
+    loss_scale,
+    stepping,
+)
 from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.stream import ForwardMeter, in_half
 
@@ -72,6 +79,7 @@ class Instruments:
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self.saw_loss = False
+        self._clipped_at: float | None = None
         self.scales_losses = False  # by a GradScaler, which handles infinite gradients itself
         self._norms: GradientNorms | None = None
         self._updates: UpdateRatios | None = None
@@ -157,10 +165,11 @@ class Instruments:
         tokens = {"input_ids": torch.arange(1, 9, device=device)[None]}
         self._follow(self.model, tokens)
 
-    def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Before torch clips gradients: another model's say nothing of this one's, which may not be complete."""
         own = {id(parameter) for parameter in self.model.parameters()}
         if any(id(parameter) in own for parameter in parameters):
+            self._clipped_at = limit
             self._measure_gradients()
 
     @torch.no_grad()
@@ -286,6 +295,7 @@ class Instruments:
                 {"path": site.path, "sublayers": [sublayer.kind for sublayer in site.sublayers]} for site in layers
             ],
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "settings": {"beta2": largest_beta2(self.optimizers), "max_grad_norm": self._clipped_at},
             "half": self.half,
             "notes": followed.notes,
         }

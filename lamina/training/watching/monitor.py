@@ -64,6 +64,7 @@ class Monitor:
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
         self._tokens_written = self.tokens
+        self._about: Json = {}  # as written last
         self._open = False
 
     @property
@@ -97,8 +98,11 @@ class Monitor:
         self._write_about()
 
     def _write_about(self) -> None:
-        if self.records is not None and self.instruments.followed is not None:
-            self.records.describe(self.instruments.about())
+        if self.records is None or self.instruments.followed is None:
+            return
+        if (about := self.instruments.about()) != self._about:
+            self._about = about
+            self.records.describe(about)
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
         """Whether the step that is about to be taken is skipped: waits for the device."""
@@ -148,8 +152,8 @@ class Monitor:
         self._add(rows)
         alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
         new = self.instruments.rows(self.step) if due else []
-        if self.alarms.half != self.instruments.half:  # autocast was seen
-            self.alarms.half = self.instruments.half
+        self.alarms.half = self.instruments.half  # autocast may have been seen
+        if due:
             self._write_about()
         if due:
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []

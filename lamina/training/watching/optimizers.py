@@ -31,6 +31,12 @@ def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
     return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
+def largest_beta2(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The largest decay of the second moments; None for optimizers that have none."""
+    betas = [group.get("betas") for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(pair[1]) for pair in betas if isinstance(pair, Sequence) and len(pair) == 2), default=None)
+
+
 def loss_scale(optimizer: torch.optim.Optimizer) -> tuple[bool, torch.Tensor | None]:
     """Whether a GradScaler takes the step that begins, and the factor of gradients that it leaves to a fused optimizer.
 
