@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -44,7 +44,8 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
         for index in strange:
             resolved[index].additions.clear()
     first, last = calls[0], calls[-1]
-    notes += [] if layers else _others(chains, calls)
+    others = _outside_chains(_chains(record) if layers else chains, calls)
+    notes += [] if layers else _others(others, calls)
     return Structure(
         layers=tuple(_site(i, layer, width) for i, layer in enumerate(resolved)),
         hidden_size=width,
@@ -53,6 +54,7 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
         final_norm=_outer_norm("final_norm", record, after=last),
         head=_asked(model, "get_output_embeddings"),
         notes=notes,
+        outside=tuple(_outside(record, calls, others)),
     )
 
 
@@ -101,14 +103,27 @@ def _choose(model: nn.Module, record: Trace, chains: list[list[Call]]) -> list[C
     return best
 
 
-def _others(chains: list[list[Call]], calls: list[Call]) -> list[str]:
-    """A note if there are layers outside the chosen ones (a hierarchy of stages, a second tower)."""
+def _outside_chains(chains: list[list[Call]], calls: list[Call]) -> list[list[Call]]:
+    """The outer ones of the chains of layers outside the chosen ones (a hierarchy of stages, a second tower)."""
     began, ended = calls[0].began, calls[-1].ended
     outside = [c for c in chains if len(c) > 1 and (c[-1].ended < began or c[0].began > ended)]
+    others = [call for chain in outside for call in chain]
+    return [c for c in outside if not any(o.began < c[0].began and c[-1].ended < o.ended for o in others)]
+
+
+def _outside(record: Trace, calls: list[Call], others: list[list[Call]]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside the chosen layers; those that hold layers are left out."""
+    for call in (call for chain in others for call in chain):
+        yield "other", call.module
+    for call in record.calls:
+        if call.ended < calls[0].began or call.began > calls[-1].ended:
+            yield ("embedding" if call.ended < calls[0].began else "readout"), call.module
+
+
+def _others(outside: list[list[Call]], calls: list[Call]) -> list[str]:
+    """A note if there are layers outside the chosen ones."""
     if not outside:
         return []
-    others = [call for chain in outside for call in chain]
-    outside = [c for c in outside if not any(o.began < c[0].began and c[-1].ended < o.ended for o in others)]
     return [
         f"{sum(map(len, outside))} more layers ({outside[0][0].path}, ...) lie outside of the chain that was found at "
         f"{calls[0].path}; --layers PATH names the list of layers that is meant"

@@ -35,7 +35,11 @@ def prove(structure: Structure, inputs: Batch, root: nn.Module) -> Structure:
     """
     few = _few(inputs, structure.hidden_size)
     states: dict[Hashable, Point] = {**structure.states()}
-    tensors = _watched(root, {**states, **_parts(structure)}, few)
+    try:
+        tensors = _watched(root, {**states, **_parts(structure)}, few)
+    except Exception:  # it does not run on its main input alone: an encoder with its decoder
+        few |= _rest(inputs, few)
+        tensors = _watched(root, {**states, **_parts(structure)}, few)
     _check_axes(structure, tensors, few)
     _check_agreement(structure, tensors, _watched(root, states, few))
     _check_batch(structure, tensors, _watched(root, states, {name: tensor[:1] for name, tensor in few.items()}))
@@ -65,6 +69,14 @@ def _few(inputs: Batch, width: int) -> dict[str, torch.Tensor]:
     fit = [n for n in _LENGTHS if n <= ids.shape[1] and n not in (width, SEQUENCES)]
     ids = ids[:, : fit[0] if fit else 1]
     return {"input_ids": torch.cat([ids.roll(shift, 1) for shift in range(SEQUENCES)])}
+
+
+def _rest(inputs: Batch, few: Batch) -> dict[str, torch.Tensor]:
+    """The other inputs, the same for each sequence; masks as long as the tokens."""
+    tokens, length = next(iter(inputs.values())), next(iter(few.values())).shape[1]
+    rest = {name: tensor[:1] for name, tensor in inputs.items() if name not in few and tensor.ndim}
+    cut = {name: t[:, :length] if t.shape == tokens[:1].shape else t for name, t in rest.items()}
+    return {name: torch.cat([tensor] * SEQUENCES) for name, tensor in cut.items()}
 
 
 def _parts(structure: Structure) -> dict[Hashable, Point]:
@@ -137,7 +149,7 @@ def _check_tokens(structure: Structure, tensors: Tensors, root: nn.Module, input
     if not bool(other.any()):
         return
     ids[0, 0] = ids[0, other][0]
-    changed = _watched(root, {0: structure.states()[0]}, {"input_ids": ids})
+    changed = _watched(root, {0: structure.states()[0]}, {**inputs, "input_ids": ids})
     if torch.equal(changed[0][0, 0], tensors[0][0, 0]):
         raise UserError(
             f"model: the first token's stream at {_path(structure, 0)} does not depend on the first token (allowed: "

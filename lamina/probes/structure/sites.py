@@ -116,7 +116,11 @@ class LayerSite:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A model's layers in the order in which they run, and what is around them."""
+    """A model's layers in the order in which they run, and what is around them.
+
+    ``outside``: the modules that run before them ("embedding"), behind them ("readout"), or that are layers of another
+    stack ("other"), each once.
+    """
 
     layers: tuple[LayerSite, ...]
     hidden_size: int
@@ -125,6 +129,7 @@ class Structure:
     final_norm: NormSite | None
     head: nn.Module | None
     notes: list[str] = field(default_factory=list)
+    outside: tuple[tuple[str, nn.Module], ...] = ()
 
     @property
     def num_layers(self) -> int:

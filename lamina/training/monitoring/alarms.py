@@ -208,6 +208,7 @@ def _leaves(value: float, recent: Sequence[float], factor: float, fewest: int) -
     return usual, math.log(value) - middle > DEVIATIONS * spread
 
 
+_OUTSIDE = {"embedding": "the embedding", "readout": "the readout", "other": "the other layers"}
 _NAMES = {
     "gain_abs_max": "a norm's largest gain",
     "hidden_variance": "variance of the stream",
@@ -218,7 +219,8 @@ _NAMES = {
 
 def describe(alarm: Alarm) -> str:
     """An alarm as a sentence without its end."""
-    where = "the model" if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
+    outside = _OUTSIDE.get(alarm.role, "the model")
+    where = outside if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
     name = _NAMES.get(alarm.metric, alarm.metric.replace("_", " "))
     words = {
         "not_finite": f"{name} is not finite",

@@ -32,7 +32,8 @@ def places_of(model: nn.Module) -> Placed:
 def followed_places(model: nn.Module, structure: Structure | None) -> Placed:
     """The place of each parameter of any model whose layers were found; all in one place if none were.
 
-    Parameters that several layers share (ALBERT) count in the first of them; tied ones in the embedding.
+    Parameters that several layers share (ALBERT) count in the first of them; tied ones in the embedding. Those of
+    another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
     """
     if structure is None:
         return [((-1, "model", "all"), parameter) for parameter in model.parameters()]
@@ -42,8 +43,7 @@ def followed_places(model: nn.Module, structure: Structure | None) -> Placed:
         for parameter in parameters:
             owners.setdefault(id(parameter), place)
 
-    for module in (structure.embedding, *_embeddings(model)):
-        claim(() if module is None else module.parameters(), (-1, "block", "embedding"))
+    claim(() if structure.embedding is None else structure.embedding.parameters(), (-1, "block", "embedding"))
     for site in structure.layers:
         for sublayer in site.sublayers:
             for _, module in sublayer.modules:
@@ -51,6 +51,13 @@ def followed_places(model: nn.Module, structure: Structure | None) -> Placed:
             for norm in sublayer.norms:
                 claim(norm.module.parameters(), (site.index, sublayer.kind, "all"))
         claim(site.module.parameters(), (site.index, "block", "other"))
+    for role, module in structure.outside:
+        if role == "other":
+            claim(module.parameters(), (-1, "block", "other"))
+    for module in _embeddings(model):
+        claim(module.parameters(), (-1, "block", "embedding"))
+    for role, module in structure.outside:
+        claim(module.parameters(), (-1, "block", role))
     return [(owners.get(id(p), (-1, "block", "readout")), p) for p in model.parameters()]
 
 

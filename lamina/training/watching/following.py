@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,8 +50,8 @@ def bare(model: nn.Module) -> tuple[nn.Module, str | None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of the model is compiled in place: hooks inside it are not called."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
+    """Whether a part of the model is compiled, in place or in a wrapper: hooks inside it are not called."""
+    return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
 
 
 def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Inputs:
@@ -66,6 +66,12 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, object]) ->
         for name in rest:  # whatever it is called: **kwargs, **batch
             named |= named.pop(name, {})
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def main_input(model: nn.Module) -> str:
+    """The name of a model's first input."""
+    names = list(inspect.signature(model.forward).parameters)
+    return str(getattr(model, "main_input_name", names[0] if names else "input_ids"))
 
 
 def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tuple[nn.Module, Inputs]:
@@ -87,7 +93,7 @@ def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Fo
 
     The passes run in evaluation mode and without gradients, and leave the random generators as they were.
     """
-    with undisturbed(model), _resharded(model):
+    with undisturbed(model), _resharded(model), _uncompiled(model):
         problem = "it was called without a tensor" if not inputs else ""
         for small in _candidates(model, inputs):
             try:
@@ -125,6 +131,11 @@ def _found(model: nn.Module, small: Inputs, layers: str | None) -> Followed:
 def _as_setting(note: str) -> str:
     """A probe's note with the setting of ``lamina.watch`` in the place of the command line's flag."""
     return note.replace("--layers PATH", "layers=PATH").replace("--layers, another list", "layers=PATH of another list")
+
+
+def _uncompiled(model: nn.Module) -> AbstractContextManager[object]:
+    """Run compiled parts as they are written: hooks are called, and nothing is compiled for the small passes."""
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 @contextmanager

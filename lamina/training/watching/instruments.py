@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,9 +19,10 @@ from lamina.training.monitoring.layers import GradientNorms, Row, rows_of_gains
 from lamina.training.monitoring.places import followed_places, own_part
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.watching.clipping import before_clipping
-from lamina.training.watching.following import Followed, bare, called, follow, is_compiled, items_of
+from lamina.training.watching.following import Followed, bare, called, follow, is_compiled, items_of, main_input
 from lamina.training.watching.gains import Gain, gains_of
 from lamina.training.watching.optimizers import (
+    Taken,
     accumulates,
     after_closure,
     largest_beta2,
@@ -35,23 +35,6 @@ from lamina.training.watching.stream import ForwardMeter, in_half
 
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """How a step went.
-
-    Attributes:
-        norm: of its gradient, before clipping; None where no gradient was seen.
-        stepped: whether an optimizer took it.
-        measured: whether its update was measured.
-        rate: the largest learning rate that the optimizers took it with, or have now if none did.
-    """
-
-    norm: torch.Tensor | None
-    stepped: bool
-    measured: bool
-    rate: float | None
 
 
 class Instruments:
@@ -89,7 +72,7 @@ class Instruments:
         self._current: torch.Tensor | None = None
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
-        self._looking = self._measured = self._moved = False
+        self._looking = self._looked = self._measured = self._moved = False
         self._began: set[int] = set()  # the optimizers whose step began
         self._ended: set[int] = set()
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
@@ -162,8 +145,7 @@ class Instruments:
     def _without_forward(self) -> None:
         """Look for the layers with made-up tokens: no forward pass of the model itself was seen (a compiled one)."""
         device = own_part(next(self.model.parameters())).device
-        tokens = {"input_ids": torch.arange(1, 9, device=device)[None]}
-        self._follow(self.model, tokens)
+        self._follow(self.model, {main_input(self.model): torch.arange(1, 9, device=device)[None]})
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
         """Before torch clips gradients: another model's say nothing of this one's, which may not be complete."""
@@ -274,6 +256,9 @@ class Instruments:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""
         rows: list[Row] = []
         if self._meter is not None:
+            if self.due and not self._looked and self.followed is not None:
+                self.followed.notes.extend(self._meter.missing())
+                self._looked = True
             rows, self.half = self._meter.rows(step), self.half or self._meter.half
         rows += self._updates.rows(step) if self._updates is not None else []
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model

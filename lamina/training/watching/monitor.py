@@ -92,16 +92,17 @@ class Monitor:
         structure = followed.structure
         if structure is not None:
             self.guard.paths = {site.index: site.path for site in structure.layers}
-        for note in followed.notes:
-            if self.processes.first:
-                logger.warning("lamina.watch: %s", note)
         self._write_about()
 
     def _write_about(self) -> None:
+        """Write watched.json where it has changed, and tell the user what is not recorded."""
         if self.records is None or self.instruments.followed is None:
             return
+        notes = self.instruments.followed.notes
+        for note in notes[len(self._about.get("notes", [])) :]:
+            logger.warning("lamina.watch: %s", note)
         if (about := self.instruments.about()) != self._about:
-            self._about = about
+            self._about = {**about, "notes": list(notes)}
             self.records.describe(about)
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:

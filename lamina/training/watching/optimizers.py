@@ -1,14 +1,32 @@
-"""What the monitor asks of an optimizer: the one in a wrapper, its learning rate, its closure."""
+"""What the monitor asks of an optimizer: the one in a wrapper, its rate, its closure, how a step went."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate.state import GradientState
 
 from lamina.errors import UserError
 from lamina.probes.structure.outputs import Kwargs, Output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """How a step went.
+
+    Attributes:
+        norm: of its gradient, before clipping; None where no gradient was seen.
+        stepped: whether an optimizer took it.
+        measured: whether its update was measured.
+        rate: the largest learning rate that the optimizers took it with, or have now if none did.
+    """
+
+    norm: torch.Tensor | None
+    stepped: bool
+    measured: bool
+    rate: float | None
 
 
 def stepping(optimizer: object) -> torch.optim.Optimizer:

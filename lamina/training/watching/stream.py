@@ -75,6 +75,15 @@ class ForwardMeter:
         if layer not in self._loads or len(self._loads[layer]) <= experts:  # groups of experts are chosen before them
             self._loads[layer] = counts / math.prod(chosen.shape[:-1])
 
+    def missing(self) -> list[str]:
+        """What a pass that should have been measured did not show, a line each for the user."""
+        if self.points and not self._states:
+            return ["the stream is not recorded: no forward pass of the model was seen (a compiled function hides it)"]
+        kinds = {sublayer.kind for site in self.structure.layers for sublayer in site.sublayers}
+        if self.attention and self._states and "attention" in kinds and not self._logits:
+            return ["attention logits are not recorded: attention runs in a kernel of its own"]
+        return []
+
     def rows(self, step: int) -> list[Row]:
         """The tidy rows of the pass, once; waits for the device."""
         rows: list[Row] = []
@@ -144,6 +153,9 @@ def _operations(
             self, func: Callable[..., Output], types: object, args: Args = (), kwargs: Kwargs | None = None
         ) -> object:
             given = dict(kwargs or {})
+            if inside and func is functional.multi_head_attention_forward:
+                with _inner_calls(lambda largest: see_logits(inside[-1], largest)):
+                    return func(*args, **given)
             output = func(*args, **given)
             if inside and func is functional.scaled_dot_product_attention:
                 see_logits(inside[-1], largest_logit(*args, **given))
@@ -157,6 +169,26 @@ def _operations(
         hooks += [module.register_forward_pre_hook(enter) for module in sites]
         hooks += [module.register_forward_hook(leave) for module in sites]
         yield
+
+
+@contextmanager
+def _inner_calls(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """See the softmax or the fused attention that nn.MultiheadAttention's function calls, where no mode is asked."""
+    fused, softmax = functional.scaled_dot_product_attention, functional.softmax
+
+    def seen_fused(*args: Output, **kwargs: Output) -> torch.Tensor:
+        see(largest_logit(*args, **kwargs))
+        return fused(*args, **kwargs)
+
+    def seen_softmax(x: torch.Tensor, *args: Output, **kwargs: Output) -> torch.Tensor:
+        see(x.detach().amax().float())
+        return softmax(x, *args, **kwargs)
+
+    functional.scaled_dot_product_attention, functional.softmax = seen_fused, seen_softmax
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.softmax = fused, softmax
 
 
 @torch.no_grad()

@@ -1,0 +1,167 @@
+"""Encoders with decoders, torch's own attention, compiled functions: what is recorded, and what is said to miss."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from training.watching.loops import VOCAB, NanoGpt, Tokens, found, norm_of, rows_of
+from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
+
+import lamina
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, decoder_start_token_id=0, dropout_rate=0.0, **sizes))
+    ids = Tokens(items=4).ids
+    return model, model.encoder.block, model.decoder.block, {"input_ids": ids, "labels": ids[:, :7].clone()}
+
+
+def whisper():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 10}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(vocab_size=VOCAB, num_mel_bins=4, max_target_positions=20, dropout=0.0, **sizes, **ends)
+    model = WhisperForConditionalGeneration(config)
+    batch = {"input_features": torch.randn(4, 4, 20), "labels": Tokens(items=4).ids[:, :7].clone()}
+    return model, model.model.encoder.layers, model.model.decoder.layers, batch
+
+
+@pytest.mark.parametrize("make", [t5, whisper])
+def test_an_encoders_stream_is_recorded_and_its_decoder_is_no_readout(tmp_path, make):
+    model, layers, others, batch = make()
+    optimizer, variances = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+
+    def see(module, args, output):
+        x = output[0] if isinstance(output, tuple) else output
+        if x.requires_grad:
+            variances.append(float(x.detach().double().var(correction=0)))
+
+    layers[1].register_forward_hook(see)
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        loss = model(**batch).loss
+        loss.backward()
+        gradients = {id(p): p.grad.clone() for p in model.parameters() if p.grad is not None}
+        optimizer.step()
+        monitor.step(loss)
+    assert found(tmp_path / "run", "hidden_variance", 1)[1, "feed_forward", "all"] == pytest.approx(variances[-1])
+    norms = found(tmp_path / "run", "gradient_norm", 1)
+    for place, stack in [((0, "block", "all"), layers[:1]), ((-1, "block", "other"), others)]:
+        expected = norm_of([gradients[id(p)] for p in stack.parameters() if id(p) in gradients])
+        assert norms[place] == pytest.approx(expected, rel=1e-6), place
+
+
+class Encoder(nn.Module):
+    """torch's own layers; ``weights``: whether they ask attention for its weights."""
+
+    def __init__(self, weights=False):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+        self.wte, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        if weights:
+            for one in self.layers.layers:
+                inner = one.self_attn.forward
+                one.self_attn.forward = lambda *args, inner=inner, **kwargs: inner(
+                    *args, **{**kwargs, "need_weights": True}
+                )
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.layers(self.wte(idx)))
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train(model, folder, run=None, **options):
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-3), Tokens(items=2).ids
+    with lamina.watch(model, optimizer, output=str(folder), every=1, **options) as monitor:
+        for _ in range(2):
+            loss = (run or model)(ids[:, :-1], ids[:, 1:])[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    return json.loads((folder / "watched.json").read_text())["notes"]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_torchs_attention_modules_have_their_largest_logit(tmp_path, weights):
+    model = Encoder(weights)
+    x = model.wte(Tokens(items=2).ids[:, :-1])
+    attention = model.layers.layers[0].self_attn
+    q, k, _ = functional.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+    q, k = (t.unflatten(-1, (2, -1)).transpose(1, 2).double() for t in (q, k))
+    expected = float((q @ k.transpose(-2, -1)).amax()) / 8**0.5
+    fused = functional.scaled_dot_product_attention
+    assert train(model, tmp_path / "run") == []
+    assert found(tmp_path / "run", "attention_logit", 1)[0, "attention", "all"] == pytest.approx(expected, rel=1e-5)
+    assert functional.scaled_dot_product_attention is fused
+
+
+def test_what_no_hook_has_seen_is_said_once(tmp_path, caplog):
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return v
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient, gradient, gradient
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            hidden = torch.is_grad_enabled()  # in the small pass it is what it is elsewhere
+            y = Kernel.apply(q, k, v) if hidden else functional.scaled_dot_product_attention(q, k, v)
+            return self.out(y)
+
+    model = NanoGpt()
+    for layer in model.h:
+        layer.attn = Attention()
+    (note,) = train(model, tmp_path / "run")
+    assert note.startswith("attention logits are not recorded")
+    assert caplog.text.count("attention logits are not recorded") == 1
+    assert "hidden_variance" in set(rows_of(tmp_path / "run")["metric"])
+
+
+def test_a_compiled_function_hides_the_stream_and_a_line_says_so(tmp_path):
+    model = NanoGpt()
+    run = torch.compile(lambda *batch: model(*batch), backend="eager")
+    (note,) = train(model, tmp_path / "run", run)
+    assert note.startswith("the stream is not recorded: no forward pass of the model was seen")
+    assert found(tmp_path / "run", "update_norm", 2)[1, "block", "all"] > 0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_layers_that_are_compiled_one_by_one_are_found_without_compiling_them(tmp_path, inplace):
+    model, compiled = NanoGpt(), []
+
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph
+
+    for index, layer in enumerate(model.h):
+        if inplace:
+            layer.compile(backend=backend)
+        else:
+            model.h[index] = torch.compile(layer, backend=backend)
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-3), Tokens(items=2).ids
+    with lamina.watch(model, optimizer, output=str(tmp_path / "run"), every=1) as monitor:
+        loss = model(ids[:, :-1], ids[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        monitor.step(loss)
+    assert len(compiled) <= len(model.h), "the small passes are compiled for nothing"
+    notes = json.loads((tmp_path / "run" / "watched.json").read_text())["notes"]
+    assert notes == ["the stream is not recorded: hooks inside a compiled model are not called"]
+    norms = found(tmp_path / "run", "gradient_norm", 1)
+    assert norms[1, "attention", "all"] > 0
+    assert norms[1, "feed_forward", "all"] > 0
