@@ -86,6 +86,11 @@ def test_runs_that_diverged_are_left_out_and_counted():
     assert list(values_of(both, "pre_ln")) == [0, 2, 3, 4]
 
 
+def test_runs_that_are_short_are_compared_and_counted():
+    table = trials(rows("a", [3.51, 3.52, 3.5], ["short", "short", "finished"]), rows("b", [3.6, 3.62, 3.61]))
+    assert lower(table, "a", than="b").note == "a: 2 of 3 short (too few steps to tell)"
+
+
 def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
     stuck = ["stuck", "stuck", "diverged", "stuck", "stuck"]
     both = trials(rows("post_ln", [2.0] * 5, stuck), rows("pre_ln", BASE))
