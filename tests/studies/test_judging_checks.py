@@ -184,6 +184,15 @@ def test_the_optimum_of_an_arm_counts_diverged_rates_as_infinitely_bad():
     assert judging.optimum(trials(sweep), "keel").rate == 2e-3
 
 
+def test_a_run_that_failed_takes_no_rate_from_the_optimum():
+    ends = ((1e-3, 3.2, "finished"), (2e-3, 3.0, "finished"), (4e-3, 3.1, "finished"))
+    sweep = [
+        {**row, "learning_rate": rate, "status": end} for rate, loss, end in ends for row in rows("keel", [loss] * 3)
+    ]
+    sweep[4] |= {"status": "failed", "eval_loss": None}
+    assert judging.optimum(trials(sweep), "keel").trained == 2e-3
+
+
 def test_tables_of_probes_have_their_trials_in_front():
     def read(key, name, at):
         frame = pd.DataFrame({"layer": [0, 1], "value": [1.0, 2.0], "seed": [9, 9]})

@@ -118,9 +118,11 @@ def trains(trials: Trials, a: Arm) -> Finding:
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
     """The best learning rate of an arm's sweep: a parabola through the mean losses over log rate.
 
-    Runs that diverged or got stuck make their rate infinitely bad. Raises ValueError if no rate trains.
+    Runs that diverged or got stuck make their rate infinitely bad; those that failed or were interrupted say nothing.
+    Raises ValueError if no rate trains.
     """
     table = trials.arm(a).table
+    table = table[table["status"].isin([*TRAINED, *NOT_TRAINED])]
     losses = {}
     for rate, rows in table.groupby("learning_rate"):
         trained = rows["status"].isin(TRAINED).all()
