@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run
   worker   train a share of a study's trials on another machine, for a store that the machines share
 
 examples:
-{textwrap.indent(textwrap.dedent(EXAMPLES).strip(), "  ")}
+{EXAMPLES.strip(chr(10))}
 """
 
 

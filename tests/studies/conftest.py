@@ -25,8 +25,8 @@ def study(corpus, tmp_path):
     """Settings of a tiny study in ``tmp_path / name``."""
 
     def make(name="study", **changed):
-        given = {**SMALL, "placements": "pre_ln,keel", "learning_rates": "3e-3", "workers": 2, **changed}
-        return CompareSettings(corpus=str(corpus), output=str(tmp_path / name), **given)
+        given = {"corpus": str(corpus), "placements": "pre_ln,keel", "learning_rates": "3e-3", "workers": 2}
+        return CompareSettings(output=str(tmp_path / name), **{**SMALL, **given, **changed})
 
     return make
 

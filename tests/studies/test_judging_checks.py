@@ -86,6 +86,11 @@ def test_runs_that_diverged_are_left_out_and_counted():
     assert list(values_of(both, "pre_ln")) == [0, 2, 3, 4]
 
 
+def test_runs_that_are_short_are_compared_and_counted():
+    table = trials(rows("a", [3.51, 3.52, 3.5], ["short", "short", "finished"]), rows("b", [3.6, 3.62, 3.61]))
+    assert lower(table, "a", than="b").note == "a: 2 of 3 short (too few steps to tell)"
+
+
 def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
     stuck = ["stuck", "stuck", "diverged", "stuck", "stuck"]
     both = trials(rows("post_ln", [2.0] * 5, stuck), rows("pre_ln", BASE))
@@ -177,6 +182,15 @@ def test_the_optimum_of_an_arm_counts_diverged_rates_as_infinitely_bad():
         for row in rows("keel", [loss] * 3)
     ]
     assert judging.optimum(trials(sweep), "keel").rate == 2e-3
+
+
+def test_a_run_that_failed_takes_no_rate_from_the_optimum():
+    ends = ((1e-3, 3.2, "finished"), (2e-3, 3.0, "finished"), (4e-3, 3.1, "finished"))
+    sweep = [
+        {**row, "learning_rate": rate, "status": end} for rate, loss, end in ends for row in rows("keel", [loss] * 3)
+    ]
+    sweep[4] |= {"status": "failed", "eval_loss": None}
+    assert judging.optimum(trials(sweep), "keel").trained == 2e-3
 
 
 def test_tables_of_probes_have_their_trials_in_front():

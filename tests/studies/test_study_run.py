@@ -95,6 +95,21 @@ def test_records_stand_in_for_trials(run, tmp_path, corpus):
         )
 
 
+def test_a_study_of_ones_own_is_recorded_beside_its_own_records_alone(run, tmp_path, corpus, capsys):
+    file = write_study(tmp_path / "files", "mix-ppl", corpus=corpus)
+    with pytest.raises(UserError, match="record: a study of your own has no place among Lamina's records"):
+        study(study=str(file), output=str(tmp_path / "out"), store=str(tmp_path / "trials"), record=True, bar=False)
+    assert not (tmp_path / "out").exists()
+    places = ["--store", str(tmp_path / "trials"), "--records", str(tmp_path / "records")]
+    assert main(["study", "show", str(file), *places[:2]]) == 0
+    assert "Mix-LN's loss" not in capsys.readouterr().out, "the catalog's study of this name is another one"
+    assert main(["study", "show", str(file), *places]) == 0
+    assert "holds" not in capsys.readouterr().out
+    run(file, record=True)
+    assert main(["study", "show", str(file), *places]) == 0
+    assert "holds (cpu): mix-ppl: the loss of keel is a number" in capsys.readouterr().out
+
+
 def test_a_study_that_is_stopped_records_what_has_ended(run, tmp_path, corpus, monkeypatch):
     file = write_study(tmp_path / "files", corpus=corpus, measures={"end": ["hidden_states"]})
 

@@ -24,6 +24,7 @@ from lamina.jobs.sealed import write_sealed
 from lamina.jobs.status import ENDED
 from lamina.studies import processes
 from lamina.studies.catalog.arms import refuse_without_effect
+from lamina.studies.catalog.places import catalog_folder
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import run_plan
@@ -79,6 +80,11 @@ def run_study(
         )
     given["output"] = str(output_of(given))
     study = read_study(str(given["study"]))
+    if record and not records_are_of(study, StudySettings.from_dict(given)):
+        raise UserError(
+            "record: a study of your own has no place among Lamina's records (allowed: --records with a folder of your "
+            "own)"
+        )
     job = open_job(
         Kind.STUDY, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
@@ -116,6 +122,11 @@ def record_name(settings: StudySettings) -> str:
     if settings.study is None:
         raise UserError("study: none given (see `lamina study list`)")
     return f"{read_study(settings.study).name}-{settings.scale}"
+
+
+def records_are_of(study: Study, settings: StudySettings) -> bool:
+    """Whether the records may hold this study: Lamina's own are of the catalog's studies alone."""
+    return settings.records is not None or study.file.parent == catalog_folder()
 
 
 def store_of(settings: StudySettings) -> Store:

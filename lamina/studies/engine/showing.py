@@ -10,9 +10,10 @@ from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.stages import Stage
 from lamina.studies.catalog.study import Scale, Study, read_study
 from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.run import make_plan, store_of
+from lamina.studies.engine.run import make_plan, records_are_of, store_of
 from lamina.studies.engine.settings import StudySettings
-from lamina.studies.engine.verdicts import all_verdicts
+from lamina.studies.engine.verdicts import verdicts_of
+from lamina.studies.judging.differences import seeds_text
 from lamina.studies.max_rate_settings import MaxRateSettings
 from lamina.studies.trials import measures
 from lamina.studies.trials.jobs import JOBS
@@ -24,9 +25,10 @@ def description(settings: StudySettings) -> str:
     assert settings.study is not None
     study = read_study(settings.study)
     plan = make_plan(study, settings)
-    lines = [f"{study.name}: {study.title}", f"source: {study.source}", f"scales: {', '.join(study.scales)}", ""]
+    source = [f"source: {study.source}"] if study.source else []
+    lines = [f"{study.name}: {study.title}", *source, f"scales: {', '.join(study.scales)}", ""]
     lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
-    told = [one for one in all_verdicts(settings.records_folder) if one["study"] == study.name]
+    told = verdicts_of(study, settings.records_folder) if records_are_of(study, settings) else []
     return "\n".join([*lines, "", *(line for one in told for line in _verdict(one))])
 
 
@@ -43,14 +45,14 @@ def _trials(plan: Plan, settings: StudySettings) -> list[str]:
     trials = {trial.key for trial in wanted}
     done = {trial.key for trial in wanted if store.complete(trial) is not None}
     scale, tuning = plan.scale, plan.scale.tuning
-    lines = [f"scale {scale.name}: {len(plan.arms)} arms, {len(scale.seeds)} seeds, job {scale.job}"]
+    lines = [f"scale {scale.name}: {len(plan.arms)} arms, {seeds_text(len(scale.seeds))}, job {scale.job}"]
     for axis, values in scale.axes.items():
         lines.append(f"  {axis}: {', '.join(values)}")
     if scale.stages:
         lines.append(f"  then: {', '.join(_stage(stage) for stage in scale.stages)}")
     rates = tuning.rates if tuning else scale.rates
     if rates:
-        how = f"tuned with {tuning.seeds} seeds, then widened at an edge" if tuning else "a sweep"
+        how = f"tuned with {seeds_text(tuning.seeds)}, then widened at an edge" if tuning else "a sweep"
         lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
     if measured := measures.names(scale.measures):
         lines.append(f"  measured: {', '.join(measured)}")
@@ -64,7 +66,7 @@ def _search(scale: Scale, search: Search) -> list[str]:
         lines.append(f"  {name}: {span}")
     if search.rungs:
         lines.append(f"  compared after {', '.join(map(str, search.rungs))} steps: one of {search.keep} goes on")
-    return [*lines, f"  then the best {search.race} with {len(scale.seeds)} seeds"]
+    return [*lines, f"  then the best {search.race} with {seeds_text(len(scale.seeds))}"]
 
 
 def _stage(stage: Stage) -> str:

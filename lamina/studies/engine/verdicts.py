@@ -13,7 +13,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.studies.catalog.places import catalog_folder, names
-from lamina.studies.catalog.study import SCALES, Scale, Study, read_study
+from lamina.studies.catalog.study import Scale, Study, read_study
 from lamina.studies.judging.claims import Claim, judge, load_claims
 from lamina.studies.judging.findings import Verdict
 from lamina.studies.judging.trials import Reader, Trials
@@ -77,15 +77,22 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
     Raises UserError for a file of the catalog that can't be read.
     """
     folder = catalog_folder() / "records" if records is None else records
+    return [one for name in names() for one in verdicts_of(read_study(name), folder)]
+
+
+def verdicts_of(study: Study, records: Path) -> list[Json]:
+    """Every claim of a study with its verdict at every scale that was recorded.
+
+    Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
+    can't be read.
+    """
     found = []
-    for name in names():
-        study = read_study(name)
-        stored = {scale: read_claims(folder / f"{name}-{scale}") for scale in SCALES}
-        for scale in study.scales:
-            if stored[scale] is not None:
-                found += stored[scale] or []
-            elif scale == "cpu":
-                found += [_not_run(study, scale, claim) for claim in _claims(study)]
+    for scale in study.scales:
+        stored = read_claims(records / f"{study.name}-{scale}")
+        if stored is not None:
+            found += stored
+        elif scale == "cpu" and study.file.parent == catalog_folder():
+            found += [_not_run(study, scale, claim) for claim in _claims(study)]
     return found
 
 

@@ -37,6 +37,7 @@ class _Arm:
     values: dict[int, float]
     lost: dict[str, int]  # status -> runs that show that the arm does not train
     broken: int  # runs that say nothing: an error, an interruption
+    short: int = 0  # runs whose value counts although they ended before they had learned
 
     @property
     def runs(self) -> int:
@@ -48,6 +49,7 @@ class _Arm:
 
     def note(self) -> str:
         parts = [f"{count} of {self.runs} {status}" for status, count in self.lost.items()]
+        parts += [f"{self.short} of {self.runs} short (too few steps to tell)"] if self.short else []
         parts += [f"{self.broken} left out (an error or an interruption)"] if self.broken else []
         return f"{self.name}: {', '.join(parts)}" if parts else ""
 
@@ -116,9 +118,11 @@ def trains(trials: Trials, a: Arm) -> Finding:
 def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
     """The best learning rate of an arm's sweep: a parabola through the mean losses over log rate.
 
-    Runs that diverged or got stuck make their rate infinitely bad. Raises ValueError if no rate trains.
+    Runs that diverged or got stuck make their rate infinitely bad; those that failed or were interrupted say nothing.
+    Raises ValueError if no rate trains.
     """
     table = trials.arm(a).table
+    table = table[table["status"].isin([*TRAINED, *NOT_TRAINED])]
     losses = {}
     for rate, rows in table.groupby("learning_rate"):
         trained = rows["status"].isin(TRAINED).all()
@@ -148,6 +152,7 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
         values={int(seed): float(value) for seed, value in values.items()},
         lost={str(status): int(count) for status, count in lost.items()},
         broken=int((~statuses.isin([*TRAINED, *NOT_TRAINED])).sum()),
+        short=int(statuses.eq(Status.SHORT.value).sum()),
     )
 
 
