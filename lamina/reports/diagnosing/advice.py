@@ -176,4 +176,9 @@ def studied(cause: Cause) -> list[str]:
     decided = {Verdict.HOLDS, Verdict.FAILS, Verdict.INCONCLUSIVE}
     found: dict[str, Json] = {str(one["claim"]): one for one in best(all_verdicts(None))}
     chosen = [found[name] for name in cause.claims if name in found and found[name]["verdict"] in decided]
-    return [f"{one['claim']} {one['verdict']} at scale {one['scale']}: {one['ours']}" for one in chosen if one["ours"]]
+    said = {Verdict.INCONCLUSIVE: "is inconclusive"}
+    return [
+        f"{one['claim']} {said.get(one['verdict'], one['verdict'])} at scale {one['scale']}: {one['ours']}"
+        for one in chosen
+        if one["ours"]
+    ]
