@@ -68,6 +68,7 @@ def test_a_notebook_is_a_page_and_a_file(site):
 def test_the_search_runs_from_files(site):
     assert (site / "search" / "search_index.js").read_text("utf-8").startswith("var __index")
     assert "iframe-worker.js" in (site / "compare.html").read_text("utf-8")
+    assert "assets/keyboard.js" in (site / "compare.html").read_text("utf-8")  # wide tables scroll by keyboard
 
 
 def test_the_readme_is_the_first_page_and_its_links_are_those_of_the_site(site, hooks):

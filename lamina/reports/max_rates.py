@@ -66,7 +66,7 @@ def spread(row: MaxRate) -> str:
     if not row.seeds:
         return "-"
     bound = ">= " if row.open else ""
-    return f"{bound}{row.mean:.2e}" + (f" ± {row.std:.1e}" if math.isfinite(row.std) else "")
+    return f"{bound}{row.mean:.3g}" + (f" ± {row.std:.2g}" if math.isfinite(row.std) else "")
 
 
 def notices(rows: Sequence[MaxRate]) -> list[str]:

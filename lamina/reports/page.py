@@ -95,6 +95,8 @@ def details(summary: str, html: str) -> str:
 def moment(created: object) -> str:
     """When a record was written, in UTC to the minute; a text that is no ISO date stands as it is."""
     text = str(created or "")
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        return text  # a date alone has no time of day
     try:
         return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     except ValueError:

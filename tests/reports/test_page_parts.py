@@ -100,6 +100,7 @@ def test_no_two_colors_of_placements_look_alike_in_the_dark():
     [
         ("2026-11-22T23:01:14+00:00", "2026-11-22 23:01 UTC"),
         ("2026-11-23T00:01:14+02:00", "2026-11-22 22:01 UTC"),
+        ("2026-11-23", "2026-11-23"),
         ("<b>yesterday</b>", "<b>yesterday</b>"),
         (None, ""),
     ],

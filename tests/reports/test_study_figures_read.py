@@ -109,6 +109,7 @@ def panelled(titles, y=(0.01, 1e-9)):
 def test_a_long_title_of_a_panel_takes_two_lines(tmp_path):
     drawing = panelled(["8 layers, feed-forward, before training", "after training"])
     assert [panel.heading for panel in drawing.panels] == ["8 layers, feed-forward,\nbefore training", "after training"]
+    assert "1" in plot(panelled(["a", "b"], y=(1.0, 0.2))).layout.yaxis.ticktext  # not plotly's bare 2 and 5
     titles = [each.text for each in plot(drawing).layout.annotations]
     assert titles == ["8 layers, feed-forward,<br>before training", "after training"]
 

@@ -145,7 +145,7 @@ def test_the_table_has_mean_and_spread_over_the_seeds(studied):
         assert row.mean == pytest.approx(rates.mean())
         assert row.std == pytest.approx(rates.std(ddof=1))
         assert (row.low, row.high, row.seeds) == (rates.min(), rates.max(), 2)
-        assert f"{rates.mean():.2e} ± " in spread(row)
+        assert f"{rates.mean():.3g} ± " in spread(row)
     means = [row.mean for row in summarize(results)]
     assert means == sorted(means, reverse=True)
 

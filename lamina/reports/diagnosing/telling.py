@@ -14,7 +14,7 @@ from lamina.reports.diagnosing.advice import Cause, cause_of, jump_of, open_chan
 from lamina.reports.diagnosing.evidence import Evidence, gather, losses_of
 from lamina.reports.diagnosing.jumps import Jump
 from lamina.reports.metrics import METRICS
-from lamina.reports.page import Section, figure, write_page
+from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.style import polish, to_html
 from lamina.training.monitoring.alarms import Alarm, describe
 
@@ -95,8 +95,8 @@ def write(folder: Path, evidence: Evidence, cause: Cause | None) -> Path:
     if evidence.first is not None:
         pictures.append(_series_figure(evidence, evidence.first))
         captions.append(
-            f"{METRICS[evidence.first.metric].quantity} of the sub-layer that left first, and of the same sub-layers "
-            "of the other layers (gray)."
+            f"{sentence(METRICS[evidence.first.metric].quantity)} of the sub-layer that left first, and of the same "
+            "sub-layers of the other layers (gray)."
         )
     html = "".join(figure(to_html(p), escape(c)) for p, c in zip(pictures, captions, strict=True) if p is not None)
     listed = "".join(f"<li>{escape(describe(alarm))}</li>" for alarm in evidence.alarms[:_SHOWN])

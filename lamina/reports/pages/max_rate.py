@@ -87,17 +87,23 @@ def rules(settings: Mapping[str, object]) -> list[str]:
     value = {name: str(settings.get(name, "?")) for name in _THRESHOLDS}
     return [
         f"One linear warm-up from 0 to {value['max_learning_rate']} over {value['steps']} steps; all else as in "
-        f"`lamina pretrain`. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the "
+        f"lamina pretrain. The smoothed loss is the mean of the last {value['window']} steps. A run stopped at the "
         "first of:",
         "non-finite: the loss of a step, or the gradient's norm, was not finite.",
         f"spike: the loss stayed more than {value['spike_margin']} nats above the lowest smoothed loss for "
-        f"{value['spike_patience']} (steps, or a share of all steps). A spike that returned earlier is none.",
+        f"{_patience(value['spike_patience'])}. A loss that came back sooner is no spike.",
         f"plateau: the smoothed loss fell by less than {value['plateau_margin']} nats while the learning rate grew by "
         f"a factor of {value['plateau_factor']}. It is called stuck if the loss was not {value['stuck_margin']} nats "
         "below the corpus's unigram entropy.",
         "The largest rate is that of the last step before: the last at which the smoothed loss was at its low, for a "
         "plateau the one up to which it fell.",
     ]
+
+
+def _patience(value: object) -> str:
+    """--spike-patience in words: steps from 1 on, a share of all steps below."""
+    number = float(str(value))
+    return f"{number:g} steps" if number >= 1 else f"{100 * number:g} % of all steps"
 
 
 def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:

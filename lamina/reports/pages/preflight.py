@@ -18,7 +18,7 @@ from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.page import PAGE, Section, figure, write_page
+from lamina.reports.page import PAGE, Section, figure, sentence, write_page
 from lamina.reports.palette import colors
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.registry import report_of
@@ -75,7 +75,7 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
     for metric, title, quantity, caption in _FIGURES:
         drawn = _by_layer(rows, layers, metric, quantity, color)
         sections.append(
-            Section(name=title.split(":")[-1].strip().capitalize(), title=title, html=figure(to_html(drawn), caption))
+            Section(name=sentence(title.split(":")[-1].strip()), title=title, html=figure(to_html(drawn), caption))
         )
     sections.append(
         Section(
@@ -89,7 +89,7 @@ def _page(folder: Path, rows: Frame, layers: Frame, courses: list[list[float]], 
         folder / PAGE,
         title="Preflight: will it train?",
         facts=[
-            f"{first['num_layers']} layers × {first['hidden_size']} wide",
+            f"{first['num_layers']} layers of width {first['hidden_size']}",
             f"{first['steps']} steps planned, {_span([int(row['burn_in_steps']) for row in records])} taken",
         ],
         command=command,
@@ -116,7 +116,12 @@ def _verdicts(records: list[Json], labels: list[str], color: Mapping[str, str]) 
     """A table of verdicts, with reasons and advice below it: text in a column would be out of sight on a phone."""
     reasons = []
     for row, label in zip(records, labels, strict=True):
-        parts = {"": row["reason"], "What to change: ": row["change"], "Note: ": row["note"], "Papers: ": row["advice"]}
+        parts = {
+            "": sentence(str(row["reason"])),
+            "What to change: ": row["change"],
+            "Note: ": row["note"],
+            "Papers: ": row["advice"],
+        }
         lines = "<br>".join(f"{name}{escape(str(part))}" for name, part in parts.items() if part)
         reasons.append(f"<p>{swatch(color[label])}<b>{escape(label)}</b> {chip(row['verdict'])}<br>{lines}</p>")
     fields = [
@@ -163,13 +168,14 @@ def _by_layer(rows: Frame, layers: Frame, metric: str, quantity: str, color: Map
                 legend=column == 1,
                 hover=f"{escape(label)}: %{{y:.3g}}",
             ).draw(drawn, 1, column)
-    drawn.update_xaxes(title="layer (0: the embedding)")
-    if metric != "token_similarity":
-        drawn.update_yaxes(type="log", exponentformat="power")
+    has_embedding = len(chosen) > 0 and chosen["layer"].min() < 0
+    drawn.update_xaxes(title="layer (0: the embedding)" if has_embedding else "layer")
     drawn.update_yaxes(title=quantity, row=1, col=1)
     drawn.update_layout(hovermode="x unified")
     polish(drawn, 420)
-    return drawn.update_layout(margin_t=84, legend_y=1.12)
+    if metric != "token_similarity":
+        charts.log_axis(drawn)
+    return charts.titles_above(drawn.update_layout(margin_t=84, legend_y=1.12))
 
 
 def _losses(losses: Mapping[str, list[float]], unigram: float, color: Mapping[str, str]) -> go.Figure:

@@ -46,7 +46,8 @@ def plot(drawing: Drawing) -> go.Figure:
     for row in range(grid.down):
         figure.update_yaxes(title=escape(drawing.y.title), row=row + 1, col=1)
     _scale(figure.update_xaxes, drawing.x)
-    _scale(figure.update_yaxes, drawing.y)
+    if drawing.y.log:
+        charts.log_axis(figure)
     _frame(figure, drawing, grid.down, len(named))
     if not drawing.joined:
         figure.update_layout(scattermode="group", scattergap=0.7)
