@@ -119,7 +119,7 @@ def test_compare_has_the_column_only_if_asked(corpus, second, tmp_path):
     }
     asked = lamina.compare(**given, eval_corpus=str(second), output=str(tmp_path / "asked"))
     assert asked[NAME].notna().all()
-    assert "loss on the second corpus" in (tmp_path / "asked" / "report.html").read_text(encoding="utf-8")
+    assert "loss on the second corpus" in lamina.report(tmp_path / "asked").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_placements_are_compared_on_images(squares, tmp_path):
     )  # fmt: skip
     assert set(table["placement"]) == {"pre_ln", "keel"}
     assert table["accuracy"].notna().all()
-    page = (tmp_path / "compare" / "report.html").read_text(encoding="utf-8")
+    page = lamina.report(tmp_path / "compare").read_text(encoding="utf-8")
     assert "top-5 accuracy" in page
     assert "perplexity" not in pd.Series(page).str.extract(r"(<table.*?</table>)", expand=False)[0]
     assert json.loads((tmp_path / "compare" / "trials").glob("*").__next__().joinpath("result.json").read_text())
