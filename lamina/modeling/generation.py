@@ -92,8 +92,9 @@ class Speaker:
             )
         tokenizer = self.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        room = self.max_new_tokens if self.longest is None else min(self.max_new_tokens, self.longest - tokens)
         try:
-            return self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, pad_token_id=pad, **self.sampling)
+            return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **self.sampling)
         except Exception as error:  # whatever the files ask for, transformers has tried it
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
 

@@ -1,7 +1,7 @@
 """`lamina generate`: what it says, and what it never does."""
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import lamina
 from lamina.cli import main
@@ -32,6 +32,15 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path, capsys):
     assert main(["generate", folder, "--prompt", "a" * 31, "--max-new-tokens", "1"]) == 0
     assert main(["generate", folder, "--prompt", "a" * 32]) == 2
     assert "prompt: its 32 tokens leave no room for another in the model's context of 32" in capsys.readouterr().err
+
+
+def test_a_text_ends_where_the_context_does(tmp_path, capsys):
+    """Beyond it, a model has no positions, or none that it was trained on."""
+    config = GPT2Config(vocab_size=257, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=None)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    load_tokenizer("bytes").save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "a" * 20]) == 0
+    assert capsys.readouterr().out.startswith("a" * 20)
 
 
 def test_a_reward_model_is_refused_as_such(tmp_path, capsys):
