@@ -62,7 +62,9 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     ``default``: the name of the template that ``auto`` stands for where the tokenizer has none. Raises UserError for
     an unknown name, a file that can't be read, and a tokenizer without a template.
     """
-    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    known: object = tokenizer.chat_template  # a text, or several by name
+    own = known.get("default") if isinstance(known, dict) else known
+    own = own if isinstance(own, str) else None
     if choice == "auto":
         return own or (None if default is None else TEMPLATES[default])
     if choice == "none":
