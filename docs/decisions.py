@@ -93,10 +93,12 @@ def _section(question: Question, advice: list[str], known: dict[str, Json]) -> s
 def _evidence(one: Json) -> str:
     """The verdict as a link, and what it rests on."""
     facts = [f"[{one['verdict']}](results/{one['study']}.md)"]
-    interval, ours = one.get("interval"), str(one.get("ours"))
-    if interval and "difference" in ours and ";" not in ours:  # of several parts the margin is the closest one's
+    interval, parts = one.get("interval"), one.get("parts") or []
+    if interval and len(parts) == 1:  # of several parts the margin is the closest one's
+        compared, _, more = str(parts[0]).partition(": difference")
         low, high = (number(end, ".2g") for end in interval)
-        facts.append(f"difference {number(one['margin'], '.2g')}, 95 % {low} to {high}")
+        margin = f"difference {number(one['margin'], '.2g')}, 95 % {low} to {high}"
+        facts += [plain(compared), margin] if more else []
     facts += [f"{one['seeds']} seeds"] if one.get("seeds") else []
     return ", ".join(facts)
 

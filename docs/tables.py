@@ -33,7 +33,7 @@ SUITES = ("command_lines", "damaged_files", "models", "kills", "families")  # te
 
 
 def placements_table() -> str:
-    """A row a placement: name, equation, source."""
+    """One row per placement: name, equation, source."""
     rows = ["| placement | equation | source |", "|---|---|---|"]
     for name in names():
         placement = get(name)

@@ -148,9 +148,9 @@ def advice(verdict, monkeypatch, tmp_path, *, explained="", **more):
 
 
 def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
-    measured = {"ours": "a 1 vs b 2: difference -0.5", "margin": -0.5, "interval": [-0.7, -0.3], "seeds": 5}
+    measured = {"parts": ["a 1 vs b 2: difference -0.5"], "margin": -0.5, "interval": [-0.7, -0.3], "seeds": 5}
     held = advice("holds", monkeypatch, tmp_path, **measured)
-    assert "Take A. ([holds](results/a.md), difference −0.5, 95 % −0.7 to −0.3, 5 seeds)" in held
+    assert "Take A. ([holds](results/a.md), a 1 vs b 2, difference −0.5, 95 % −0.7 to −0.3, 5 seeds)" in held
     assert "Leave A." not in held
     assert "Leave A. ([fails](results/a.md)" in advice("fails", monkeypatch, tmp_path)
     for verdict, head in (("inconclusive", "Tried, and still open"), ("not run yet", "Not tried yet")):

@@ -18,8 +18,9 @@ def parser() -> Parser:
     """The command's flags."""
     flags = make_parser(
         "diagnose",
-        "Say what left its usual range first in a run, in which layer and step, how early that could be seen, and what "
-        "papers and Lamina's studies say to change. For a run of Lamina's, of lamina.LayerMonitor or of lamina.watch.",
+        "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen, "
+        "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of "
+        "lamina.watch.",
         EXAMPLES,
         "RUN ",
     )

@@ -85,7 +85,7 @@ def summary(rows: pd.DataFrame) -> str:
 
 def _layers(row: Json) -> str:
     share = row["ffn_variance_share"]
-    theorem = "as O(1/L) a layer keeps it" if share <= ABOUT_ONE else "O(1/L) a layer would keep it near 1"
+    theorem = "as O(1/L) per layer keeps it" if share <= ABOUT_ONE else "O(1/L) per layer would keep it near 1"
     return (
         f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients lie within a factor of "
         f"{10 ** -row['weight_gradient']:.2g}, the smallest in block {row['weight_gradient_layer']}; before the first "

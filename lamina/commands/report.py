@@ -20,13 +20,11 @@ def parser() -> Parser:
     """The command's flags."""
     flags = make_parser(
         "report",
-        "Write the page of a folder again, whichever job wrote the folder.",
+        "Rewrite the page of a folder, whichever command wrote the folder.",
         EXAMPLES,
         "FOLDER ",
     )
-    flags.add_argument(
-        "folder", help="the folder of a run, a study, a transfer, a coordinate check, a preflight or a probing"
-    )
+    flags.add_argument("folder", help="the output folder of any command, of lamina.watch or of lamina.LayerMonitor")
     flags.add_argument(
         "--screenshot",
         type=str,
@@ -38,9 +36,13 @@ def parser() -> Parser:
         "--height", type=int, default=2300, help="the screenshot's height in pixels, from the top of the page"
     )
     flags.add_argument(
-        "--follow", action="store_true", help="write the page again while the run or study goes on, until it has ended"
+        "--follow",
+        action="store_true",
+        help="rewrite the page whenever its records have grown, until the run or study has ended",
     )
-    flags.add_argument("--every", type=float, default=10.0, metavar="X", help="seconds between two looks of --follow")
+    flags.add_argument(
+        "--every", type=float, default=10.0, metavar="X", help="with --follow, seconds between two looks at the folder"
+    )
     flags.add_argument(
         "--figures",
         action="store_true",

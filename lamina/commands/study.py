@@ -38,7 +38,7 @@ usage: lamina study list|show|run|worker [STUDY] [OPTIONS]      lamina study run
   worker   train a share of a study's trials on another machine, for a store that the machines share
 
 examples:
-{textwrap.indent(EXAMPLES.strip(), "  ")}
+{textwrap.indent(textwrap.dedent(EXAMPLES).strip(), "  ")}
 """
 
 

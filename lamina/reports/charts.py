@@ -27,6 +27,8 @@ class Line:
         x, y: its points.
         color: as hexadecimal.
         name: in the legend, escaped.
+        data_name: in the data that the page saves, escaped; by default its name.
+        notes: what the saved data say at its points.
         group: lines of one group are hidden together; only one of them is in the legend.
         legend: whether it is in the legend; None leaves it to plotly.
         width: in pixels; None: plotly's own.
@@ -42,6 +44,8 @@ class Line:
     y: Values
     color: str
     name: str = ""
+    data_name: str = ""
+    notes: Sequence[str] = ()
     group: str | None = None
     legend: bool | None = None
     width: float | None = 2
@@ -82,6 +86,8 @@ class Line:
             legendgroup=self.group,
             showlegend=self.legend,
             customdata=self.customdata,
+            meta=({"line": self.data_name} if self.data_name else {}) | ({"notes": self.notes} if self.notes else {})
+            or None,
             hovertemplate=None if self.hover is None else f"{self.hover}<extra></extra>",
             **panel,
         )
@@ -188,6 +194,7 @@ def heat_maps(maps: Sequence[tuple[str, Frame]], quantity: str, *, log: bool, up
             y=cells.index.to_numpy(),
             z=cells.to_numpy(dtype=np.float32),
             coloraxis="coloraxis",
+            meta={"log10": log},
             hovertemplate=f"{title}<br>step %{{x}}, {upwards} %{{y}}: {number_form}",
             row=row,
             col=col,

@@ -15,6 +15,7 @@ from lamina.reports.charts import Line
 from lamina.reports.palette import colors, look, looks
 from lamina.reports.ranking import by_rate
 from lamina.reports.records import Frame, Trial
+from lamina.reports.sentences import Guess
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
 _TRAIN_POINTS = 350
@@ -28,17 +29,18 @@ _MARKERS = {
 
 
 def loss_curves(
-    items: Sequence[Shown], unigram_entropy: float = math.nan, name: str = "unigram entropy"
+    items: Sequence[Shown], unigram_entropy: float = math.nan, guess: Guess | None = None
 ) -> go.Figure | None:
-    """Training loss (thin) and eval loss (points) against tokens; the unigram entropy (its ``name``) as a dashed line.
+    """Training loss (thin) and eval loss (points) against tokens; the loss of a ``guess`` as a dashed line.
 
     Over several seeds the eval loss is their mean, in a band of one standard deviation. The page can draw it against
     FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
     """
+    guess = guess or Guess.of({})
     figure, evaluated, trained = go.Figure(), [], []
     factors: list[dict[str, float]] = []
     for item in items:
-        for number, trial in enumerate(item.trials):
+        for trial in item.trials:
             train = thin(trial.metrics.dropna(subset=["loss", "tokens"]), _TRAIN_POINTS)
             if len(train):
                 trained.append(train["loss"].to_numpy())
@@ -51,7 +53,7 @@ def loss_curves(
                     legendgroup=item.label,
                     showlegend=False,
                     hoverinfo="skip",
-                    name=f"{item.label} {number}",
+                    meta={"line": f"{item.label}, training loss{_seed(trial)}"},
                 )
         means = _mean_eval(item)
         has_lines = any(len(trial.metrics) for trial in item.trials)
@@ -74,14 +76,15 @@ def loss_curves(
             symbol=own.marker if own else None,
             group=item.label,
             name=item.label + _in_legend(item),
+            data_name=f"{item.label}, eval loss",
             hover=f"{item.label}: %{{y:.3f}}",
         ).draw(figure)
         factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
     if not figure.data:
         return None
-    _frame_losses(figure, evaluated, trained, unigram_entropy, name)
+    _frame_losses(figure, evaluated, trained, unigram_entropy, guess.name)
     figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="loss (nats per token)")
+    figure.update_yaxes(title=f"loss ({guess.unit})")
     figure.update_layout(hovermode="x unified", meta={"against": _against(factors)})
     return polish(figure, 440)
 
@@ -145,7 +148,7 @@ def _against(factors: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     ]
 
 
-def second_losses(items: Sequence[Shown]) -> go.Figure | None:
+def second_losses(items: Sequence[Shown], guess: Guess | None = None) -> go.Figure | None:
     """The loss on the second corpus against tokens, averaged over the seeds; None where no run has one."""
     figure = go.Figure()
     for item in items:
@@ -164,7 +167,7 @@ def second_losses(items: Sequence[Shown]) -> go.Figure | None:
     if not figure.data:
         return None
     figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title="loss on the second corpus (nats per token)")
+    figure.update_yaxes(title=f"loss on the second corpus ({(guess or Guess.of({})).unit})")
     return polish(figure.update_layout(hovermode="x unified"), 360)
 
 
@@ -184,6 +187,7 @@ def task_scores(items: Sequence[Shown]) -> go.Figure | None:
                     y=[value for _, value in points],
                     color=shades.get(task, item.color),
                     name=name,
+                    data_name=f"{name}{_seed(trial)}",
                     legend=trial is item.trials[0],
                     markers=True,
                     hover=f"{name}: %{{y:.3f}}",
@@ -236,12 +240,12 @@ def u_curves(results: Frame, color: Mapping[str, str], order: Sequence[str]) -> 
                 "color": color[placement],
                 "line": {"width": 2.2, "color": color[placement]},
             },
-            customdata=lost[["status_text", "learning_rate"]].map(lambda v: escape(str(v))).to_numpy(),
+            customdata=lost[["learning_rate", "status_text"]].map(lambda v: escape(str(v))).to_numpy(),
             name=label,
             legendgroup=label,
             showlegend=False,
             cliponaxis=False,
-            hovertemplate=f"{label}<br>%{{customdata[1]}}: %{{customdata[0]}}<extra></extra>",
+            hovertemplate=f"{label}<br>%{{customdata[0]}}: %{{customdata[1]}}<extra></extra>",
         )
     ticks = sorted(rates["learning_rate"].unique())
     figure.update_xaxes(type="log", title="learning rate", tickvals=ticks, ticktext=[f"{rate:g}" for rate in ticks])
@@ -284,6 +288,10 @@ def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
         return pd.DataFrame(columns=["tokens", column, "spread"], dtype=float)
     grouped = pd.concat(points).groupby("tokens")[column]
     return pd.DataFrame({column: grouped.mean(), "spread": grouped.std()}).reset_index()
+
+
+def _seed(trial: Trial) -> str:
+    return f", seed {trial.seed:g}" if math.isfinite(trial.seed) else ""
 
 
 def _in_legend(item: Shown) -> str:

@@ -58,11 +58,11 @@ def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[
 
 def loss(study: Study, items: list[Shown], several: bool) -> Section:
     entropy = study.results["unigram_entropy"].dropna()
-    guess = next((found for row in rows_of(study.results) if (found := Guess.of(row)) != Guess.of({})), Guess.of({}))
-    drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan, guess.name)
+    guess = Guess.of_any(study.results)
+    drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan, guess)
     caption = _LOSS.format(guess.target) + (" Each placement is shown at its best learning rate." if several else "")
     html = figure(to_html(drawn), caption) if drawn else ""
-    if (second := figures.second_losses(items)) is not None:
+    if (second := figures.second_losses(items, guess)) is not None:
         html += figure(to_html(second), _SECOND, "On the second corpus")
     if (scores := figures.task_scores(items)) is not None:
         html += figure(to_html(scores), _TASKS, "On tasks")
@@ -146,7 +146,7 @@ def scale_note(results: Frame) -> list[str]:
         return []
     parameters, tokens = (f"{size / 1e6:,.1f} million" if size >= 1e5 else f"{size:,.0f}" for size in sizes)
     return [
-        f"The scale: {parameters} parameters and {tokens} tokens a run. The papers' smallest models have 71 million "
+        f"The scale: {parameters} parameters and {tokens} tokens per run. The papers' smallest models have 71 million "
         "and see a billion, so what holds here need not hold there."
     ]
 

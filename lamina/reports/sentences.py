@@ -25,21 +25,29 @@ class Guess:
         name: of the loss that it has.
         target: what it predicts.
         source: what it predicts it from.
+        unit: of its loss.
     """
 
     name: str
     target: str
     source: str
+    unit: str
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Guess:
         """The guess of a run, by a row or a line of its numbers: only images have a top-5 accuracy."""
         top5 = row.get("top5_accuracy")
         of_images = isinstance(top5, float) and math.isfinite(top5)
-        return cls("entropy of the classes", "class", "images") if of_images else _OF_TEXT
+        return _OF_IMAGES if of_images else _OF_TEXT
+
+    @classmethod
+    def of_any(cls, results: Frame) -> Guess:
+        """The guess of runs that share an objective, by their table: a run that failed may have no accuracy."""
+        return _OF_IMAGES if any(cls.of(row) == _OF_IMAGES for row in rows_of(results)) else _OF_TEXT
 
 
-_OF_TEXT = Guess("unigram entropy", "token", "context")
+_OF_TEXT = Guess("unigram entropy", "token", "context", "nats per token")
+_OF_IMAGES = Guess("entropy of the classes", "class", "images", "nats per image")
 
 
 def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tables | None = None) -> list[str]:

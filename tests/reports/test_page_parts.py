@@ -34,7 +34,7 @@ def test_a_small_model_is_called_small_and_a_large_one_is_not():
         return pd.DataFrame({"parameters": [parameters, math.nan], "tokens": [tokens, tokens]})
 
     (note,) = scale_note(results(912_528, 102_400))
-    assert "0.9 million parameters and 0.1 million tokens a run" in note
+    assert "0.9 million parameters and 0.1 million tokens per run" in note
     assert scale_note(results(130e6, 2e9)) == []
     assert scale_note(results(math.nan, 5.0)) == []
     assert scale_note(pd.DataFrame({"placement": ["keel"]})) == []

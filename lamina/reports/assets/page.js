@@ -42,11 +42,16 @@
       figureTools(div);
     }
     await loaded();
-    const { data, layout } = JSON.parse(inScheme(drawn.get(div)));
-    const against = div.dataset.against;
-    if (against) rescale(data, layout, Number(against));
+    const { data, layout } = figureOf(div, inScheme(drawn.get(div)));
     layout.autosize = true;
     await Plotly.react(div, data, layout, { displayModeBar: false, responsive: true });
+  }
+
+  // A figure as it is shown: against tokens, or what its reader chose.
+  function figureOf(div, text) {
+    const { data, layout } = JSON.parse(text);
+    if (div.dataset.against) rescale(data, layout, Number(div.dataset.against));
+    return { data, layout };
   }
 
   // A figure's x values are in units that a factor per line turns into others: tokens into FLOPs or seconds.
@@ -60,11 +65,14 @@
 
   function values(given) {
     if (!given || given.bdata === undefined) return [...(given || [])];
-    const flat = [...new TYPES[given.dtype](bytes(given.bdata).buffer)];
+    const exact = [...new TYPES[given.dtype](bytes(given.bdata).buffer)];
+    const flat = given.dtype === "f4" ? exact.map((x) => rounded(x)) : exact; // 2.38, not 2.380000114440918
     if (!given.shape) return flat;
     const width = Number(String(given.shape).split(",")[1]);
     return Array.from({ length: flat.length / width }, (_, row) => flat.slice(row * width, (row + 1) * width));
   }
+
+  const rounded = (number) => (Number.isInteger(number) ? number : Number(number.toPrecision(7)));
 
   function button(text, title, act) {
     const made = document.createElement("button");
@@ -81,29 +89,77 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
 
-  const plain = (html) => new DOMParser().parseFromString(String(html), "text/html").body.textContent;
+  const plain = (given) => {
+    const html = String(given).replaceAll("<br>", " ");
+    return /[<&]/.test(html) ? new DOMParser().parseFromString(html, "text/html").body.textContent : html;
+  };
   const cell = (value) => (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
   const fileName = (node) => {
     const heading = node.closest("figure")?.querySelector("h3") || node.closest("section")?.querySelector("h2");
     return (heading?.textContent || "lamina").trim().toLowerCase().replace(/[^a-z0-9]+/g, "-");
   };
 
-  function csv(div) {
-    const { data, layout } = JSON.parse(drawn.get(div));
-    const rows = [["panel", "line", "x", "y", "value", "spread"]];
-    for (const trace of data) {
-      if (trace.fill === "toself") continue; // a band repeats the edges of its line
-      const number = Number((trace.xaxis || "x").slice(1) || 1);
-      const head = [plain(layout.annotations?.[number - 1]?.text ?? number), plain(trace.name ?? "")];
-      const [xs, ys, zs] = [trace.x, trace.y, trace.z].map(values);
-      const spread = values(trace.error_y?.array);
-      if (trace.type === "heatmap") {
-        zs.forEach((line, i) => values(line).forEach((z, j) => rows.push([...head, xs[j] ?? j, ys[i] ?? i, z, ""])));
-      } else {
-        ys.forEach((y, i) => rows.push([...head, xs[i] ?? i, y, "", spread[i] ?? ""]));
-      }
+  const axisOf = (layout, trace, letter) => layout[`${letter}axis${(trace[`${letter}axis`] || letter).slice(1)}`] || {};
+  const isMap = (trace) => trace.type === "heatmap";
+
+  // What an axis counts, if all panels count the same.
+  function counted(data, layout, letter) {
+    const titles = new Set(data.map((trace) => axisOf(layout, trace, letter).title?.text).filter(Boolean));
+    return titles.size === 1 ? plain([...titles][0]) : letter;
+  }
+
+  // The title above a trace's panel; without one, what its y axis counts where the panels differ in that.
+  function panelOf(data, layout, trace) {
+    const [across, up] = ["x", "y"].map((letter) => axisOf(layout, trace, letter));
+    const above = (layout.annotations || []).find((each) => each.xref === "paper" && each.yref === "paper" && across.domain
+      && across.domain[0] <= each.x && each.x <= across.domain[1] && Math.abs(each.y - up.domain[1]) < 1e-6);
+    return plain(above?.text ?? (counted(data, layout, "y") === "y" ? up.title?.text : null) ?? "");
+  }
+
+  // The rows of a map: the values themselves, where the colors are of logarithms or of a row stretched to its range.
+  function mapRows(trace) {
+    const [xs, ys, zs] = [trace.x, trace.y, trace.customdata ?? trace.z].map(values);
+    const value = (z) => (trace.meta?.log10 && Number.isFinite(z) ? rounded(10 ** z) : z);
+    return zs.flatMap((line, i) => values(line).map((z, j) => [xs[j] ?? j, ys[i] ?? i, value(z)]));
+  }
+
+  // The rows of a line: its points with the ends of their band or error bars, and what is written at them.
+  function lineRows(trace, band) {
+    const [xs, ys] = [trace.x, trace.y].map(values);
+    if (trace.cliponaxis === false) return values(trace.customdata).map(([x, ended]) => [x, "", "", "", ended]); // no y
+    const above = values(trace.error_y?.array);
+    const below = values(trace.error_y?.arrayminus ?? trace.error_y?.array);
+    const ends = new Map();
+    const place = (x) => (typeof x === "number" ? rounded(x) : x);
+    if (band) {
+      const [x, y] = [band.x, band.y].map(values);
+      x.slice(0, x.length / 2).forEach((at, i) => ends.set(place(at), [y[y.length - 1 - i], y[i]]));
     }
-    return rows.map((row) => row.map((each) => cell(plain(each ?? ""))).join(",")).join("\n") + "\n";
+    const notes = trace.meta?.notes ?? trace.text ?? [];
+    return ys.map((y, i) => {
+      const [low, high] = ends.get(place(xs[i])) ?? (above.length ? [rounded(y - below[i]), rounded(y + above[i])] : []);
+      return [xs[i] ?? i, y, low, high, notes[i]];
+    });
+  }
+
+  function csv(div) {
+    const { data, layout } = figureOf(div, drawn.get(div));
+    const map = data.find(isMap);
+    const quantity = (map?.coloraxis ? layout.coloraxis : map)?.colorbar?.title?.text;
+    const more = map ? [plain(quantity || "value")] : ["low", "high", "note"];
+    const rows = [["panel", "line", counted(data, layout, "x"), counted(data, layout, "y"), ...more]];
+    let band = null;
+    for (const trace of data) {
+      if (trace.fill === "toself") {
+        band = trace; // of the line that follows
+        continue;
+      }
+      const head = [panelOf(data, layout, trace), trace.meta?.line ?? trace.name ?? ""];
+      for (const row of isMap(trace) ? mapRows(trace) : lineRows(trace, band)) rows.push([...head, ...row]);
+      band = null;
+    }
+    const text = (each) => (each == null || Number.isNaN(each) ? "" : plain(each));
+    return rows.map((row) => row.map((each) => cell(text(each))).join(",")).join("\n") + "\n";
   }
 
   function figureTools(div) {

@@ -115,6 +115,7 @@ def loss_by_rate(study: Study, color: Mapping[str, str]) -> go.Figure | None:
             color=color[trial.placement],
             dash=None if own is None or own.dash == "solid" else own.dash,
             name=label,
+            data_name=f"{label}, seed {trial.seed:g}",
             group=label,
             legend=label not in named_in_legend,
             width=1.6,
@@ -161,6 +162,7 @@ def _mark(picture: go.Figure, row: Row, color: str, label: str) -> None:
         marker={"symbol": _MARKERS.get(rule, "circle"), "size": 11, "color": color, "line": {"width": 2.2}},
         legendgroup=label,
         showlegend=False,
+        meta={"line": f"{label}, seed {row['seed']:g}", "notes": [f"stopped by: {rule}"]},
         hovertemplate=f"{label}, seed {row['seed']:g}: {escape(rule)} after {rate:.3g}<extra></extra>",
     )
 

@@ -12,7 +12,7 @@ from lamina.reports.results.resolution import resolution
 from lamina.reports.studies.drawing import Drawing
 from lamina.reports.studies.folder import StudyFolder, arms
 from lamina.reports.studies.printed import FIGURES
-from lamina.reports.studies.splitting import title_of
+from lamina.reports.studies.splitting import value_title
 from lamina.studies.catalog.stages import STAGE
 from lamina.studies.catalog.study import Study
 
@@ -138,7 +138,7 @@ def _arms(folder: StudyFolder) -> str:
         return ""
     several = folder.results["learning_rate"].nunique() > 1
     rate = "best learning rate:" if several else "learning rate:"
-    value = "score, reward or loss" if STAGE in folder.axes else title_of(folder.value)
+    value = "score, reward or loss" if STAGE in folder.axes else value_title(folder, folder.value)
     cells = [
         [
             plain(row["label"]),

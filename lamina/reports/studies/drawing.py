@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +10,7 @@ from lamina.core.json_types import Json
 from lamina.reports.palette import Look
 
 Value = float | str
+_LONG = 28  # letters of a panel's title, from which on it takes two lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,15 @@ class Panel:
     title: str = ""
     series: tuple[Series, ...] = ()
     cells: Cells | None = None
+
+    @property
+    def heading(self) -> str:
+        """The title, a long one on two lines."""
+        breaks = [match.end() for match in re.finditer(", ", self.title)]
+        if len(self.title) <= _LONG or not breaks:
+            return self.title
+        middle = min(breaks, key=lambda place: abs(2 * place - len(self.title)))
+        return f"{self.title[:middle].rstrip()}\n{self.title[middle:]}"
 
 
 def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:

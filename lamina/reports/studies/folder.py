@@ -20,6 +20,7 @@ from lamina.studies.trials.scores import SCORE
 
 RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
 _NO_ARM = ("learning_rate", "seed")
+_COUNTED = {"num_layers": "layers", "steps": "steps"}
 _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 
@@ -131,7 +132,8 @@ class StudyFolder:
         for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
             value = row[axis]
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            words.append(f"{axis.replace('_', ' ')} {value:g}" if number else str(value))
+            counted = f"{value:g} {_COUNTED[axis]}" if number and axis in _COUNTED else ""
+            words.append(counted or (f"{axis.replace('_', ' ')} {value:g}" if number else str(value)))
         return ", ".join(words)
 
 

@@ -26,7 +26,7 @@ def plot(drawing: Drawing) -> go.Figure:
         shared_yaxes=True,
         horizontal_spacing=0.04,
         vertical_spacing=0.26 / grid.down if grid.down > 1 else 0,
-        subplot_titles=[escape(panel.title) for panel in drawing.panels],
+        subplot_titles=[escape(panel.heading).replace("\n", "<br>") for panel in drawing.panels],
     )
     named: set[str] = set()
     top = _edge(drawing)
@@ -58,7 +58,8 @@ def plot(drawing: Drawing) -> go.Figure:
 def _frame(figure: go.Figure, drawing: Drawing, down: int, lines: int) -> None:
     """Heights, margins, the legend above the panels' titles, and a range of y that the data fill."""
     inside = (_MAP if drawing.is_map else _HEIGHT) * down
-    titles = 26 if any(panel.title for panel in drawing.panels) else 6
+    headings = [panel.heading for panel in drawing.panels]
+    titles = 43 if any("\n" in heading for heading in headings) else 26 if any(headings) else 6
     legend = 10 + 22 * (1 + lines // 6) if drawing.has_legend else 10
     below = 46 if all(len(str(tick)) * len(drawing.x.ticks) < 100 for tick in drawing.x.ticks) else 110
     polish(figure, inside + titles + legend + below)

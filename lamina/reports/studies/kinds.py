@@ -39,7 +39,7 @@ def by_axis(study: StudyFolder, request: Request) -> Drawing | None:
     x = request.x or next((a for a in study.varied if a != "placement"), study.varied[0])
     plain = _value(study, request) == study.value and "stage" not in study.axes
     table = arms(study) if plain else _other(study, request)
-    if table.empty or x not in table or table["mean"].isna().all():
+    if table.empty or x not in table or table["mean"].isna().all() or table[x].nunique() < 2:
         return None
     table = table.drop(columns="learning_rate") if x != "learning_rate" else table
     rate = " Each arm at its own best learning rate." if study.has_sweep else ""
@@ -55,13 +55,16 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
     """A training record against the steps: the mean over the seeds, and their range as a band."""
     rows = study.table(request.measure or "records-metrics")
     x, y = request.x or "step", request.y or "loss"
-    if {"metric", "value"} <= set(rows):  # by layer: of each step the largest
+    by_layer = {"metric", "value"} <= set(rows)
+    if by_layer:
         rows = rows[rows["metric"].eq(y)].rename(columns={"value": y})
-        rows = rows.groupby(list(dict.fromkeys(["placement", *study.measured_axes, "seed", "status", x])))[y].max()
-        rows = rows.reset_index()
     if rows.empty or not {x, y} <= set(rows):
         return None
-    rows = rows[rows[y].notna()]
+    trial = list(dict.fromkeys(["placement", *study.measured_axes, "seed", "status", x]))
+    of_trial = rows[rows[y].notna()].groupby(trial, sort=False)[y]
+    rows = (of_trial.max() if by_layer else of_trial.mean()).reset_index()  # a record may have a row per prompt
+    name = splitting.title_of(y)
+    name = f"largest {name} of all layers" if by_layer and not name.startswith("largest") else name
     by = list(dict.fromkeys(["placement", *study.measured_axes, x]))
     table = over_seeds(rows.rename(columns={y: "y"}), by, "y")
     color = splitting.color_axis(study, x, request.color)
@@ -74,10 +77,10 @@ def curves(study: StudyFolder, request: Request) -> Drawing | None:
         return None
     return Drawing(
         name=_name(study, "curves", y),
-        title=f"{splitting.title_of(y).capitalize()} while training",
+        title=f"{name[:1].upper()}{name[1:]} while training",
         caption="Mean over the seeds; the band is their range.",
         x=Axis(title=splitting.title_of(x)),
-        y=Axis(title=splitting.title_of(y), log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
+        y=Axis(title=name, log=bool(request.more.get("log")) and bool((table["mean"] > 0).all())),
         panels=drawn,
         spread="band",
     )
@@ -100,7 +103,7 @@ def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption
         return splitting.line(part, x, label, look)
 
     if request.color == ONE_LINE:
-        table, color = table.assign(all=splitting.title_of(study.value)), "all"
+        table, color = table.assign(all=splitting.value_title(study, study.value)), "all"
     drawn: tuple[Panel, ...] = splitting.panels(study, table, color, x, series)
     if not drawn:
         return None
@@ -112,10 +115,10 @@ def _drawing(study: StudyFolder, request: Request, table: Frame, x: str, caption
             "" if request.kind in ("sweep", "by_depth") else x,
             "" if value == study.value else value,
         ),
-        title=f"{splitting.title_of(value).partition(' (')[0].capitalize()} by {splitting.title_of(x)}",
+        title=f"{splitting.title_of(value).capitalize()} by {splitting.title_of(x)}",
         caption=" ".join(caption.split()),
         x=splitting.axis(x, table[x]),
-        y=Axis(title=splitting.title_of(value)),
+        y=Axis(title=splitting.value_title(study, value)),
         panels=drawn,
         joined=splitting.joined(table[x]),
     )

@@ -13,6 +13,7 @@ from lamina.reports.studies.drawing import Axis, Cells, Drawing, Panel, Request,
 from lamina.reports.studies.folder import StudyFolder, over_seeds
 
 _TIMES = {"init": "before training", "end": "after training"}
+_AXES = {"start": "first layer", "size": "layers apart"}  # of a probe's table; a study's axis may have the name
 _MOST_MAPS = 9
 _PARTS, _MOST_PARTS, _MOST_OF_ONE_KIND = ("sublayer", "role", "index"), 6, 3
 
@@ -83,13 +84,14 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
         return None
     role = str(request.more["role"]) if isinstance(request.more.get("role"), str) else ""
     table = request.measure if request.measure in study.measures else probe
-    log = bool(request.more.get("log", known.log)) and all(y > 0 for p in drawn for s in p.series for y in s.y)
+    usual = known.log and not metric.startswith("log10")
+    log = bool(request.more.get("log", usual)) and all(y > 0 for p in drawn for s in p.series for y in s.y)
     return Drawing(
         name="-".join([study.name, study.scale, *(part.replace("_", "-") for part in (table, metric, role) if part)]),
-        title=f"{metric.replace('_', ' ').capitalize()} by {splitting.title_of(x)}",
+        title=f"{_capital(splitting.title_of(metric))} by {_axis(x)}",
         caption="Mean over the seeds; the band is their range.",
-        x=Axis(title="layers apart" if x == "size" else x.replace("_", " ")),
-        y=Axis(title=metric.replace("_", " "), log=log),
+        x=Axis(title=_axis(x)),
+        y=Axis(title=splitting.title_of(metric), log=log),
         panels=tuple(drawn),
         spread="band",
     )
@@ -113,13 +115,21 @@ def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
         return None
     return Drawing(
         name="-".join([study.name, study.scale, measure.replace("_", "-")]),
-        title=f"{metric.replace('_', ' ').capitalize()}, {_TIMES.get(measure.split('-')[0], 'while training')}",
+        title=f"{_capital(splitting.title_of(metric))}, {_TIMES.get(measure.split('-')[0], 'while training')}",
         caption=f"Mean over the seeds.{' The first maps of several.' if len(panels) > _MOST_MAPS else ''}",
-        x=Axis(title="first layer" if x == "start" else x.replace("_", " ")),
-        y=Axis(title="layers apart" if y == "size" else y.replace("_", " ")),
+        x=Axis(title=_axis(x)),
+        y=Axis(title=_axis(y)),
         panels=tuple(panels[:_MOST_MAPS]),
-        quantity=metric.replace("_", " "),
+        quantity=splitting.title_of(metric),
     )
+
+
+def _axis(column: str) -> str:
+    return _AXES.get(column, splitting.title_of(column))
+
+
+def _capital(title: str) -> str:
+    return title[:1].upper() + title[1:]
 
 
 def _measures(study: StudyFolder, probe: str, wanted: str) -> list[str]:

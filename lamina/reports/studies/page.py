@@ -13,7 +13,7 @@ from lamina.reports.sections import scale_note
 from lamina.reports.studies.choice import chosen
 from lamina.reports.studies.folder import StudyFolder, arms, read_folder
 from lamina.reports.studies.interactive import plot
-from lamina.reports.studies.splitting import title_of
+from lamina.reports.studies.splitting import value_title
 from lamina.reports.style import to_html
 from lamina.reports.table import NONE, Field, Row, Table, chip, in_form, number, swatch, text
 
@@ -95,7 +95,7 @@ def _arms(study: StudyFolder) -> str:
     color = colors(rows["placement"])
     fields = [
         Field(title="arm", kind="name", cell=lambda row: swatch(color[row["placement"]]) + escape(str(row["label"]))),
-        number("mean", ".4f", title_of(study.value), "number main"),
+        number("mean", ".4f", value_title(study, study.value), "number main"),
         number("std", ".4f", "std"),
         number("learning_rate", "g", "learning rate"),
         number("trained", ".0f", "in the mean"),

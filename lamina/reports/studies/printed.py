@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from lamina.reports.studies.choice import chosen
 from lamina.reports.studies.drawing import Axis, Drawing, Panel, Series, Value, marks
 from lamina.reports.studies.folder import has_claims, read_folder
 from lamina.reports.studies.interactive import top_edge
+from lamina.reports.style import log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -96,7 +98,8 @@ def write(drawing: Drawing, folder: Path, formats: Sequence[str] = ("svg", "pdf"
 def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
     grid = Grid(len(drawing.panels))
     alone = 1.5 if grid.count == 1 else 1.0
-    figure = make(figsize=(_WIDTH * alone * grid.across, _HEIGHT * alone * grid.down), layout="constrained")
+    height = (_HEIGHT * alone + _below(drawing.x)) * grid.down + _above(drawing, grid.across)
+    figure = make(figsize=(_WIDTH * alone * grid.across, height), layout="constrained")
     axes = figure.subplots(grid.down, grid.across, sharex=not _texts(drawing.x), sharey=True, squeeze=False)
     mapped, top = None, top_edge(drawing, 1.06)
     low, high = _color_range(drawing)
@@ -107,7 +110,7 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
             field.set_visible(False)
             continue
         panel = drawing.panels[number]
-        field.set_title(_plain(panel.title), fontsize=8)
+        field.set_title(_plain(panel.heading), fontsize=8)
         if panel.cells is not None:
             values = np.ma.masked_invalid(np.asarray(panel.cells.values, dtype=float))
             mapped = field.pcolormesh(
@@ -120,6 +123,8 @@ def _figure(drawing: Drawing, make: type[Figure]) -> Figure:
             field.tick_params(labelbottom=True)
         if col == 0:
             field.set_ylabel(_plain(drawing.y.title))
+    if drawing.y.log:
+        _decades(axes)
     if mapped is not None:
         figure.colorbar(mapped, ax=axes, label=_plain(drawing.quantity))
     if drawing.has_legend:
@@ -161,7 +166,7 @@ def _apart(panel: Panel) -> bool:
 def _scale(field: Axes, axis: Axis) -> None:
     if _texts(axis):
         field.set_xticks(range(len(axis.ticks)), [_plain(str(tick)) for tick in axis.ticks])
-        if max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34:
+        if _turned(axis):
             field.tick_params(axis="x", rotation=40)
             for label in field.get_xticklabels():
                 label.set_horizontalalignment("right")
@@ -169,12 +174,44 @@ def _scale(field: Axes, axis: Axis) -> None:
         return
     if axis.log:
         field.set_xscale("log")
+    elif "layer" in axis.title:
+        field.xaxis.get_major_locator().set_params(integer=True)
     if axis.ticks and len(axis.ticks) <= 10:
         numbers = [tick for tick in axis.ticks if isinstance(tick, float)]
         field.set_xticks(numbers, [f"{tick:g}" for tick in numbers])
         field.minorticks_off()
-        if len(numbers) > 5:
+        if _turned(axis):
             field.tick_params(axis="x", rotation=40)
+
+
+def _decades(axes: np.ndarray) -> None:
+    """Ticks of the shared logarithmic y axis that can be read: 0.2, 0.5, 1 within two decades, powers of ten beyond."""
+    field: Axes = axes[0][0]
+    low, high = field.get_ylim()
+    exponents, texts = log_ticks(math.log10(low), math.log10(high))
+    texts = [text.replace("<sup>", "$^{").replace("</sup>", "}$") for text in texts]
+    field.set_yticks([10**exponent for exponent in exponents], texts, minor=False)
+    field.set_yticks([], minor=True)
+    field.set_ylim(low, high)
+
+
+def _turned(axis: Axis) -> bool:
+    """Whether the texts at the ticks of x need to be turned, to stand beside one another."""
+    if _texts(axis):
+        return max(len(str(tick)) for tick in axis.ticks) * len(axis.ticks) > 34
+    return 5 < len(axis.ticks) <= 10
+
+
+def _below(axis: Axis) -> float:
+    """The height of turned texts below a panel, in inches."""
+    longest = max((len(f"{tick:g}" if isinstance(tick, float) else tick) for tick in axis.ticks), default=0)
+    return 0.035 * longest if _turned(axis) else 0.0
+
+
+def _above(drawing: Drawing, across: int) -> float:
+    """The height of the legend, in inches."""
+    names = {series.label for panel in drawing.panels for series in panel.series}
+    return 0.18 * math.ceil(len(names) / (3 + across)) if drawing.has_legend else 0.0
 
 
 def _legend(figure: Figure, axes: np.ndarray, across: int) -> None:

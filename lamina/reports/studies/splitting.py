@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lamina.reports.palette import PALETTE, Look, looks
 from lamina.reports.records import Frame, rows_of
+from lamina.reports.sentences import Guess
 from lamina.reports.studies.drawing import Axis, Panel, Series, Value
 from lamina.reports.studies.folder import StudyFolder
 
@@ -16,18 +17,31 @@ _WIDE = 8  # a factor from which on a range is logarithmic
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 _ALONE = Look("#1f2933")
+_PAIRS = ("reward", "dpo")  # jobs whose loss is of a pair of answers
 _TITLES = {
-    "eval_loss": "eval loss (nats per token)",
     "learning_rate": "learning rate",
     "max_learning_rate": "largest learning rate",
     "num_layers": "layers",
     "hidden_size": "width",
+    "hidden_top_abs": "largest |x|",
+    "edr": "effective dimension ratio",
+    "left": "left side of the bound",
+    "right": "right side of the bound",
 }
 
 
 def title_of(column: str) -> str:
     """A column's name on an axis."""
     return _TITLES.get(column, column.replace("_", " "))
+
+
+def value_title(study: StudyFolder, column: str) -> str:
+    """A result's name on an axis, with the unit that it has in this study."""
+    if column != "eval_loss":
+        return title_of(column)
+    stages = study.definition_of_scale.get("then")
+    jobs = {str(s.get("job") or name) for name, s in stages.items()} if isinstance(stages, dict) else set()
+    return f"eval loss ({'nats' if jobs & {*_PAIRS} else Guess.of_any(study.results).unit})"
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
@@ -76,7 +90,7 @@ def panels(
     """
     if rows.empty:
         return ()
-    rows = rows.sort_values("learning_rate", kind="stable") if "learning_rate" in rows else rows
+    rows = _in_order(study, rows)
     rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
     several = len(set(rest)) <= _MOST_PANELS
     rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
@@ -90,6 +104,15 @@ def panels(
         if kept:
             made.append(Panel(title=str(title), series=kept))
     return tuple(made)
+
+
+def _in_order(study: StudyFolder, rows: Frame) -> Frame:
+    """The rows sorted by the axes that vary: numbers by size, texts as the study has them."""
+    ranks = {}
+    for name in (name for name in study.measured_axes if name in rows):
+        places = {value: place for place, value in enumerate(ordered_values(study.results[name]))}
+        ranks[f"rank of {name}"] = [places.get(_key(value, places), len(places)) for value in rows[name]]
+    return rows.assign(**ranks).sort_values(list(ranks), kind="stable") if ranks else rows
 
 
 def axis(column: str, values: Iterable[object]) -> Axis:
