@@ -106,8 +106,8 @@ def test_a_model_keeps_its_number_in_another_order(data_dir, tmp_path):
     assert sorted(place.name for place in (tmp_path / "out" / "items").iterdir()) == ["000-one", "001-other"]
     fresh = {**given, "output": str(tmp_path / "fresh")}
     lamina.evaluate(models=[str(other), str(one)], **fresh)
-    found = [pd.read_parquet(tmp_path / place / "quiz.parquet") for place in ("out/items/000-one", "fresh/items/001-one")]
-    assert found[0].equals(found[1]), "of the weights as they are now"
+    found = pd.read_parquet(tmp_path / "out/items/000-one/quiz.parquet")
+    assert found.equals(pd.read_parquet(tmp_path / "fresh/items/001-one/quiz.parquet")), "of the weights as they are now"
     assert (tmp_path / "out" / "results.csv").read_text() == (tmp_path / "fresh" / "results.csv").read_text()
 
 

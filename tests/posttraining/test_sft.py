@@ -142,8 +142,8 @@ def test_the_best_evaluation_is_kept(tuned):
 
 def test_the_best_evaluation_is_kept_when_the_model_is_made_again(tuned):
     """A lost result.json, as after a kill just before it is written, and a damaged model."""
-    changed = {"best_by": "loss", "learning_rate": 3.0, "divergence_margin": 0, "steps": 8, "eval_steps": 1, "save_steps": 4}
-    folder, result = tuned(**changed)
+    every = {"eval_steps": 1, "save_steps": 4}
+    folder, result = tuned(best_by="loss", learning_rate=3.0, divergence_margin=0, steps=8, **every)
     assert 0 <= result["best_step"] < 8
     best = weights(folder)
     for damage in (lambda: (folder / "result.json").unlink(), lambda: (folder / "model/model.safetensors").unlink()):
