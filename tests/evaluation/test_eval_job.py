@@ -107,7 +107,8 @@ def test_a_model_keeps_its_number_in_another_order(data_dir, tmp_path):
     fresh = {**given, "output": str(tmp_path / "fresh")}
     lamina.evaluate(models=[str(other), str(one)], **fresh)
     found = pd.read_parquet(tmp_path / "out/items/000-one/quiz.parquet")
-    assert found.equals(pd.read_parquet(tmp_path / "fresh/items/001-one/quiz.parquet")), "of the weights as they are now"
+    fresh_items = pd.read_parquet(tmp_path / "fresh/items/001-one/quiz.parquet")
+    assert found.equals(fresh_items), "of the weights as they are now"
     assert (tmp_path / "out" / "results.csv").read_text() == (tmp_path / "fresh" / "results.csv").read_text()
 
 
