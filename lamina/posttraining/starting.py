@@ -21,6 +21,7 @@ from lamina.errors import UserError, unknown
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.files import writing
 from lamina.jobs.model_folder import content_hash, model_folder, refuse_as_output
+from lamina.modeling.backbones.configurations import read_config, refuse_scores
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
@@ -96,6 +97,7 @@ def find_start(settings: TuningSettings) -> Start:
         source.check_vocabulary(config, vocab_size_of(tokenizer), path)
     except UserError as error:
         raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
+    refuse_scores(read_config(folder if folder.is_dir() else path, "from"), f"from: {path!r}")
     positions = int(config.max_position_embeddings)
     longest = settings.sequence_length or positions
     if longest > positions:

@@ -145,12 +145,13 @@ def test_the_best_evaluation_is_kept_when_the_model_is_made_again(tuned):
     every = {"eval_steps": 1, "save_steps": 4}
     folder, result = tuned(best_by="loss", learning_rate=3.0, divergence_margin=0, steps=8, **every)
     assert 0 <= result["best_step"] < 8
-    best = weights(folder)
+    best, recorded = weights(folder), records(folder)
     for damage in (lambda: (folder / "result.json").unlink(), lambda: (folder / "model/model.safetensors").unlink()):
         damage()
         _, again = tuned(resume=True)
         assert again["best_step"] == result["best_step"]
         assert again["eval_loss"] == result["eval_loss"]
+        assert records(folder) == recorded, "the last evaluation is recorded once"
         assert all(torch.equal(tensor, best[name]) for name, tensor in weights(folder).items())
 
 
@@ -208,6 +209,20 @@ def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
         tuned(**changed)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_template_that_is_no_jinja_is_named_whatever_the_rows(tuned, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages }}\n{% for %}")
+    with pytest.raises(UserError, match=r"^template: no Jinja in its line 2"):
+        tuned(template=str(tmp_path / "t.jinja"), skip_bad=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_scores_is_no_start(tuned, tmp_path):
+    folder = write_model(tmp_path / "scores", head="sequence_classification")
+    with pytest.raises(UserError, match=r"^from: .* is a LaminaForSequenceClassification, which gives scores"):
+        tuned(from_model=str(folder))
     assert not (tmp_path / "run").exists()
 
 

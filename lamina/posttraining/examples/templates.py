@@ -87,7 +87,12 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages, *, answers: bool) -> str:
-    """The text of a conversation; with ``answers``, up to where the model answers. Raises ValueError."""
+    """The text of a conversation; with ``answers``, up to where the model answers.
+
+    Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -95,6 +100,8 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages
             tokenize=False,
             add_generation_prompt=answers,
         )
+    except TemplateSyntaxError as error:
+        raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
     except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
         raise ValueError(f"the template does not take it: {one_line(error)}") from None
     return str(text)
