@@ -96,6 +96,17 @@ def test_a_changed_checkpoint_is_evaluated_again(text, tmp_path):
     assert before[0]["value"] != after[0]["value"]
 
 
+def test_what_a_killed_evaluation_had_half_written_is_deleted(text, tmp_path):
+    given = {"models": [str(saved_model(tmp_path / "one"))], "corpus": str(text), "output": str(tmp_path / "out")}
+    lamina.evaluate(**given, bar=False)
+    half = [tmp_path / "out" / name for name in ("scores/000-one/.perplexity.json.123", "items/000-one/.q.parquet.123")]
+    for path in half:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{")
+    lamina.evaluate(**given, resume=True, bar=False)
+    assert not any(path.exists() for path in half)
+
+
 def test_a_model_keeps_its_number_in_another_order(data_dir, tmp_path):
     one, other = saved_model(tmp_path / "one"), saved_model(tmp_path / "other")
     given = {"tasks": "quiz", "data_dir": str(data_dir), "limit": 4, "output": str(tmp_path / "out"), "bar": False}
