@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from lamina.data.sources import ALLOWED, hub_datasets
-from lamina.data.sources.file_documents import Document, encodable, has_text, read_file
+from lamina.data.sources.file_documents import Document, Position, encodable, has_text, read_file, rows_as_text
 from lamina.data.sources.file_text import NotTextError
 from lamina.data.sources.folder import fingerprint_of_large, hash_files, state_of, walk
 from lamina.data.sources.hub_datasets import HubSource
@@ -170,14 +170,27 @@ class FileCorpus(SingleCorpus):
         return Shards(shards, sum(size for size, _ in states), fingerprint or self.fingerprint())
 
     def _files(self) -> list[Path]:
-        return walk(self.path) if self.path.is_dir() else [self.path] if self.path.exists() else []
+        if not self.path.is_dir():
+            return [self.path] if self.path.exists() else []
+        linked: list[Path] = []
+        paths = walk(self.path, linked)
+        if linked:
+            names = ", ".join(path.relative_to(self.path).as_posix() for path in linked[:3])
+            more = ", ..." * (len(linked) > 3)
+            self._warn_once(f"{self.path}: links to folders are not followed ({names}{more}); name them as a mix")
+        return paths
+
+    def _read(self, path: Path, name: str) -> Iterator[tuple[Document, Position]]:
+        return read_file(
+            path, name, self.text_field, on_rows=lambda: self._warn_once(rows_as_text(self.spec, self.text_field))
+        )
 
     def _documents(self) -> Iterator[Document]:
         if self.path.is_dir():
             yield from self._folder_documents()
             return
         try:
-            yield from (document for document, _ in read_file(self.path, self.path.name, self.text_field))
+            yield from (document for document, _ in self._read(self.path, self.path.name))
         except NotTextError as error:
             raise UserError(f"corpus: {self.spec!r} {error} (allowed: {ALLOWED})") from None
 
@@ -187,7 +200,7 @@ class FileCorpus(SingleCorpus):
             name = path.relative_to(self.path).as_posix()
             begun = False
             try:
-                for document, _ in read_file(path, name, self.text_field):
+                for document, _ in self._read(path, name):
                     begun = True
                     yield document
             except NotTextError as error:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+_TOLD = 0.5  # the largest standard error with which an exponent says something
 _STATEMENTS = {
     "peri_ln_c1": "Peri-LN Prop C.1: no norm behind the last down-projection",
     "peri_ln_c2": "Peri-LN Prop C.2: a norm on its output",
@@ -171,7 +172,9 @@ class Bounds(Probe):
     def sentences(self, frame: Frame) -> Sequence[str]:
         """One line per statement: the sides, or how the ratio lies over the layers."""
         text, table = [], frame
-        values = table.set_index(["role", "metric", "layer", "sublayer"]).value
+        indexed = table.set_index(["role", "metric", "layer", "sublayer"])
+        values, errors = indexed.value, indexed.standard_error
+        layers = table[table.role == "fusenorm_eq_9"].layer.max() + 1
         for role, part in table[table.metric == "ratio"].groupby("role", sort=False):
             ratios = part[part.layer >= 0].value
             if str(role).startswith("peri_ln") and not str(role).endswith("_token"):
@@ -190,7 +193,14 @@ class Bounds(Probe):
         for role, bound in (("fusenorm_eq_9", "sigma_l"), ("fusenorm_eq_9_depth", "(l + 1)")):
             if (role, "left", -1, "model") in values.index:
                 slope, expected = values[role, "left", -1, "model"], values[role, "right", -1, "model"]
-                text.append(f"||J - I|| goes as {bound}^{slope:.2f}; the paper has {expected:g}.")
+                error = errors[role, "left", -1, "model"]
+                if error < _TOLD:
+                    text.append(f"||J - I|| goes as {bound}^({slope:.2f} ± {error:.2f}); the paper has {expected:g}.")
+                else:
+                    text.append(
+                        f"How ||J - I|| goes with {bound} can't be told from {layers} layers (the exponent is "
+                        f"{slope:.2g} ± {error:.2g}; the paper has {expected:g})."
+                    )
         return text
 
 

@@ -72,6 +72,9 @@ class Gains(Probe):
         ):
             part = part.set_index("layer")["value"].sort_index()
             number = f" {index + 1}" if index else ""
+            if f"{part.min():.3g}" == f"{part.max():.3g}":
+                text.append(f"The mean gain of the {sublayer}'s {role}{number} is {part.max():.3g} in every layer.")
+                continue
             text.append(
                 f"The mean gain of the {sublayer}'s {role}{number} goes from {part.iloc[0]:.3g} in layer "
                 f"{part.index[0]} to {part.iloc[-1]:.3g} in layer {part.index[-1]} (smallest {part.min():.3g} in "

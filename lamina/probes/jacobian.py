@@ -222,13 +222,13 @@ class JacobianProbe(Probe):
         product = model["jacobian", "log10_product"]
         text = [
             f"The blocks' Jacobians have spectral norms from {norm.min():.3g} (layer {norm.idxmin()}) to "
-            f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is 10^{product:.2f}."
+            f"{norm.max():.3g} (layer {norm.idxmax()}); their product over {num_layers} layers is {_power(product)}."
         ]
         if ("jacobian", "log10_total") in model:
             total = model["jacobian", "log10_total"]
             text.append(
-                f"The Jacobian from x^0 to x^{num_layers} itself has the norm 10^{total:.2f}: the product overstates "
-                f"it by a factor of 10^{product - total:.2f}."
+                f"The Jacobian from x^0 to x^{num_layers} itself has the norm {_power(total)}: the product overstates "
+                f"it by a factor of {_power(product - total)}."
             )
         quarter = max(1, num_layers // 4)
         first, last = distance.iloc[:quarter], distance.iloc[-quarter:]
@@ -243,7 +243,12 @@ class JacobianProbe(Probe):
             return text
         path, keel, fuse = (model[role, "log10_product"] for role in ("residual_path", "keel", "fusenorm"))
         text.append(
-            f"Along the residual path alone the product is 10^{path:.2f}; the formula with the measured sigma gives "
-            f"10^{fuse:.2f}, the one from gains and scales alone (Keel Eq 14-19) 10^{keel:.2f}."
+            f"Along the residual path alone the product is {_power(path)}; the formula with the measured sigma gives "
+            f"{_power(fuse)}, the one from gains and scales alone (Keel Eq 14-19) {_power(keel)}."
         )
         return text
+
+
+def _power(exponent: float) -> str:
+    """10 to an exponent, which may be 0 but not -0."""
+    return f"10^{round(exponent, 2) + 0.0:.2f}"

@@ -111,6 +111,10 @@ class LayerDrop(Probe):
         if self.score is None:
             context.check_head()
         count = context.structure.num_layers
+        if count < 2:
+            raise UserError(
+                "layer_drop: without its one layer there is no model (allowed: a model of 2 layers or more)"
+            )
         if self.block >= count:
             raise UserError(f"block: {self.block} of {count} layers leaves none (allowed: up to {count - 1})")
         bare = [site.index for site in context.structure.layers if not site.sublayers]

@@ -122,10 +122,10 @@ class Similarity(DirectionsProbe):
         farthest = int(curve.index.max()) if len(curve) else 0
         text = []
         if farthest > 1:
-            middle = max(1, farthest // 2)
+            middle = farthest // 2
+            over = f" over {curve[middle]:.2f} at a distance of {middle} layers" if middle > 1 else ""
             text.append(
-                f"The cosine between two layers' outputs goes from {curve[1]:.2f} for neighbors over "
-                f"{curve[middle]:.2f} at a distance of {middle} layers to "
+                f"The cosine between two layers' outputs goes from {curve[1]:.2f} for neighbors{over} to "
                 f"{curve[farthest]:.2f} between the first and the last layer."
             )
         if len(influence) > 1:

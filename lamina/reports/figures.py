@@ -33,8 +33,8 @@ def loss_curves(
 ) -> go.Figure | None:
     """Training loss (thin) and eval loss (points) against tokens; the loss of a ``guess`` as a dashed line.
 
-    Over several seeds the eval loss is their mean, in a band of one standard deviation. The page can draw it against
-    FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
+    Over several seeds the eval loss is the mean of those that finished, in a band of one standard deviation. The page
+    can draw it against FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
     """
     guess = guess or Guess.of({})
     figure, evaluated, trained = go.Figure(), [], []
@@ -281,8 +281,12 @@ def course(items: Shown) -> go.Figure | None:
 
 
 def _mean_eval(item: Shown, column: str = "eval_loss") -> Frame:
-    """Mean over the seeds by tokens, with the standard deviation as ``spread`` (NaN for one seed)."""
-    points = [trial.metrics[["tokens", column]].dropna() for trial in item.trials]
+    """Mean over the seeds by tokens, with the standard deviation as ``spread`` (NaN for one seed).
+
+    As in the ranking, of the seeds that finished, if any did: the figure and the table show one number.
+    """
+    finished = [trial for trial in item.trials if trial.status == "finished"]
+    points = [trial.metrics[["tokens", column]].dropna() for trial in finished or item.trials]
     points = [table for table in points if len(table)]
     if not points:
         return pd.DataFrame(columns=["tokens", column, "spread"], dtype=float)

@@ -60,7 +60,8 @@ def loss(study: Study, items: list[Shown], several: bool) -> Section:
     entropy = study.results["unigram_entropy"].dropna()
     guess = Guess.of_any(study.results)
     drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan, guess)
-    caption = _LOSS.format(guess.target) + (" Each placement is shown at its best learning rate." if several else "")
+    caption = _LOSS.format(guess.target) + (_SEEDS if study.results["seed"].nunique() > 1 else "")
+    caption += " Each placement is shown at its best learning rate." if several else ""
     html = figure(to_html(drawn), caption) if drawn else ""
     if (second := figures.second_losses(items, guess)) is not None:
         html += figure(to_html(second), _SECOND, "On the second corpus")
@@ -173,6 +174,7 @@ _LOSS = (
     "often each {} occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
     "steps). Click a name to hide it."
 )
+_SEEDS = " Over several seeds: the mean of those that finished, in a band of one standard deviation."
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. None of it was trained on."
 _TASKS = "Scores on the tasks of --eval-tasks (accuracies from 0 to 1; perplexities as they are)."
 _DIAGRAMS = (

@@ -176,14 +176,12 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
         ):
             texts.append(
                 f"Why, by layer: {_evenness(worst, gradients[worst], column)}, while in {best} the two "
-                + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are of one size")
+                + (f"differ {_times(_size(best_ratio))}" if _size(best_ratio) > _LEVEL else "are about equal")
             )
         else:
             less = worst_ratio and best_ratio and abs(math.log(worst_ratio)) > abs(math.log(best_ratio))
-            even = "them of one size, too" if less else f"them no less even than {best}"
-            texts.append(
-                f"Gradients by layer do not set the first and the last of the ranking apart: {worst} has {even}"
-            )
+            even = f"nearly even in {worst}, too" if less else f"no less even in {worst} than in {best}"
+            texts.append(f"Gradients by layer do not set the first and the last of the ranking apart: they are {even}")
     growth = {p: g for p in summary["placement"] if (g := _ratio(variances.get(p), -1))}
     if growth:
         most, least = max(growth, key=lambda p: growth[p]), next(iter(growth))
@@ -198,14 +196,19 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
             by = _times(1 / growth[least])
             texts.append(f"by the end the hidden variance falls {by} from the first block to the last in {least}")
         else:
-            texts.append("the hidden variance stays of one size from the first block to the last")
+            texts.append("the hidden variance stays about the same from the first block to the last")
     return _capital("; ".join(texts)) + "." if texts else ""
 
 
 def _worst(known: list[Json]) -> str:
     """The last stuck placement where there is one (a diverged one's gradients only say that it did), else the last."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
-    return (stuck or sorted(known, key=lambda row: (severity(row["status"]), row["rank"])))[-1]["placement"]
+    return (stuck or sorted(known, key=_in_ranking))[-1]["placement"]
+
+
+def _in_ranking(row: Json) -> tuple[int, int]:
+    """Where a placement stands: those of which a run finished come first, whatever became of its other seeds."""
+    return (0 if row["finished"] else 1 + severity(row["status"]), row["rank"])
 
 
 def _evenness(placement: str, table: Frame, column: int) -> str:
@@ -215,7 +218,7 @@ def _evenness(placement: str, table: Frame, column: int) -> str:
     low, high = ("first", "last") if ratio >= 1 else ("last", "first")
     small, large = sorted((blocks[step].iloc[0], blocks[step].iloc[-1]))
     if _size(ratio) <= _LEVEL:
-        return f"in {placement} the first and the last block's gradient norms are of one size at step {step:.0f}"
+        return f"in {placement} the first and the last block's gradient norms are about equal at step {step:.0f}"
     return (
         f"at step {step:.0f} the {high} block's gradient norm in {placement} is {_times(_size(ratio), 'as large')} as "
         f"the {low} block's ({_short(large)} against {_short(small)})"
@@ -250,8 +253,10 @@ def _short(value: float) -> str:
 
 
 def _loss(row: Json) -> str:
-    std = row["eval_loss_std"]
-    return f"{row['eval_loss']:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else "")
+    """The mean loss of the seeds that finished, with its spread, and how many they are where others did not."""
+    std, part = row["eval_loss_std"], 0 < row["finished"] < row["seeds"]
+    spread = f" ± {std:.3f}" if math.isfinite(std) else ""
+    return f"{row['eval_loss']:.3f}{spread}" + (f" over {row['finished']} of {row['seeds']} seeds" if part else "")
 
 
 def _capital(text: str) -> str:

@@ -166,4 +166,8 @@ def log_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
 
 
 def _power(exponent: float) -> str:
-    return f"{10**exponent:.4g}" if -3 <= exponent < 4 else f"10<sup>{exponent:.0f}</sup>"
+    if -3 <= exponent < 4:
+        return f"{10**exponent:.4g}"
+    whole = math.floor(exponent + 1e-9)
+    factor = round(10 ** (exponent - whole))
+    return f"10<sup>{whole}</sup>" if factor == 1 else f"{factor}·10<sup>{whole}</sup>"

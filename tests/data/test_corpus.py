@@ -276,3 +276,51 @@ def test_a_corpus_reports_the_files_it_skips_once_however_often_it_is_read(tmp_p
         for _ in range(3):
             list(corpus.documents())
         assert caplog.text.count("1 files skipped") == expected
+
+
+@pytest.mark.parametrize("text", ['{"text": "a row"}\n{"text": "b"}\n', '\n[ {"id": 1, "text": "a row"}]'])
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz", "part-0001"])
+def test_rows_that_are_read_as_plain_text_are_warned_of(tmp_path, caplog, text, name):
+    path = tmp_path / "texts" / name
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    for corpus in (Corpus.parse(str(path)), Corpus.parse(str(path.parent))):
+        caplog.clear()
+        assert [document.text for document in corpus.documents()] == [text]
+        list(corpus.shards().shards[0].read())
+        assert caplog.text.count("JSON rows with the field 'text' are read as plain text") == 1
+
+
+@pytest.mark.parametrize("text", ['{"body": "a row"}', '{"text": 3}', "{ int text; }", "[1, 2]", "a {"])
+def test_text_in_braces_is_text(tmp_path, caplog, text):
+    (tmp_path / "a.json").write_text(text)
+    assert texts(tmp_path) == [text]
+    assert not caplog.text
+
+
+def test_links_to_files_are_read_and_links_to_folders_are_named(tmp_path, caplog):
+    for name in ("other/b.txt", "mine/a.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    (tmp_path / "mine" / "file").symlink_to("../other/b.txt")
+    (tmp_path / "mine" / "folder").symlink_to("../other")
+    (tmp_path / "mine" / "circle").symlink_to(".")
+    corpus = Corpus.parse(str(tmp_path / "mine"))
+    assert [document.name for document in corpus.documents()] == ["a.txt", "file"]
+    corpus.shards()
+    assert caplog.text.count("links to folders are not followed (circle, folder)") == 1
+
+
+def test_a_folder_that_must_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(UserError, match=r"closed' cannot be read \(Permission denied"):
+        texts(tmp_path)

@@ -1,6 +1,7 @@
 """Labeled images: where they are read from, how they are split, and what cannot be used."""
 
 import gzip
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -134,6 +135,11 @@ BAD = {
         lambda root: (root / "dog" / "3.png").write_bytes((root / "dog" / "3.png").read_bytes()[:150]),
         "dog/3.png' can't be read",
     ),
+    "a folder beside the splits": (
+        lambda root: [(root / name).mkdir() for name in ("train", "val")],
+        "has the folder 'cat' beside its splits 'train' and 'val'",
+    ),
+    "one folder": (lambda root: shutil.rmtree(root / "dog"), "has 1 class, 'cat' .allowed: at least 2"),
     "one class": (lambda root: [p.rename(root / "cat" / f"d{p.name}") for p in (root / "dog").glob("*")], "no images"),
 }
 
@@ -145,6 +151,17 @@ def test_what_cannot_be_used_is_named_in_one_line(folder, name):
     with pytest.raises(UserError, match=words) as error:
         prepare_images(str(folder), Augmentation(size=SIZE), eval_fraction=0.2)
     assert "\n" not in str(error.value)
+
+
+def test_hidden_files_are_left_out_and_files_that_are_no_images_are_named(folder, caplog):
+    (folder / "cat" / ".checkpoints").mkdir()
+    for name in ("cat/._0.png", "cat/.checkpoints/0.png"):
+        (folder / name).write_bytes(b"no image")
+    (folder / "dog" / "photo.heic").write_bytes(b"an image that is not read")
+    images = open_images(str(folder))
+    images.refuse_unreadable(progress=False)
+    assert len(images.labels) == 20
+    assert "1 files skipped that are not images (dog/photo.heic; read are .bmp" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -210,7 +227,15 @@ def test_without_augmentation_a_training_draws_the_images_themselves(folder):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"crop_scale": 0.3}, {"flip": 0.5}, {"rand_augment": 0.9}, {"random_erasing": 1.0}]
+    "changed",
+    [
+        {"crop_scale": 0.3},
+        {"flip": 0.5},
+        {"rand_augment": 0.9},
+        {"rand_augment": 1.0},
+        {"rand_augment": 0.01},
+        {"random_erasing": 1.0},
+    ],
 )
 def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, changed):
     if "crop_scale" not in changed and "flip" not in changed:
@@ -224,6 +249,14 @@ def test_an_augmentation_changes_images_and_is_the_same_at_a_position(folder, ch
     assert all(torch.equal(again[position]["pixel_values"], first[position]) for position in (7, 0, 3))
     assert any(not torch.equal(x, plain[position]["pixel_values"]) for position, x in enumerate(first))
     assert all(x.shape == (3, SIZE, SIZE) and torch.isfinite(x).all() for x in first)
+
+
+def test_gray_images_are_augmented_by_every_operation(pixels):
+    pytest.importorskip("kornia")
+    augmentation = Augmentation(size=4, rand_augment=0.9, random_erasing=0.5)
+    train = prepare_images(str(pixels[0]), augmentation, eval_fraction=0.2)[0].train.for_run(0)
+    drawn = [train[position]["pixel_values"] for position in range(60)]  # each of two operations of some ten
+    assert all(x.shape == (1, 4, 4) and torch.isfinite(x).all() for x in drawn)
 
 
 def test_a_flip_mirrors_the_columns(folder):

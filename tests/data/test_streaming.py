@@ -376,3 +376,14 @@ def test_rows_of_parquet_files_are_a_corpus_without_streaming_too(tmp_path):
         list(Corpus.parse(str(tmp_path / "a.parquet"), "body").documents())
     with pytest.raises(UserError, match="'n' must hold strings, not int64"):
         list(Corpus.parse(str(tmp_path / "a.parquet"), "n").documents())
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_arrow_type_of_texts_is_text(tmp_path, kind):
+    texts = ["one", None, "two", "one"]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()).cast(kind)}), tmp_path / "a.parquet")
+    assert [document.text for document in Corpus.parse(str(tmp_path / "a.parquet")).documents()] == [
+        "one",
+        "two",
+        "one",
+    ]

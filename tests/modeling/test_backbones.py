@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_backbone_parity import configuration
 from tiny import llama
+from transformers import ModernBertConfig
 
 import lamina
 from lamina.cli import main
@@ -262,6 +263,15 @@ def test_heads_of_latent_attention_keep_their_width(factor):
     width = int(own.hidden_size * factor)
     config = resolve_backbone("16b-a2.4b", hidden_size=width)
     assert config.num_attention_heads == own.num_attention_heads * factor
+
+
+def test_special_tokens_outside_of_a_smaller_vocabulary_are_dropped_without_a_word(capfd):
+    config = ModernBertConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    capfd.readouterr()
+    smaller = resolve_backbone(config, vocab_size=config.sep_token_id)
+    assert "within the vocabulary" not in capfd.readouterr().err
+    assert (smaller.bos_token_id, smaller.cls_token_id) == (config.bos_token_id, config.cls_token_id)
+    assert smaller.eos_token_id is smaller.sep_token_id is smaller.pad_token_id is None
 
 
 def test_a_padding_outside_of_a_smaller_vocabulary_is_dropped():

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tiny_contexts import (
@@ -344,6 +345,26 @@ def test_means_over_sequences_have_standard_errors_and_sentences_their_numbers()
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'right', 'peri_ln_c2', 2):.3g}" in said
     assert len(probe.figures(frame)) == 2
+
+
+def test_an_exponent_that_the_layers_do_not_determine_is_none():
+    """Sigmas that hardly differ: their slope is noise, and can be any number."""
+    fit = [("fusenorm_eq_9", 32.4, 20.0), ("fusenorm_eq_9_depth", -0.51, 0.03)]
+    rows = [(-1, "model", role, 0, "left", slope, error) for role, slope, error in fit]
+    rows += [
+        (-1, "model", role, 0, "right", paper, math.nan)
+        for role, paper in zip(("fusenorm_eq_9", "fusenorm_eq_9_depth"), (-1.0, -0.5), strict=True)
+    ]
+    rows += [
+        (layer, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for layer in range(3) for metric in ("left", "ratio")
+    ]
+    columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+    said = Bounds().sentences(pd.DataFrame(rows, columns=columns))
+    assert (
+        "How ||J - I|| goes with sigma_l can't be told from 3 layers (the exponent is 32 ± 20; the paper has -1)."
+        in said
+    )
+    assert "||J - I|| goes as (l + 1)^(-0.51 ± 0.03); the paper has -0.5." in said
 
 
 @pytest.mark.parametrize(

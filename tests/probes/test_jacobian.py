@@ -240,6 +240,13 @@ def test_a_sentence_and_two_figures():
     assert len(probe.figures(frame)) == 2
 
 
+def test_no_power_is_minus_zero():
+    probe = JacobianProbe()
+    said = " ".join(probe.sentences(measured(probe, context_of(lamina_model("pre_ln")))))
+    assert "Along the residual path alone the product is 10^0.00;" in said
+    assert "-0.00" not in said
+
+
 @pytest.mark.parametrize(
     ("option", "wrong"),
     [("sequences", 0), ("tokens", 1), ("tokens", 2.5), ("iterations", 0), ("tolerance", 0), ("total", 3)],

@@ -381,6 +381,15 @@ def test_an_option_that_has_no_meaning_is_refused(spec, message):
         registry.make(spec)
 
 
+def test_a_model_of_one_layer_has_none_to_drop():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, **sizes))
+    with pytest.raises(UserError, match="without its one layer there is no model"):
+        probe(model, "layer_drop", torch.randint(0, 61, (2, 8)))
+
+
 def test_what_a_model_cannot_give_is_refused():
     model = small_model("llama")
     with pytest.raises(UserError, match="block: 3 of 3 layers leaves none"):

@@ -1,6 +1,7 @@
 """Cosines between states, their mean by distance and block influence, against double precision."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from naive_states import context_of, states
@@ -137,3 +138,11 @@ def test_options():
     everything = probe(model, "similarity", ids)["similarity"]
     values = {round(of(frame, "cosine")[0, 3], 5) for frame in (few, last, everything)}
     assert len(values) == 3
+
+
+@pytest.mark.parametrize(("layers", "words"), [(3, "for neighbors to 0."), (5, "for neighbors over 0.")])
+def test_a_distance_is_named_once(layers, words):
+    sizes = range(1, layers)
+    rows = [(0, size, "cosine_by_distance", 0.9 - size / 10, 0.0) for size in sizes]
+    frame = pd.DataFrame(rows, columns=["start", "size", "metric", "value", "standard_error"])
+    assert words in Similarity().sentences(frame)[0]

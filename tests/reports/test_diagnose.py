@@ -15,6 +15,7 @@ from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports.diagnosing.advice import CAUSES, cause_of, open_changes
 from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
+from lamina.reports.diagnosing.jumps import jump_around
 from lamina.reports.diagnosing.telling import diagnose
 from lamina.training.monitoring.alarms import Alarm
 
@@ -155,3 +156,59 @@ def test_every_claim_that_the_advice_cites_exists():
 
     known = {str(one["claim"]).partition("/")[0] for one in all_verdicts(None)}
     assert {claim for cause in CAUSES.values() for claim in cause.claims} <= known
+
+
+def train_and_write(folder, write=None, steps=40):
+    """A healthy run with records every 5 steps, into whose weights ``write(model)`` writes before step 32."""
+    model = NanoGpt(layers=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    ids = Tokens(items=4).ids
+    with lamina.watch(model, optimizer, output=str(folder), every=5) as monitor:
+        for step in range(1, steps + 1):
+            if step == 32 and write:
+                write(model)
+            loss = model(ids[:, :-1], ids[:, 1:])[1]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss)
+    return folder
+
+
+@pytest.mark.parametrize("norm", ["ln_1", "ln_2"])
+def test_a_gain_that_was_written_is_no_bad_batch_and_its_layer_is_named(tmp_path, norm):
+    def write(model):
+        with torch.no_grad():
+            getattr(model.h[1], norm).weight.fill_(1e4)
+
+    folder = train_and_write(tmp_path / "run", write)
+    texts, _ = diagnose(folder)
+    sublayer = {"ln_1": "attention", "ln_2": "feed-forward"}[norm]
+    said = " ".join(texts)
+    assert "Likely cause: weights changed" in said
+    assert f"Between steps 30 and 35 the norm of the weights of layer 1 ({sublayer}) went from" in said
+    gains = [alarm for alarm in gather(folder).alarms if alarm.metric == "gain_abs_max"]
+    assert [(alarm.step, alarm.layer) for alarm in gains] == [(35, 1)]
+
+
+def test_a_healthy_run_has_no_jump(tmp_path):
+    folder = train_and_write(tmp_path / "run")
+    assert gather(folder).first is None
+    assert jump_around(gather(folder).trial.layers, 32) is None
+
+
+def test_a_weight_that_is_not_a_number_is_no_matter_of_the_number_range(tmp_path):
+    def write(model):
+        model.h[2].mlp.c_fc.weight.data[0, 0] = math.nan
+
+    folder = train_and_write(tmp_path / "run", write, steps=36)
+    assert cause_of(gather(folder)).name == "values that are not finite"
+
+
+def test_what_the_training_does_already_is_not_advised(tmp_path):
+    folder = train_and_write(tmp_path / "run")
+    settings = gather(folder).settings
+    assert (settings["beta2"], settings["max_grad_norm"]) == (0.95, 1.0)
+    for name in ("bad batch", "learning rate too high"):
+        assert len(open_changes(CAUSES[name], settings)) == len(CAUSES[name].changes) - 1

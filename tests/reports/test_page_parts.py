@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -18,7 +19,7 @@ from lamina.reports.page import moment
 from lamina.reports.palette import PALETTE
 from lamina.reports.records import Trial
 from lamina.reports.sections import scale_note
-from lamina.reports.style import Shown, polish, to_html
+from lamina.reports.style import Shown, log_ticks, polish, to_html
 
 
 @pytest.mark.parametrize(("layers", "every"), [(3, 1), (12, 1), (24, 2), (100, 16), (1000, 128)])
@@ -105,3 +106,24 @@ def test_no_two_colors_of_placements_look_alike_in_the_dark():
 )
 def test_a_pages_moment_is_in_utc_to_the_minute(created, text):
     assert moment(created) == text
+
+
+def test_the_text_of_a_tick_is_the_value_of_the_tick():
+    ticks, texts = log_ticks(-4.1, -3.1)
+    assert dict(zip(texts, ticks, strict=True)) == pytest.approx(
+        {"10<sup>-4</sup>": -4, **{f"{m}·10<sup>-4</sup>": math.log10(m) - 4 for m in (2, 3, 5, 7)}}
+    )
+    assert log_ticks(3.9, 4.8)[1] == ["10<sup>4</sup>", "2·10<sup>4</sup>", "3·10<sup>4</sup>", "5·10<sup>4</sup>"]
+    assert log_ticks(-1.1, 0.2)[1] == ["0.1", "0.2", "0.5", "1"]
+
+
+def test_the_drawn_eval_loss_is_the_rankings_of_the_seeds_that_finished(tmp_path):
+    trials = [trial(tmp_path, seed, 5.0) for seed in (0, 1)]
+
+    def drawn(*ends):
+        ended = tuple(replace(one, status=end) for one, end in zip(trials, ends, strict=True))
+        figure = loss_curves([Shown(placement="keel", color="#e69f00", trials=ended)])
+        return next(list(trace.y) for trace in figure.data if trace.mode == "lines+markers")
+
+    assert drawn("finished", "stuck") == [2.0, 2.0]
+    assert drawn("stuck", "stuck") == [2.5, 2.5]

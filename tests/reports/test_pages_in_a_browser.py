@@ -1,5 +1,7 @@
 """The page in an installed browser: its figures are drawn, in both schemes, and fit a phone."""
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -85,3 +87,43 @@ def test_a_figure_is_redrawn_against_flops_and_saved_as_csv(page, tmp_path):
     assert max(before) == 6 * 4 * 16
     assert saved == ["text/csv", "text/plain"]
     assert pressed == 1
+
+
+def saved_rows(page, folder, *clicks):
+    """The CSV that each click in the page saves, as dictionaries."""
+    press = "".join(f"document.querySelectorAll('{place}')[{number}].click();" for place, number in clicks)
+    found = f"""(() => {{
+      const [saved, own] = [[], Blob];
+      window.Blob = function (parts, kind) {{ saved.push(parts[0]); return new own(parts, kind); }};
+      URL.createObjectURL = () => "data:,";
+      {press}
+      return saved;
+    }})()"""
+    return [list(csv.DictReader(io.StringIO(text))) for text in asked(page, folder, found)]
+
+
+def test_the_csv_of_the_loss_is_in_the_unit_that_is_shown_with_its_spread(page, tmp_path):
+    save, press = ('#loss [aria-label$="as CSV"]', 0), ('#loss [aria-label="Draw against FLOPs"]', 0)
+    tokens, flops = saved_rows(page, tmp_path, save, press, save)
+    assert list(tokens[0]) == ["panel", "line", "tokens", "loss (nats per token)", "low", "high", "note"]
+    assert {row["line"] for row in tokens} == {
+        f"{name}, {what}"
+        for name in ("pre_ln", "keel")
+        for what in ("eval loss", "training loss, seed 0", "training loss, seed 1")
+    }
+    assert {row["panel"] for row in tokens} == {""}
+    evaluated = [row for row in tokens if row["line"] == "keel, eval loss"]
+    assert all(float(row["low"]) <= float(row["loss (nats per token)"]) <= float(row["high"]) for row in evaluated)
+    assert max(float(row["FLOPs"]) for row in flops) > 1e3 * max(float(row["tokens"]) for row in tokens)
+
+
+def test_the_csv_of_figures_by_layer_names_panels_and_holds_values_not_logarithms(page, tmp_path):
+    save = '#gradients [aria-label$="as CSV"]'
+    ends, cells = saved_rows(page, tmp_path, (save, 0), (save, 1))
+    assert {row["panel"] for row in ends} == {"start: step 1", "end: step 6"}
+    assert list(cells[0]) == ["panel", "line", "step", "layer", "gradient norm"]
+    assert {row["panel"] for row in cells} == {"pre_ln", "keel"}
+    lines = {(row["line"], row["panel"], row["layer"]): float(row["gradient norm"]) for row in ends}
+    for row in cells:
+        if (panel := {"1": "start: step 1", "6": "end: step 6"}.get(row["step"])) is not None:
+            assert float(row["gradient norm"]) == pytest.approx(lines[row["panel"], panel, row["layer"]], rel=1e-5)

@@ -102,6 +102,17 @@ def test_measures_are_lines_over_layers_maps_and_curves(tmp_path):
     assert curve.y == pytest.approx((5.0, 4.2, 3.2))
 
 
+def test_an_axis_may_have_the_name_of_a_measures_column(tmp_path):
+    folder = write_claims_study(tmp_path / "study", extra={"size": ["deep", "wide"]}, tables=("angles",))
+    study = read_folder(folder)
+    panels = drawn(study, "end-angular-distance").panels
+    assert {"mix_ln, deep", "mix_ln, wide"} <= {panel.title for panel in panels}
+    assert panels[0].cells.rows == (1.0, 2.0, 3.0, 4.0)
+    rows = _rows(study.table("end-angular_distance"), "angular_distance", {"size": 2})
+    assert set(rows["size"]) == {"deep", "wide"}
+    assert set(rows["measured_size"]) == {2}
+
+
 def test_steps_that_span_decades_from_the_start_are_numbers(tmp_path):
     folder = write_claims_study(tmp_path / "study", tables=("metrics",))
     path = folder / "tables" / "records-metrics.parquet"

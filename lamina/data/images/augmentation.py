@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 OPERATIONS = 2  # of RandAugment, per image: as DeiT and ConvNeXt
-_STRONGEST = 30  # kornia's largest magnitude
+_MAGNITUDES = 30  # of kornia, which takes those between 0 and 30
 _RATIO = (3.0 / 4.0, 4.0 / 3.0)
 _ERASED, _ERASED_RATIO = (0.02, 1.0 / 3.0), (0.3, 3.3)
 _SEEDS = 2**62
@@ -80,8 +80,12 @@ class Augmentation:
             torch.manual_seed(int(torch.randint(_SEEDS, (), generator=generator)))
             batch = pixels[None]
             if self.rand_augment:
-                distort = RandAugment(n=OPERATIONS, m=round(self.rand_augment * _STRONGEST))
-                batch = (distort((batch * std + mean).clamp(0.0, 1.0)) - mean) / std
+                magnitude = min(max(1, round(self.rand_augment * _MAGNITUDES)), _MAGNITUDES - 1)
+                distort = RandAugment(n=OPERATIONS, m=magnitude)
+                plain = (batch * std + mean).clamp(0.0, 1.0)
+                # some operations take colors alone; of a gray image, all three channels stay the same
+                distorted = distort(plain.expand(-1, 3, -1, -1))[:, : plain.shape[1]]
+                batch = (distorted - mean) / std
             if self.random_erasing and _uniform(generator) < self.random_erasing:
                 erase = kornia.RandomErasing(scale=_ERASED, ratio=_ERASED_RATIO, p=1.0)
                 ones = erase(torch.ones_like(batch[:, :1]))  # where it is 0, noise is put, as in DeiT's "pixel" mode

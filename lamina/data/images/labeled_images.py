@@ -51,7 +51,8 @@ class LabeledImages(ABC):
     def check(self) -> None:
         """Raise UserError for a set that not all can be learned from: a single class, no image, none of a class."""
         if len(self.classes) < 2:
-            raise UserError(f"corpus: {self.spec!r} has {len(self.classes)} classes (allowed: at least 2)")
+            classes = "1 class, " + repr(self.classes[0]) if self.classes else "no classes"
+            raise UserError(f"corpus: {self.spec!r} has {classes} (allowed: at least 2)")
         if not len(self.labels):
             raise UserError(f"corpus: {self.spec!r} has no images")
         learned = self.labels if self.held_out is None else np.delete(self.labels, self.held_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import logging
 import math
 import os
 import warnings
@@ -20,12 +21,15 @@ from lamina.core.hub_access import one_line
 from lamina.data.images.depths import in_8_bits
 from lamina.data.images.labeled_images import ALLOWED, LabeledImages
 from lamina.data.sources import hub_datasets
+from lamina.data.sources.folder import walk
 from lamina.data.sources.packaged import MNIST, packaged_file
 from lamina.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
 
 _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _DECODED = 20_000  # images that are decoded before a run begins
@@ -100,25 +104,40 @@ class ImageFiles(LabeledImages):
 
 
 def _of_folder(spec: str, root: Path) -> ImageFiles:
-    names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    held_out = [name for name in names if name in _HELD_OUT]
+    names = _subfolders(root)
+    held_out = [name for name in _HELD_OUT if name in names]
     splits = [root]
-    if set(names) == {"train", *held_out} and held_out:
-        splits = [root / "train", root / next(name for name in _HELD_OUT if name in held_out)]
+    if "train" in names and held_out:
+        if beside := sorted(set(names) - {"train", *held_out}):
+            raise UserError(
+                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r} "
+                "(allowed: splits alone, or classes alone)"
+            )
+        splits = [root / "train", root / held_out[0]]
     classes = _subfolders(splits[0])
     if not classes:
         raise UserError(f"corpus: {str(splits[0])!r} has no subfolders, so no classes (allowed: {ALLOWED})")
     paths: list[Path] = []
     labels: list[int] = []
+    others: list[Path] = []
     for part in splits:
-        if (others := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
-            raise UserError(f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {sorted(others)[0]!r}")
+        if (differing := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
+            named = sorted(differing)[0]
+            raise UserError(f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}")
         for label, name in enumerate(classes):
-            found = sorted(p for p in (part / name).rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+            files = walk(part / name)
+            found = [path for path in files if path.suffix.lower() in _SUFFIXES]
+            others += [path for path in files if path.suffix.lower() not in _SUFFIXES]
             if not found:
                 raise UserError(f"corpus: the class folder {str(part / name)!r} has no images; fill or remove it")
             paths += found
             labels += [label] * len(found)
+    if others:
+        names = ", ".join(path.relative_to(root).as_posix() for path in others[:3])
+        logger.warning(
+            "%s: %d files skipped that are not images (%s%s; read are %s)",
+            *(root, len(others), names, ", ..." * (len(others) > 3), ", ".join(sorted(_SUFFIXES))),
+        )
     first = len(paths) if len(splits) == 1 else sum(splits[0] in path.parents for path in paths)
     return ImageFiles(
         spec=spec,

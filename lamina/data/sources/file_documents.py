@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ Position = tuple[int, int]
 rows or parts before it."""
 
 _ROWS = 1024
+_OPENING = re.compile(r"\s*(?:\[\s*)?\{")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +33,23 @@ class Document:
 
 
 def read_file(
-    path: Path, name: str, text_field: str, start: Position = (0, 0), *, part_chars: int = PART_CHARS
+    path: Path,
+    name: str,
+    text_field: str,
+    start: Position = (0, 0),
+    *,
+    part_chars: int = PART_CHARS,
+    on_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Document, Position]]:
     """The documents of a file from ``start`` on, each with the position after it.
 
-    ``part_chars``: plain text comes in parts of about this many characters.
+    Args:
+        path: of the file; its suffix says whether it holds rows.
+        name: of the file in the corpus.
+        text_field: the field of a row that holds its text.
+        start: where to begin.
+        part_chars: plain text comes in parts of about this many characters.
+        on_rows: called for a file that is read as plain text, but begins with a JSON row that has the field.
 
     Raises:
         NotTextError: the file is binary, not UTF-8, damaged, or no valid .parquet file.
@@ -46,7 +60,15 @@ def read_file(
         return _rows(path, name, text_field, start)
     if suffix == ".parquet":
         return _table(path, name, text_field, start)
-    return _parts(path, name, start, part_chars)
+    return _parts(path, name, start, part_chars, lambda part: on_rows() if _begins_with_row(part, text_field) else None)
+
+
+def rows_as_text(corpus: str, text_field: str) -> str:
+    """The warning where JSON rows are read as plain text."""
+    return (
+        f"{corpus}: JSON rows with the field {text_field!r} are read as plain text, braces and all, where the file's "
+        "name does not say so (rows: one per line in a .jsonl, or .parquet)"
+    )
 
 
 def has_text(document: Document) -> bool:
@@ -62,12 +84,28 @@ def encodable(document: Document) -> Document:
     return Document(name=document.name, text=text, continues=document.continues)
 
 
-def _parts(path: Path, name: str, start: Position, part_chars: int) -> Iterator[tuple[Document, Position]]:
+def _parts(
+    path: Path, name: str, start: Position, part_chars: int, first: Callable[[str], None]
+) -> Iterator[tuple[Document, Position]]:
     offset, number = start
     for part in read_parts(path, part_chars, offset):
+        if number == 0:
+            first(part)
         offset += len(part.encode())
         yield Document(name=name, text=part, continues=number > 0), (offset, number + 1)
         number += 1
+
+
+def _begins_with_row(text: str, text_field: str) -> bool:
+    """Whether a text begins with a JSON object, alone or first in a list, whose field is a text."""
+    opening = _OPENING.match(text)
+    if opening is None:
+        return False
+    try:
+        row, _ = json.JSONDecoder().raw_decode(text, opening.end() - 1)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row.get(text_field), str)
 
 
 def _rows(path: Path, name: str, text_field: str, start: Position) -> Iterator[tuple[Document, Position]]:
@@ -105,7 +143,8 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
             if text_field not in schema.names:
                 raise unknown(f"text_field of the corpus {str(path)!r}:", text_field, schema.names)
             kind = schema.field(text_field).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of few different texts
+            if not any(is_text(values) for is_text in _text_types()):
                 raise UserError(f"corpus: {str(path)!r}: the column {text_field!r} must hold strings, not {kind}")
             groups, first = [], 0
             for group in range(file.num_row_groups):
@@ -125,6 +164,12 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
         raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
     except PermissionError as error:
         raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
+
+
+def _text_types() -> list[Callable[[object], bool]]:
+    from pyarrow import types
+
+    return [types.is_string, types.is_large_string, types.is_string_view]
 
 
 def _kind(value: object) -> str:

@@ -15,11 +15,23 @@ FileState = tuple[int, int]
 _HASHED_BYTES = 2**30
 
 
-def walk(root: Path) -> list[Path]:
-    """The files below a folder in the order of their relative names, without hidden files and folders."""
+def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
+    """The files below a folder in the order of their relative names, without hidden files and folders.
+
+    Links to files are read, links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
+
+    Raises:
+        UserError: a folder below must not be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"corpus: {str(error.filename)!r} cannot be read ({error.strerror})") from None
+
     paths: list[Path] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if linked is not None:
+            linked += [path for name in folders if (path := Path(folder, name)).is_symlink()]
         paths += [path for name in files if not name.startswith(".") and (path := Path(folder, name)).is_file()]
     return sorted(paths, key=lambda path: path.relative_to(root).parts)
 

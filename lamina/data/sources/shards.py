@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from lamina.data.sources import ALLOWED, hub_datasets
-from lamina.data.sources.file_documents import Document, Position, encodable, has_text, read_file
+from lamina.data.sources.file_documents import Document, Position, encodable, has_text, read_file, rows_as_text
 from lamina.data.sources.file_text import NotTextError
 from lamina.data.sources.folder import FileState, state_of
 from lamina.errors import UserError
@@ -52,7 +52,12 @@ class FileShard:
         try:
             self._refuse_change()
             for document, after in read_file(
-                self.path, name, self.text_field, (offset, number), part_chars=_PART_CHARS
+                self.path,
+                name,
+                self.text_field,
+                (offset, number),
+                part_chars=_PART_CHARS,
+                on_rows=lambda: self.warn(rows_as_text(self.corpus, self.text_field)),
             ):
                 begun = True
                 if has_text(document):

@@ -14,6 +14,8 @@ from lamina.core.values import text, whole_number
 from lamina.errors import UserError
 from lamina.modeling.backbones.configurations import read_config
 
+_SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "sep"))
+
 
 def preset_config(name: str) -> PreTrainedConfig:
     """A fresh configuration of the preset of this name. Raises UserError that suggests the nearest."""
@@ -96,8 +98,9 @@ def with_fields(config: PreTrainedConfig, changes: Mapping[str, object]) -> PreT
     fields = {**config.to_dict(), **changes}
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
         fields.pop("layer_types", None)  # the configuration derives it from the depth
-    if "vocab_size" in changes and (fields.get("pad_token_id") or 0) >= fields["vocab_size"]:
-        fields["pad_token_id"] = None  # of a larger vocabulary
+    for name in _SPECIAL if "vocab_size" in changes else ():
+        if isinstance(token := fields.get(name), int) and token >= fields["vocab_size"]:
+            fields[name] = None  # of a larger vocabulary
     fields.pop("transformers_version", None)
     new = AutoConfig.for_model(fields.pop("model_type"), **fields)
     new._attn_implementation = config._attn_implementation

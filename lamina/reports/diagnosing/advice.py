@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lamina.core.json_types import Json
 from lamina.reports.diagnosing.evidence import Evidence
+from lamina.reports.diagnosing.jumps import Jump, jump_around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,26 @@ CAUSES = {
                 "lower the learning rate: largest magnitudes grow with it",
             ),
             claims=("peri-fp16", "peri-growth"),
+        ),
+        Cause(
+            name="values that are not finite",
+            meaning="They came at once: from a batch, a weight, or one operation (0/0, log 0), not from growth.",
+            changes=(
+                "look at that step's batch: values that are not finite, an example without a label (a mean over none)",
+                "torch.autograd.set_detect_anomaly(True) names the operation, with the same batch and weights",
+                "leave such steps out: lamina.watch(..., skip_outliers=6) does",
+            ),
+        ),
+        Cause(
+            name="weights changed",
+            meaning="Between two records a layer's weights changed by far more than the recorded updates: something "
+            "else than the usual steps wrote to them.",
+            changes=(
+                "compare the layer's weights with the last checkpoint before it: a layer or a norm's gain that was "
+                "edited, loaded or initialized meanwhile",
+                "if nothing did, look for one huge step (lamina.watch(..., every=1) records them all), or for faulty "
+                "memory",
+            ),
         ),
         Cause(
             name="learning rate too high",
@@ -133,18 +154,31 @@ _METRICS = {
     "hidden_abs_max": "learning rate too high",
     "hidden_variance": "learning rate too high",
     "attention_logit": "attention logits",
+    "gain_abs_max": "learning rate too high",
     "gradient_norm": "bad batch",
 }
 _START = 3  # steps in which what differs was so from the start
 
 
+def jump_of(evidence: Evidence) -> Jump | None:
+    """The jump of weights that lies where a run's first alarm does."""
+    return None if evidence.first is None else jump_around(evidence.trial.layers, evidence.first.step)
+
+
 def cause_of(evidence: Evidence) -> Cause | None:
     """The likely cause of what left first; None if nothing did."""
+    cause = _cause_of_first(evidence)
+    written = cause in (CAUSES["bad batch"], CAUSES["learning rate too high"]) and not evidence.half
+    moved = evidence.first is not None and evidence.first.rule == "rewritten"  # the optimizer's own step
+    return CAUSES["weights changed"] if written and not moved and jump_of(evidence) else cause
+
+
+def _cause_of_first(evidence: Evidence) -> Cause | None:
     first = evidence.first
     if first is None:
         return None
     if first.rule == "not_finite":
-        return CAUSES["number range"]
+        return CAUSES["number range" if evidence.half else "values that are not finite"]
     if first.rule == "apart" and first.metric == "weight_norm":
         grown = first.step > evidence.first_weights
         return CAUSES[("number range" if evidence.half else "learning rate too high") if grown else "initialization"]
@@ -176,4 +210,10 @@ def studied(cause: Cause) -> list[str]:
     decided = {Verdict.HOLDS, Verdict.FAILS, Verdict.INCONCLUSIVE}
     found: dict[str, Json] = {str(one["claim"]): one for one in best(all_verdicts(None))}
     chosen = [found[name] for name in cause.claims if name in found and found[name]["verdict"] in decided]
-    return [f"{one['claim']} {one['verdict']} at scale {one['scale']}: {one['ours']}" for one in chosen if one["ours"]]
+    return [_finding(one) for one in chosen if one["ours"]]
+
+
+def _finding(one: Json) -> str:
+    """A claim, its verdict, and its number if there is only one; the study's page has the others."""
+    number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
+    return f'"{one["says"]}" {one["verdict"]} at scale {one["scale"]} ({one["claim"]}{number})'

@@ -34,7 +34,7 @@ class Evidence:
         steps: the last recorded step.
         names: the layers' paths in the model.
         half: whether the model computes in float16.
-        settings: of the run, as its config.yaml says them; empty where it does not.
+        settings: of the run, as its config.yaml says them, and what was seen of a watched training's.
     """
 
     trial: Trial
@@ -113,8 +113,13 @@ def gather(folder: Path) -> Evidence:
         steps=int(rows["step"].max()),
         names=names,
         half=bool(about.get("half")),
-        settings=_settings_of(folder),
+        settings={**_seen_settings(about), **_settings_of(folder)},
     )
+
+
+def _seen_settings(about: Json) -> Json:
+    seen = about.get("settings")
+    return seen if isinstance(seen, dict) else {}
 
 
 def _settings_of(folder: Path) -> Json:

@@ -10,8 +10,9 @@ import plotly.graph_objects as go
 
 from lamina.reports import charts
 from lamina.reports.charts import Line
-from lamina.reports.diagnosing.advice import Cause, cause_of, open_changes, studied
+from lamina.reports.diagnosing.advice import Cause, cause_of, jump_of, open_changes, studied
 from lamina.reports.diagnosing.evidence import Evidence, gather, losses_of
+from lamina.reports.diagnosing.jumps import Jump
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, write_page
 from lamina.reports.style import polish, to_html
@@ -48,6 +49,8 @@ def sentences(evidence: Evidence, cause: Cause | None) -> list[str]:
     then = _followers(evidence, first)
     if then:
         texts.append(f"Then: {'; '.join(describe(alarm) for alarm in then)}.")
+    if (jump := jump_of(evidence)) is not None:
+        texts.append(_jump_sentence(jump))
     texts.append(f"Likely cause: {cause.name}. {cause.meaning}")
     texts += [f"To change: {change}." for change in open_changes(cause, evidence.settings)]
     texts += [f"Lamina's own study: {line}" for line in studied(cause)]
@@ -64,6 +67,13 @@ def _lead_sentence(lead: int) -> str:
     if lead > 0:
         return f"It could have been seen {lead} step{'s' * (lead > 1)} before the loss rose."
     return "It was seen in the step in which the loss rose." if lead == 0 else "It was seen only after the loss rose."
+
+
+def _jump_sentence(jump: Jump) -> str:
+    return (
+        f"Between steps {jump.start} and {jump.end} the norm of the weights of layer {jump.layer} "
+        f"({jump.sublayer.replace('_', '-')}) went from {jump.before:.3g} to {jump.after:.3g}."
+    )
 
 
 def _followers(evidence: Evidence, first: Alarm) -> list[Alarm]:

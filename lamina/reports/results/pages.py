@@ -10,13 +10,11 @@ from lamina.reports.results import verdicts as said
 from lamina.reports.results.markdown import NONE, code, number, plain, table
 from lamina.reports.results.resolution import resolution
 from lamina.reports.studies.drawing import Drawing
-from lamina.reports.studies.folder import StudyFolder, arms
+from lamina.reports.studies.folder import OURS, StudyFolder, arms
 from lamina.reports.studies.printed import FIGURES
-from lamina.reports.studies.splitting import value_title
-from lamina.studies.catalog.stages import STAGE
+from lamina.reports.studies.splitting import arms_title
 from lamina.studies.catalog.study import Study
 
-OURS = "ours"  # the source of a study that follows no paper
 PAPERS = {
     "fusenorm": "FuseNorm (SpanNorm, arXiv 2601.22580)",
     "keel": "Keel (arXiv 2601.19895)",
@@ -138,7 +136,7 @@ def _arms(folder: StudyFolder) -> str:
         return ""
     several = folder.results["learning_rate"].nunique() > 1
     rate = "best learning rate:" if several else "learning rate:"
-    value = "score, reward or loss" if STAGE in folder.axes else value_title(folder, folder.value)
+    value = arms_title(folder)
     cells = [
         [
             plain(row["label"]),

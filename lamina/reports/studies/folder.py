@@ -19,8 +19,10 @@ from lamina.studies.judging.checks import TRAINED
 from lamina.studies.trials.scores import SCORE
 
 RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
+OURS = "ours"  # the source of a study that follows no paper
 _NO_ARM = ("learning_rate", "seed")
 _COUNTED = {"num_layers": "layers", "steps": "steps"}
+_MEASURED = "measured_"  # ahead of a measure's column that has an axis's name
 _OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
 
 
@@ -105,14 +107,17 @@ class StudyFolder:
         return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
 
     def table(self, measure: str) -> Frame:
-        """A measure's rows of all trials, with their axes' values, seed and status; empty where it cannot be read."""
+        """A measure's rows of all trials, with their axes' values, seed and status; empty where it cannot be read.
+
+        A column of the measure that has an axis's name is found by ``column_of``.
+        """
         try:
             rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
         except (OSError, ValueError):
             return pd.DataFrame()
         axes = ("key", "placement", *self.arm_axes, "learning_rate", "seed", "status")
         own = [column for column in dict.fromkeys(axes) if column in self.results]
-        rows = rows.rename(columns={name: f"measured_{name}" for name in own if name in rows and name != "key"})
+        rows = rows.rename(columns={name: f"{_MEASURED}{name}" for name in own if name in rows and name != "key"})
         return self.tuned[own].merge(rows, on="key", how="inner")
 
     @cached_property
@@ -135,6 +140,11 @@ class StudyFolder:
             counted = f"{value:g} {_COUNTED[axis]}" if number and axis in _COUNTED else ""
             words.append(counted or (f"{axis.replace('_', ' ')} {value:g}" if number else str(value)))
         return ", ".join(words)
+
+
+def column_of(table: Frame, name: str) -> str:
+    """A measure's column of this name in what ``StudyFolder.table`` gives."""
+    return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
 
 
 def has_claims(folder: Path) -> bool:

@@ -10,7 +10,7 @@ import pandas as pd
 from lamina.reports.records import Frame, rows_of
 from lamina.reports.studies import splitting
 from lamina.reports.studies.drawing import Axis, Cells, Drawing, Panel, Request, Series
-from lamina.reports.studies.folder import StudyFolder, over_seeds
+from lamina.reports.studies.folder import StudyFolder, column_of, over_seeds
 
 _TIMES = {"init": "before training", "end": "after training"}
 _AXES = {"start": "first layer", "size": "layers apart"}  # of a probe's table; a study's axis may have the name
@@ -67,12 +67,13 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     """A metric of a measure against the layer, one line per arm; the same probe before and after training in panels."""
     probe = probe_of(request.measure) if request.measure else next(iter(map(probe_of, study.measures)), "")
     known = _SHOWN.get(probe, Shown(metric=request.y, rows={}))
-    metric, x = request.y or known.metric, request.x or known.x
+    metric, wanted = request.y or known.metric, request.x or known.x
     chosen = dict(known.rows) if metric == known.metric else {}
     chosen |= {name: request.more[name] for name in ("sublayer", "role", "index", "size") if name in request.more}
     drawn: list[Panel] = []
     for measure in _measures(study, probe, request.measure):
         rows = _rows(study.table(measure), metric, chosen)
+        x = column_of(rows, wanted)
         if x in rows and x == "layer":
             rows = rows[rows["layer"] >= 0]  # -1: the model as a whole, or what is outside of its layers
         if x not in rows or rows.empty:
@@ -88,9 +89,9 @@ def lines_over_layers(study: StudyFolder, request: Request) -> Drawing | None:
     log = bool(request.more.get("log", usual)) and all(y > 0 for p in drawn for s in p.series for y in s.y)
     return Drawing(
         name="-".join([study.name, study.scale, *(part.replace("_", "-") for part in (table, metric, role) if part)]),
-        title=f"{_capital(splitting.title_of(metric))} by {_axis(x)}",
+        title=f"{_capital(splitting.title_of(metric))} by {_axis(wanted)}",
         caption="Mean over the seeds; the band is their range.",
-        x=Axis(title=_axis(x)),
+        x=Axis(title=_axis(wanted)),
         y=Axis(title=splitting.title_of(metric), log=log),
         panels=tuple(drawn),
         spread="band",
@@ -103,12 +104,14 @@ def heatmap(study: StudyFolder, request: Request) -> Drawing | None:
     metric = str(request.more.get("metric") or _MAPS.get(probe_of(measure), ""))
     x, y = request.x or "start", request.y or "size"
     rows = _rows(study.table(measure), metric, {})
-    if rows.empty or not {x, y} <= set(rows):
+    along, up = column_of(rows, x), column_of(rows, y)
+    if rows.empty or not {along, up} <= set(rows):
         return None
     rows = rows.assign(label=[study.label(row) for row in rows_of(rows)])
     panels = []
     for label, part in rows.groupby("label", sort=False):
-        cells = part.pivot_table(index=y, columns=x, values="value", aggfunc="mean").sort_index().sort_index(axis=1)
+        cells = part.pivot_table(index=up, columns=along, values="value", aggfunc="mean")
+        cells = cells.sort_index().sort_index(axis=1)
         if cells.shape[1] > 1:
             panels.append(Panel(title=str(label), cells=_cells(cells)))
     if not panels:
@@ -144,7 +147,7 @@ def _rows(table: Frame, metric: str, chosen: Mapping[str, object]) -> Frame:
     if table.empty or "metric" not in table:
         return pd.DataFrame()
     rows = table[table["metric"].eq(metric)]
-    for name, value in chosen.items():
+    for name, value in ((column_of(rows, each), value) for each, value in chosen.items()):
         if name in rows:
             listed = value if isinstance(value, list) else [value]
             last = rows[name].astype(str).str.rpartition(".")[2]  # up_proj of a path

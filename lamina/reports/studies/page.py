@@ -11,9 +11,9 @@ from lamina.reports.palette import colors
 from lamina.reports.records import rows_of
 from lamina.reports.sections import scale_note
 from lamina.reports.studies.choice import chosen
-from lamina.reports.studies.folder import StudyFolder, arms, read_folder
+from lamina.reports.studies.folder import OURS, StudyFolder, arms, read_folder
 from lamina.reports.studies.interactive import plot
-from lamina.reports.studies.splitting import value_title
+from lamina.reports.studies.splitting import arms_title
 from lamina.reports.style import to_html
 from lamina.reports.table import NONE, Field, Row, Table, chip, in_form, number, swatch, text
 
@@ -27,7 +27,7 @@ def claims_report(folder: Path) -> Path:
         folder / PAGE,
         title=f"{study.name}: {title}",
         facts=[
-            str(definition.get("source") or ""),
+            _source(str(definition.get("source") or "")),
             f"scale {study.scale}",
             f"{len(study.results):,} trials",
             f"lamina {header['version']}" if header.get("version") else "",
@@ -41,6 +41,10 @@ def claims_report(folder: Path) -> Path:
             Section(name="Settings", title="Settings", html=_settings(study)),
         ],
     )
+
+
+def _source(source: str) -> str:
+    return "Lamina's own study" if source == OURS else source
 
 
 def _verdicts(study: StudyFolder) -> str:
@@ -95,7 +99,7 @@ def _arms(study: StudyFolder) -> str:
     color = colors(rows["placement"])
     fields = [
         Field(title="arm", kind="name", cell=lambda row: swatch(color[row["placement"]]) + escape(str(row["label"]))),
-        number("mean", ".4f", value_title(study, study.value), "number main"),
+        number("mean", ".4f", arms_title(study), "number main"),
         number("std", ".4f", "std"),
         number("learning_rate", "g", "learning rate"),
         number("trained", ".0f", "in the mean"),

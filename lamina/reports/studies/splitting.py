@@ -11,6 +11,7 @@ from lamina.reports.records import Frame, rows_of
 from lamina.reports.sentences import Guess
 from lamina.reports.studies.drawing import Axis, Panel, Series, Value
 from lamina.reports.studies.folder import StudyFolder
+from lamina.studies.catalog.stages import STAGE
 
 _MOST_PANELS = 9
 _WIDE = 8  # a factor from which on a range is logarithmic
@@ -42,6 +43,11 @@ def value_title(study: StudyFolder, column: str) -> str:
     stages = study.definition_of_scale.get("then")
     jobs = {str(s.get("job") or name) for name, s in stages.items()} if isinstance(stages, dict) else set()
     return f"eval loss ({'nats' if jobs & {*_PAIRS} else Guess.of_any(study.results).unit})"
+
+
+def arms_title(study: StudyFolder) -> str:
+    """What the table of arms counts: in a study with stages, each stage shows its own value."""
+    return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
 
 
 def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:

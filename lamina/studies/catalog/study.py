@@ -22,8 +22,14 @@ from lamina.studies.trials.jobs import JOBS, TrialJob
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
 SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
-TAKEN = frozenset((*columns.names(), "key", "tuned", STAGE, "candidate"))
-"""The columns of results.csv, which an axis can't have as its name."""
+TAKEN = frozenset(
+    (
+        *(*columns.names(), "key", "tuned", STAGE, "candidate"),
+        *("metric", "value", "layer", "sublayer", "role", "index", "step", "loss"),
+        *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
+    )
+)
+"""The columns of results.csv, of what is measured, and of the page's tables: an axis can't have their names."""
 _STUDY = {"study", "paper", "source", "title", "question", "scales", "figure", "figures", "notes"}
 _SCALE = {
     "base",
@@ -230,7 +236,7 @@ def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, J
     """An axis's values by label: a list of a setting's values, or labels with settings."""
     names = job.settings_class().names()
     if axis in TAKEN and axis not in names:
-        raise UserError(f"{where}{axis}: is a column of results.csv already (allowed: another name for the axis)")
+        raise UserError(f"{where}{axis}: is a column of the study's tables already (allowed: another name)")
     if isinstance(values, Mapping) and values:
         for label, settings in values.items():
             if not isinstance(settings, Mapping):

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.jobs.files import write_text
+from lamina.jobs.status import ENDED, Status
 from lamina.studies.engine.results import as_table, result_row
 from lamina.studies.running import Executor, run_tasks
 from lamina.studies.search.searching import Searching
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.task import Task
+from lamina.studies.trials.trial import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +36,7 @@ def run_search(
     write: Callable[[pd.DataFrame], None],
     bar: bool,
 ) -> pd.DataFrame:
-    """Search a scale; returns a row per trial that has ended. search.csv has a row per candidate.
+    """Search a scale; returns a row per trial that has ended or failed. search.csv has a row per candidate.
 
     Raises:
         UserError: without Optuna, and for settings that a candidate can't have.
@@ -48,7 +50,7 @@ def run_search(
 
     def table() -> pd.DataFrame:
         write_text(folder / CANDIDATES, searching.table().to_csv(index=False))
-        known = [(trial, result) for trial in searching.trials() if (result := store.result(trial)) is not None]
+        known = [(trial, result) for trial in searching.trials() if (result := _result(store, trial)) is not None]
         axes = ["candidate", *(name for name in searching.plan.space if name != "learning_rate")]
         return as_table((result_row(trial, result, trial.values, tuned=True) for trial, result in known), axes)
 
@@ -59,3 +61,9 @@ def run_search(
     finally:
         write(table())
     return table()
+
+
+def _result(store: Store, trial: Trial) -> Json | None:
+    """The result of a trial that has ended or failed; None of one that is paused or has not begun."""
+    outcome = store.result(trial) or store.outcome(trial)
+    return None if outcome is None or outcome["status"] not in (*ENDED, Status.FAILED) else outcome

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,16 @@ from lamina.jobs.status import ENDED
 from lamina.studies.catalog.arms import resolved
 from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.study import Scale
+from lamina.studies.search.candidates import (
+    LOST_LOSS,
+    Candidate,
+    best_at,
+    has_failed,
+    in_order,
+    loss_at,
+    loss_of,
+    worse,
+)
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.task import Task
 from lamina.studies.trials.trial import Trial, make_trial
@@ -30,22 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SEARCH = "search.journal"
-WORST_P = 0.1
-"""A candidate leaves the race if Wilcoxon's test on the shared seeds says with this p that it is worse."""
-FAILED_LOSS = 100.0
-"""The loss of a candidate that diverged or failed: worse than any that a run can have, and finite."""
 Run = Callable[[Mapping[str, Task]], None]
-
-
-@dataclass
-class Candidate:
-    """What Optuna proposed: its settings, and its place in the study."""
-
-    number: int
-    settings: Json
-    loss: float = math.inf
-    seeds: int = 0
-    state: str = "proposed"
 
 
 class Searching:
@@ -67,25 +61,23 @@ class Searching:
         self.storage = self.optuna.storages.JournalStorage(
             self.optuna.storages.journal.JournalFileBackend(str(folder / SEARCH))
         )
-        self.candidates: dict[int, Candidate] = {}
+        self.candidates: dict[int, Candidate] = {}  # by the number that Optuna gave the proposal
 
     def search_all(self) -> None:
-        """Propose, run and prune until the search is done."""
+        """Propose, run and prune until the search is done.
+
+        Raises UserError for settings that a candidate can't have, and for a candidate of an earlier call that is
+        another trial now.
+        """
         self._climb()
-        finalists = sorted((c for c in self.candidates.values() if c.state == "finished"), key=lambda c: c.loss)
-        self._race(finalists[: self.plan.race])
+        finalists: dict[str, Candidate] = {}  # what was proposed twice races once
+        for candidate in sorted((c for c in self.candidates.values() if c.state == "finished"), key=lambda c: c.rank):
+            finalists.setdefault(candidate.key, candidate)
+        self._race(list(finalists.values())[: self.plan.race])
 
-    def _in_order(self) -> list[Candidate]:
-        order = {"won": 0, "raced": 1, "finished": 2, "dropped in the race": 3, "pruned": 4, "failed": 5}
-        return sorted(self.candidates.values(), key=lambda c: (order.get(c.state, 6), c.loss))
-
-    def _study(self, name: str, pruner: Any) -> optuna.Study:
-        return self.optuna.create_study(
-            study_name=name,
-            storage=self.storage,
-            pruner=pruner,
-            load_if_exists=True,
-        )
+    def _study(self) -> optuna.Study:
+        pruner = self.optuna.pruners.NopPruner()  # Optuna's compare one trial after the other, not whole batches
+        return self.optuna.create_study(study_name="rungs", storage=self.storage, pruner=pruner, load_if_exists=True)
 
     def _sampler(self, asked: int) -> optuna.samplers.BaseSampler:
         """The sampler of a candidate, whose random numbers depend on how many were proposed before it."""
@@ -94,100 +86,140 @@ class Searching:
         return make(seed=self.plan.seed + asked)
 
     def _climb(self) -> None:
-        """Propose in batches; run each batch rung by rung, and prune by successive halving."""
-        rungs = [*self.plan.rungs, None]
-        pruner = self.optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=self.plan.keep)
-        study = self._study("rungs", pruner if self.plan.rungs else self.optuna.pruners.NopPruner())
-        open_trials = self._reopen(study)
-        while open_trials or len(study.trials) < self.plan.trials:
-            batch = open_trials
-            while len(batch) < self._batch and len(study.trials) < self.plan.trials:
+        """Propose in batches; run each batch rung by rung, and prune by successive halving.
+
+        A batch that a kill cut short is ended before the next one is proposed: a resumed search proposes what an
+        uninterrupted one does.
+        """
+        study, seed = self._study(), self.scale.seeds[0]
+        batch = self._reopen(study)
+        while batch or len(self.candidates) < self.plan.trials:
+            while len(self.candidates) < self.plan.trials and (len(self.candidates) % self._batch or not batch):
                 batch.append(self._ask(study))
-            open_trials = []
-            for rung in rungs:
-                self._run({t.number: (self.candidates[t.number], self.scale.seeds[0]) for t in batch}, rung)
-                batch = [trial for trial in batch if self._goes_on(study, trial, rung)]
+            for place, rung in enumerate([*self.plan.rungs, None]):
+                climbing = [self.candidates[trial.number] for trial in batch]
+                self._run([(c, seed) for c in climbing if place not in c.rungs], rung)
+                batch = [trial for trial in batch if self._reaches(study, trial, place)]
+                batch = self._best_of(study, batch, place)
 
     @property
     def _batch(self) -> int:
         return max(self.plan.keep**2, 4)
 
     def _ask(self, study: optuna.Study) -> optuna.Trial:
-        study.sampler = self._sampler(len(study.trials))  # not where the stream began: a resumed search would repeat it
+        asked = sum("settings" in known.user_attrs for known in study.get_trials(deepcopy=False))
+        study.sampler = self._sampler(asked)  # not where the stream began: a resumed search would repeat it
         trial = study.ask()
-        settings = self.plan.propose(trial)
-        trial.set_user_attr("settings", settings)
-        self.candidates[trial.number] = Candidate(number=trial.number, settings=settings)
+        candidate = Candidate(number=asked, settings=self.plan.propose(trial))
+        candidate.key = self.trial(candidate, self.scale.seeds[0]).key
+        trial.set_user_attr("key", candidate.key)
+        trial.set_user_attr("settings", candidate.settings)  # the last one: it says that the proposal is whole
+        self.candidates[trial.number] = candidate
         return trial
 
     def _reopen(self, study: optuna.Study) -> list[optuna.Trial]:
         """Know the candidates of an earlier call again; returns those that it left open."""
         left = []
         for known in study.get_trials(deepcopy=False):
-            settings = known.user_attrs.get("settings")
-            if settings is None:  # killed between the question and the answer
+            if "settings" not in known.user_attrs:  # killed between the question and the answer
                 if not known.state.is_finished():
                     study.tell(known.number, state=self.optuna.trial.TrialState.FAIL)
                 continue
-            candidate = Candidate(number=known.number, settings=settings)
+            candidate = Candidate(number=len(self.candidates), settings=known.user_attrs["settings"])
+            candidate.key = self.trial(candidate, self.scale.seeds[0]).key
+            _refuse_another(candidate, known.user_attrs.get("key"))
             self.candidates[known.number] = candidate
-            if known.state.is_finished():
-                values = list(known.intermediate_values.values())
-                candidate.loss = known.value if known.value is not None else (values[-1] if values else math.inf)
-                candidate.seeds = int(known.state.name == "COMPLETE")  # the race counts further ones
-                candidate.state = {"COMPLETE": "finished", "PRUNED": "pruned"}.get(known.state.name, "failed")
-            else:
+            candidate.rungs = dict(known.intermediate_values)
+            if not known.state.is_finished():
                 left.append(self.optuna.trial.Trial(study, known._trial_id))
+            elif known.state.name == "COMPLETE":
+                self._finish(candidate)
+            elif (last := candidate.rungs[max(candidate.rungs)]) < LOST_LOSS:
+                candidate.state, candidate.loss = "pruned", last
+            else:
+                candidate.state = "diverged"
         return left
 
-    def _goes_on(self, study: optuna.Study, trial: optuna.Trial, rung: int | None) -> bool:
+    def _reaches(self, study: optuna.Study, trial: optuna.Trial, place: int) -> bool:
+        """Whether a candidate trained up to a rung, and has more to do; what it came to is told.
+
+        One that failed stays open: the next call tries it again.
+        """
         candidate = self.candidates[trial.number]
+        if place in candidate.rungs:  # an earlier call was here
+            return True
         result = self._result(candidate, self.scale.seeds[0])
-        loss = _loss(result)
-        candidate.loss = loss
-        states = self.optuna.trial.TrialState
-        if loss >= FAILED_LOSS:
+        if has_failed(result):
             candidate.state = "failed"
-            study.tell(trial, state=states.FAIL)
             return False
-        if rung is None:
-            candidate.state, candidate.seeds = "finished", 1
-            study.tell(trial, loss)
+        if result["status"] == "diverged":
+            candidate.state, candidate.rungs[place] = "diverged", LOST_LOSS
+            trial.report(LOST_LOSS, place)
+            study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)  # of FAIL the sampler learns nothing
             return False
-        trial.report(loss, self.plan.keep ** self.plan.rungs.index(rung))  # the resources that the pruner expects
-        if trial.should_prune():
-            candidate.state = "pruned"
-            study.tell(trial, state=states.PRUNED)
+        if place == len(self.plan.rungs):
+            self._finish(candidate)
+            study.tell(trial, float(result["eval_loss"]))
             return False
+        candidate.rungs[place] = loss_at(self.store.folder / candidate.key, self.plan.rungs[place], result)
+        trial.report(candidate.rungs[place], place)
         return True
 
+    def _finish(self, candidate: Candidate) -> None:
+        candidate.state = "finished"
+        candidate.count([self._result(candidate, self.scale.seeds[0])])
+
+    def _best_of(self, study: optuna.Study, batch: Sequence[optuna.Trial], place: int) -> list[optuna.Trial]:
+        """The trials of a batch that go on from a rung: those among the best of all that came to it so far."""
+        going, best = [], best_at(self.candidates.values(), place, self.plan.keep)
+        for trial in batch:
+            candidate = self.candidates[trial.number]
+            if candidate.number in best:
+                going.append(trial)
+            else:
+                candidate.state, candidate.loss = "pruned", candidate.rungs[place]
+                study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
+        return going
+
     def _race(self, finalists: list[Candidate]) -> None:
-        """Run the finalists with the other seeds, one seed after the other; drop those that are worse."""
-        losses = {candidate.number: [candidate.loss] for candidate in finalists}
+        """Run the finalists with all seeds, one seed after the other; drop those that are worse."""
+        seen: dict[int, dict[int, Json]] = {candidate.number: {} for candidate in finalists}
         running = list(finalists)
-        for seed in self.scale.seeds[1:]:
-            self._run({c.number: (c, seed) for c in running}, None)
+        for seed in self.scale.seeds:
+            self._run([(candidate, seed) for candidate in running], None)
             for candidate in running:
-                losses[candidate.number].append(_loss(self._result(candidate, seed)))
-                candidate.seeds = len(losses[candidate.number])
-                candidate.loss = sum(losses[candidate.number]) / candidate.seeds
-            best = min(running, key=lambda c: c.loss)
+                if (result := self._result(candidate, seed))["status"] in ENDED:
+                    seen[candidate.number][seed] = result
+                candidate.count(seen[candidate.number].values())
+            losses = {number: {s: loss_of(one) for s, one in results.items()} for number, results in seen.items()}
+            best = min(running, key=lambda c: c.rank, default=None)
             for candidate in [c for c in running if c is not best]:
-                if _worse(losses[candidate.number], losses[best.number]):
+                if best is not None and worse(losses[candidate.number], losses[best.number]):
                     candidate.state = "dropped in the race"
                     running.remove(candidate)
         for candidate in running:
             candidate.state = "raced"
         if running:
-            min(running, key=lambda c: c.loss).state = "won"
+            min(running, key=lambda c: c.rank).state = "won"
 
     def table(self) -> pd.DataFrame:
-        """A row per candidate, the best first: its settings, how far it came, its mean loss, its seeds."""
+        """A row per candidate, the best first.
+
+        Its settings, how far it came, its loss (see ``Candidate``), with how
+        many seeds it ran to the end, and how many of them diverged or got stuck.
+        """
         import pandas as pd
 
         rows = [
-            {"candidate": c.number, **c.settings, "state": c.state, "eval_loss": c.loss, "seeds": c.seeds}
-            for c in self._in_order()
+            {
+                "candidate": candidate.number,
+                **candidate.settings,
+                "state": candidate.state,
+                "eval_loss": candidate.loss,
+                "seeds": candidate.seeds,
+                "lost": candidate.lost,
+            }
+            for candidate in in_order(self.candidates.values())
         ]
         return pd.DataFrame(rows)
 
@@ -202,10 +234,10 @@ class Searching:
         values = {name: str(value) for name, value in candidate.settings.items() if name != "learning_rate"}
         return make_trial(self.scale.job, {"candidate": str(candidate.number), **values}, record, ())
 
-    def _run(self, wanted: Mapping[int, tuple[Candidate, int]], rung: int | None) -> None:
+    def _run(self, wanted: Sequence[tuple[Candidate, int]], rung: int | None) -> None:
         """Run trials to a rung, or to their end."""
         tasks = {}
-        for candidate, seed in wanted.values():
+        for candidate, seed in wanted:
             trial = self.trial(candidate, seed)
             if self.store.result(trial) is None and not self._has_paused(trial, rung):
                 task = self.store.task(trial)
@@ -222,20 +254,14 @@ class Searching:
         return self.store.result(trial) or read_result(self.store.folder / trial.key) or {"status": "failed"}
 
 
-def _loss(result: Json) -> float:
-    loss = result.get("eval_loss")
-    bad = result["status"] not in (*ENDED, "interrupted") or result["status"] == "diverged"
-    return FAILED_LOSS if bad or loss is None else float(loss)
-
-
-def _worse(losses: list[float], best: list[float]) -> bool:
-    """Whether losses are above another's on the same seeds, by Wilcoxon's one-sided test."""
-    from lamina.studies.judging.statistics import wilcoxon_greater
-
-    differences = [ours - theirs for ours, theirs in zip(losses, best, strict=True)]
-    if len(differences) < 4 or not any(differences):  # with fewer, no p is below the threshold
-        return False
-    return wilcoxon_greater(differences) < WORST_P
+def _refuse_another(candidate: Candidate, key: str | None) -> None:
+    """Raise UserError for a candidate of an earlier call whose trial is another one now."""
+    if key not in (None, candidate.key):
+        raise UserError(
+            f"study: candidate {candidate.number} of its search is another trial than when it ran here: its text, "
+            "another file that it names, or Lamina's training has changed (allowed: another --output; or --overwrite, "
+            "which keeps all trials in the store)"
+        )
 
 
 def _optuna() -> Any:

@@ -29,6 +29,7 @@ FACTORS: Mapping[str, float] = {
     "hidden_abs_max": 4.0,
     "hidden_variance": 6.0,
     "attention_logit": 3.0,
+    "gain_abs_max": 4.0,
     "step_gradient_norm": 6.0,
 }
 DEVIATIONS = 8.0
@@ -36,7 +37,8 @@ WINDOW = 32  # of a series' latest values
 FEWEST = {"gradient_norm": 8, "step_gradient_norm": 8}  # values that a series needs to be judged; of every step
 RECORDS = 4  # the same for what is measured only where a record is due
 LOGIT = 50.0  # attention logits at which ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442, Sec 3.1)
-CALM_LOGIT = 10.0  # below it attention is still learning to choose, and grows fast in the first steps
+# Values below which a rise is none: attention still learns to choose, and a gain that began at 0 grows to its place.
+CALM: Mapping[str, float] = {"attention_logit": 10.0, "gain_abs_max": 4.0}
 FP16_MAX = 65504.0
 PEERS = 30.0  # times the median of the same sub-layers of other layers
 WEIGHTS = 6.0  # the same for weights, either way; DeepSeek-V3's experts beside its dense feed-forwards reach 5.3
@@ -95,8 +97,8 @@ class Alarms:
         return found + self._compare(rows)
 
     def _judge(self, row: Row, rate: float | None) -> Iterable[Alarm]:
-        _, layer, sublayer, role, _, metric, value = row
-        series = (layer, sublayer, role, metric)
+        _, layer, sublayer, _, _, metric, value = row
+        series = _series(row)
         if not math.isfinite(value):
             yield from self._once("not_finite", row, 0.0, left=True)
             return
@@ -113,7 +115,7 @@ class Alarms:
             scaled = value / rate if metric == "update_norm" and rate else value
             recent = self._recent.setdefault(series, deque(maxlen=self.window))
             usual, left = _leaves(scaled, recent, FACTORS[metric], FEWEST.get(metric, RECORDS))
-            left = left and (metric != "attention_logit" or value > CALM_LOGIT)
+            left = left and value > CALM.get(metric, 0.0)
             if metric in ("gradient_norm", "first_moment"):
                 left = self._counts(series, value, left)
             yield from self._once("rise", row, usual * (value / scaled if scaled else 1.0), left=left)
@@ -171,7 +173,7 @@ class Alarms:
 
     def _once(self, rule: str, row: Row, usual: float, *, left: bool) -> list[Alarm]:
         step, layer, sublayer, role, _, metric, value = row
-        key = (rule, (layer, sublayer, role, metric))
+        key = (rule, _series(row))
         if not left:
             self._out.discard(key)
             return []
@@ -187,6 +189,12 @@ class Alarms:
 _JUDGED = {*FACTORS, "update_ratio"}
 
 
+def _series(row: Row) -> Series:
+    """A row's series: of several norms of a role (queries' and keys') each is one."""
+    _, layer, sublayer, role, index, metric, _ = row
+    return layer, sublayer, f"{role} {index + 1}" if index else role, metric
+
+
 def _leaves(value: float, recent: Sequence[float], factor: float, fewest: int) -> tuple[float, bool]:
     """The median of the recent values, and whether ``value`` lies above both limits."""
     if len(recent) < fewest:
@@ -200,10 +208,18 @@ def _leaves(value: float, recent: Sequence[float], factor: float, fewest: int) -
     return usual, math.log(value) - middle > DEVIATIONS * spread
 
 
+_NAMES = {
+    "gain_abs_max": "a norm's largest gain",
+    "hidden_variance": "variance of the stream",
+    "hidden_abs_max": "largest |x| of the stream",
+    "attention_logit": "largest attention logit",
+}
+
+
 def describe(alarm: Alarm) -> str:
     """An alarm as a sentence without its end."""
     where = "the model" if alarm.layer < 0 else f"layer {alarm.layer} ({alarm.sublayer.replace('_', '-')})"
-    name = alarm.metric.replace("_", " ")
+    name = _NAMES.get(alarm.metric, alarm.metric.replace("_", " "))
     words = {
         "not_finite": f"{name} is not finite",
         "rise": f"{name} is {alarm.excess:.3g} times its recent median",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,12 +13,14 @@ from torch.nn.utils import clip_grad as torch_clipping
 _INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 
 
-_LISTENERS: list[Callable[[], None]] = []
+Tell = Callable[[Sequence[torch.Tensor], float | None], None]
+"""Gets the parameters, and the norm to which their gradients are clipped; None for clipping by value."""
+_LISTENERS: list[Tell] = []
 _PATCHED = ExitStack()  # while there are listeners
 
 
 @contextmanager
-def before_clipping(tell: Callable[[], None]) -> Iterator[None]:
+def before_clipping(tell: Tell) -> Iterator[None]:
     """Call ``tell`` before torch clips any gradient by norm or by value; the clipping itself is torch's own.
 
     Several may listen, and leave in any order; torch's functions are its own again once the last has left.
@@ -38,9 +41,14 @@ def before_clipping(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def _telling(inner: Callable[..., object]) -> Callable[..., object]:
+    signature = inspect.signature(inner)
+
     def clip(*args: object, **kwargs: object) -> object:
+        named = signature.bind(*args, **kwargs).arguments
+        parameters, limit = named["parameters"], named.get("max_norm")
+        named["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for tell in tuple(_LISTENERS):
-            tell()
-        return inner(*args, **kwargs)
+            tell(named["parameters"], limit if isinstance(limit, float | int) else None)
+        return inner(**named)
 
     return clip

@@ -153,3 +153,11 @@ def _small(value: torch.Tensor) -> torch.Tensor:
     if value.ndim == 2 and not value.is_floating_point():
         return value[:1, :_TOKENS]
     return value[:1] if value.ndim else value
+
+
+def items_of(inputs: Mapping[str, torch.Tensor]) -> int:
+    """The tokens of a batch, or its items if it has none."""
+    for value in inputs.values():
+        if value.ndim == 2 and not value.is_floating_point():
+            return value.numel()
+    return len(next(iter(inputs.values()))) if inputs and next(iter(inputs.values())).ndim else 0

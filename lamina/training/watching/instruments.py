@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,14 +15,21 @@ from torch import nn
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.structure.norms import effective_gain
 from lamina.probes.structure.outputs import Kwargs, Output
 from lamina.training.monitoring.layers import GradientNorms, Row, rows_of_gains
 from lamina.training.monitoring.places import followed_places, own_part
 from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.watching.clipping import before_clipping
-from lamina.training.watching.following import Followed, bare, called, follow, is_compiled
-from lamina.training.watching.optimizers import accumulates, after_closure, largest_rate, stepping
+from lamina.training.watching.following import Followed, bare, called, follow, is_compiled, items_of
+from lamina.training.watching.gains import Gain, gains_of
+from lamina.training.watching.optimizers import (
+    accumulates,
+    after_closure,
+    largest_beta2,
+    largest_rate,
+    loss_scale,
+    stepping,
+)
 from lamina.training.watching.settings import WatchSettings
 from lamina.training.watching.stream import ForwardMeter, in_half
 
@@ -70,16 +79,19 @@ class Instruments:
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
         self.saw_loss = False
+        self._clipped_at: float | None = None
         self.scales_losses = False  # by a GradScaler, which handles infinite gradients itself
         self._norms: GradientNorms | None = None
         self._updates: UpdateRatios | None = None
         self._meter: ForwardMeter | None = None
-        self._gains: list[tuple[int, str, str, int, float, torch.Tensor]] = []
-        self._squares: list[tuple[int, torch.Tensor]] = []
+        self._gains: list[Gain] = []
+        self._squares: list[tuple[int, torch.Tensor, bool]] = []  # step, sums, whether an optimizer took the step
         self._current: torch.Tensor | None = None
         self._inside: nn.Module | None = None
         self._measuring = ExitStack()
-        self._looking = self._measured = self._stepped = self._moved = False
+        self._looking = self._measured = self._moved = False
+        self._began: set[int] = set()  # the optimizers whose step began
+        self._ended: set[int] = set()
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
         self._losses: list[torch.Tensor] = []
@@ -96,14 +108,13 @@ class Instruments:
         self._judge, self._found = judge, found
         base = getattr(self.model, "base_model", None)
         roots = [self.model, base] if isinstance(base, nn.Module) and base is not self.model else [self.model]
-        with temporary_hooks() as hooks, before_clipping(self._measure_gradients), self._measuring:
+        with temporary_hooks() as hooks, before_clipping(self._before_clipping), self._measuring:
             for root in roots:
                 hooks.append(root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
                 hooks.append(root.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-            for number, optimizer in enumerate(self.optimizers):
+            for optimizer in self.optimizers:
                 hooks.append(optimizer.register_step_pre_hook(self._before_step))
-                if number == len(self.optimizers) - 1:
-                    hooks.append(optimizer.register_step_post_hook(self._after_step))
+                hooks.append(optimizer.register_step_post_hook(self._after_step))
             yield
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: Kwargs) -> None:
@@ -116,7 +127,7 @@ class Instruments:
         if self.followed is None:
             self._follow(inner, inputs)
         self._inside = module
-        self.tokens += _count(inputs)
+        self.tokens += items_of(inputs)
         self.summed = kwargs.get("num_items_in_batch") is not None
         if self.due and not self._measured and self._meter is not None:
             self._measuring.enter_context(self._meter.measuring(module))
@@ -145,11 +156,7 @@ class Instruments:
         elif structure is not None:
             self._meter = ForwardMeter(structure, stream=followed.whole, attention=self.settings.attention)
         if structure is not None:
-            for index, (layer, sublayer, norm) in enumerate(structure.norms()):
-                if isinstance(weight := getattr(norm.module, "weight", None), torch.Tensor) and weight.ndim == 1:
-                    place = (layer, "block" if layer < 0 else sublayer, norm.role)
-                    count = sum(known[:3] == place for known in self._gains[:index])
-                    self._gains.append((*place, count, _offset(norm.module), weight))
+            self._gains = gains_of(structure)
         self._found()
 
     def _without_forward(self) -> None:
@@ -157,6 +164,13 @@ class Instruments:
         device = own_part(next(self.model.parameters())).device
         tokens = {"input_ids": torch.arange(1, 9, device=device)[None]}
         self._follow(self.model, tokens)
+
+    def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
+        """Before torch clips gradients: another model's say nothing of this one's, which may not be complete."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if any(id(parameter) in own for parameter in parameters):
+            self._clipped_at = limit
+            self._measure_gradients()
 
     @torch.no_grad()
     def _measure_gradients(self) -> None:
@@ -175,13 +189,19 @@ class Instruments:
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs
     ) -> tuple[tuple, Kwargs] | None:
         """Before any optimizer's step: look at the gradients now, or once the step's closure has computed them."""
-        if not self._stepped:
+        if not self._began:
             self._rate = largest_rate(self.optimizers)
-        return after_closure(args, kwargs, self._with_gradients)
+        return after_closure(args, kwargs, partial(self._with_gradients, optimizer))
 
-    def _with_gradients(self) -> None:
-        first, self._stepped = not self._stepped, True
-        self._measure_gradients()
+    def _with_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        first = not self._began
+        self._began.add(id(optimizer))
+        scaled, factor = loss_scale(optimizer)
+        self.scales_losses |= scaled
+        if self._current is None:
+            self._measure_gradients()
+            if self._current is not None and factor is not None:
+                self._current = self._current / factor.double() ** 2
         if first and self._judge is not None and self._current is not None and self._judge(self._current.sum().sqrt()):
             for parameter in self.model.parameters():
                 parameter.grad = None  # torch's optimizers leave such a parameter, and its state, as they are
@@ -192,13 +212,19 @@ class Instruments:
             self._measured_rate, self._moved = rate, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: Kwargs) -> None:
+        self._ended.add(id(optimizer))
+        if len(self._ended) == len(self.optimizers):
+            self._measure_updates()
+
+    def _measure_updates(self) -> None:
+        """Once a step, where the weights were kept before it: behind all optimizers' steps, in any order."""
         if self._updates is not None:
             self._updates.after_step(self.optimizers)
 
     @property
     def accumulates(self) -> bool:
         """Whether only a micro-batch of a step has ended. A step that a loss scaler skips has ended."""
-        return not self._stepped and accumulates()
+        return not self._began and accumulates()
 
     def step_loss(self) -> torch.Tensor | None:
         """The loss of the step so far, as the model returned it: the mean over its micro-batches."""
@@ -214,27 +240,35 @@ class Instruments:
 
     def end_step(self, step: int) -> Taken:
         """End a step."""
+        self._measure_updates()  # if one of the optimizers left the step out
         squares, self._current = self._current, None
         norm = None if squares is None else squares.sum().sqrt()
-        rate = self._rate if self._stepped else largest_rate(self.optimizers)
-        taken = Taken(norm=norm, stepped=self._stepped, measured=self._moved, rate=rate)
-        self._moved = False
-        self._measured = self._stepped = False
+        stepped = bool(self._began)
+        rate = self._rate if stepped else largest_rate(self.optimizers)
+        taken = Taken(norm=norm, stepped=stepped, measured=self._moved, rate=rate)
+        self._moved = self._measured = False
+        self._began, self._ended = set(), set()
         if squares is not None:
-            self._squares.append((step, squares))
+            self._squares.append((step, squares, stepped))
         return taken
 
     def gradient_rows(self) -> dict[int, list[Row]]:
-        """The tidy rows of each step since the last call, without frozen sub-layers'; one wait for the device."""
+        """The tidy rows of each step since the last call, without frozen sub-layers'; one wait for the device.
+
+        A step that was left out because its gradient was infinite (by a GradScaler) has none.
+        """
         if not self._squares:
             return {}
         assert self._norms is not None
-        squares = torch.stack([squares for _, squares in self._squares]).cpu()
-        steps, self._squares = [step for step, _ in self._squares], []
-        self.last_norm = float(squares[-1].sum().sqrt())
+        squares = torch.stack([squares for _, squares, _ in self._squares]).cpu()
+        steps, self._squares = [(step, stepped) for step, _, stepped in self._squares], []
         trained = self._norms.trained()
-        by_step = {step: self._norms.rows(step, row) for step, row in zip(steps, squares, strict=True)}
-        return {step: [row for row in rows if row[1:4] in trained] for step, rows in by_step.items()}
+        by_step: dict[int, list[Row]] = {}
+        for (step, stepped), sums in zip(steps, squares, strict=True):
+            if math.isfinite(norm := float(sums.sum().sqrt())) or (stepped and not self.scales_losses):
+                self.last_norm = norm
+                by_step[step] = [row for row in self._norms.rows(step, sums) if row[1:4] in trained]
+        return by_step
 
     def rows(self, step: int) -> list[Row]:
         """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""
@@ -261,24 +295,7 @@ class Instruments:
                 {"path": site.path, "sublayers": [sublayer.kind for sublayer in site.sublayers]} for site in layers
             ],
             "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "settings": {"beta2": largest_beta2(self.optimizers), "max_grad_norm": self._clipped_at},
             "half": self.half,
             "notes": followed.notes,
         }
-
-
-def _offset(norm: nn.Module) -> float:
-    """What a norm adds to its stored gain: 1 for Gemma's, 0 for others."""
-    weight = norm.weight.detach()  # type: ignore[union-attr]
-    try:
-        effective = effective_gain(norm)
-    except RuntimeError:  # a sharded weight
-        return 0.0
-    return 0.0 if effective is None else float(round(float((effective - weight.float()).mean())))
-
-
-def _count(inputs: Mapping[str, torch.Tensor]) -> int:
-    """The tokens of a batch, or its items if it has none."""
-    for value in inputs.values():
-        if value.ndim == 2 and not value.is_floating_point():
-            return value.numel()
-    return len(next(iter(inputs.values()))) if inputs and next(iter(inputs.values())).ndim else 0

@@ -64,6 +64,7 @@ class Monitor:
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
         self._tokens_written = self.tokens
+        self._about: Json = {}  # as written last
         self._open = False
 
     @property
@@ -97,8 +98,11 @@ class Monitor:
         self._write_about()
 
     def _write_about(self) -> None:
-        if self.records is not None and self.instruments.followed is not None:
-            self.records.describe(self.instruments.about())
+        if self.records is None or self.instruments.followed is None:
+            return
+        if (about := self.instruments.about()) != self._about:
+            self._about = about
+            self.records.describe(about)
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
         """Whether the step that is about to be taken is skipped: waits for the device."""
@@ -144,12 +148,12 @@ class Monitor:
 
         ``rate``: the learning rate of the step that has ended.
         """
-        rows, gradients = self.series.rows(), self.instruments.gradient_rows()
+        gradients, rows = self.instruments.gradient_rows(), self._series_rows()
         self._add(rows)
         alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
         new = self.instruments.rows(self.step) if due else []
-        if self.alarms.half != self.instruments.half:  # autocast was seen
-            self.alarms.half = self.instruments.half
+        self.alarms.half = self.instruments.half  # autocast may have been seen
+        if due:
             self._write_about()
         if due:
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
@@ -170,12 +174,17 @@ class Monitor:
             model, optimizers = self.instruments.model, self.instruments.optimizers
             self._snapshots = [*self._snapshots[-1:], Snapshot(self.step, model, optimizers)]
 
+    def _series_rows(self) -> list[Row]:
+        """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
+        scaled = self.instruments.scales_losses
+        return [row for row in self.series.rows() if not scaled or row[5] != NORM or math.isfinite(row[6])]
+
     def _check(self, losses: dict[int, float], rows: Sequence[Row]) -> None:
         for step, _, _, _, _, metric, value in rows:
             if math.isfinite(value):
                 self._broken.discard(metric)
-            elif metric in self._broken or (metric == NORM and self.instruments.scales_losses):
-                continue  # noted where it began, or for the scaler to handle
+            elif metric in self._broken:
+                continue  # noted where it began
             elif self.settings.on_divergence == "note":
                 self._broken = {LOSS, NORM}
             if metric == LOSS:
@@ -239,7 +248,7 @@ class Monitor:
         if self.diverged is not None and status in (Status.FINISHED, Status.INTERRUPTED):
             status, reason = Status.DIVERGED, self.diverged.reason
         if self.processes.size == 1 or status is Status.FINISHED:  # the others may have left
-            self._add(self.series.rows())
+            self._add(self._series_rows())
         if self.records is not None:
             seconds = time.monotonic() - self._begun
             new = self.instruments.tokens * self.processes.size

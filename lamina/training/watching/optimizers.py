@@ -26,9 +26,23 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
 
 
 def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
-    """The largest learning rate of the optimizers' groups now; None if they have none."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
+    """The largest learning rate of the optimizers' groups now; None if they have none (Adafactor's own step)."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(rate) for rate in rates if rate is not None), default=None)
+
+
+def largest_beta2(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The largest decay of the second moments; None for optimizers that have none."""
+    betas = [group.get("betas") for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(pair[1]) for pair in betas if isinstance(pair, Sequence) and len(pair) == 2), default=None)
+
+
+def loss_scale(optimizer: torch.optim.Optimizer) -> tuple[bool, torch.Tensor | None]:
+    """Whether a GradScaler takes the step that begins, and the factor of gradients that it leaves to a fused optimizer.
+
+    A fused optimizer is called though the gradient is infinite, and leaves the step out itself.
+    """
+    return getattr(optimizer, "found_inf", None) is not None, getattr(optimizer, "grad_scale", None)
 
 
 def accumulates() -> bool:

@@ -312,7 +312,7 @@ def test_torchs_clipping_is_its_own_again_once_the_last_monitor_has_left():
     from torch.nn.utils import clip_grad
 
     own, told = clip_grad._clip_grads_with_norm_, []
-    first, second = before_clipping(lambda: told.append(1)), before_clipping(lambda: told.append(2))
+    first, second = (before_clipping(lambda *_, n=n: told.append(n)) for n in (1, 2))
     first.__enter__()
     second.__enter__()
     parameter = nn.Parameter(torch.ones(2))
