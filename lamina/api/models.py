@@ -36,7 +36,7 @@ def generate(
     Args:
         model: a folder with a saved model, or a run's folder.
         prompt: the text to continue; or turns, mappings with ``role`` and ``content``, to answer the last of.
-        max_new_tokens: the maximum number of new tokens.
+        max_new_tokens: the maximum number of new tokens; fewer where a model with learned positions has no more.
         temperature: 0 always takes the likeliest token.
         seed: of the sampling.
         trust_remote_code: run the model's own Python code, if it has any.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import itertools
 import json
 import logging
 import os
@@ -66,6 +67,7 @@ class Evaluating:
         self.device, self.bar = device, bar
         self.units = {column.unit: column for column in columns}
         self.records: dict[tuple[str, str], Json] = {}
+        self.numbers: dict[str, int] = {}
         self._began = time.monotonic()
 
     def check(self) -> None:
@@ -179,19 +181,27 @@ class Evaluating:
         return [candidate.state(), stamp_of_folder(self.settings.data_dir)]
 
     def _file(self, kind: str, model: str, unit: str, suffix: str) -> Path:
-        names = [one.name for one in self.candidates]
-        return self.folder / kind / f"{names.index(model):03d}-{slug(model)}" / f"{slug(unit)}{suffix}"
+        return self.folder / kind / f"{self.numbers[model]:03d}-{slug(model)}" / f"{slug(unit)}{suffix}"
 
     def _read_finished(self) -> None:
-        """The scores that the folder holds of these models as they are now, on these tasks."""
+        """The scores that the folder holds of these models as they are now, on these tasks; and every model's number.
+
+        A model keeps the number that its scores have, wherever it stands among the models now: a score that is
+        computed again then takes the place of the old one.
+        """
         held = {}
         for path in digests.intact(self.folder, "scores/*/*.json"):
             try:
                 record = json.loads(path.read_text(encoding="utf-8"))
+                self.numbers[record["model"]] = int(path.parent.name.partition("-")[0])
                 held[record["model"], record["unit"]] = record
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("%s: %s: it is computed again", path, one_line(error))
-        for candidate in self.candidates:
+        taken = set(self.numbers.values())
+        for place, candidate in enumerate(self.candidates):
+            if candidate.name not in self.numbers:
+                self.numbers[candidate.name] = next(n for n in itertools.count(place) if n not in taken)
+                taken.add(self.numbers[candidate.name])
             for unit in self.units:
                 record = held.get((candidate.name, unit))
                 if record is not None and record.get("state") == self._state(candidate, unit):
@@ -218,9 +228,11 @@ class Evaluating:
             "units": [record for _, record in sorted(self.records.items())],
             "seconds": round(sum(record["seconds"] for record in self.records.values()), 2),
         }
+        keys = [(candidate.name, unit) for candidate in self.candidates for unit in self.units]
+        known = [self.records[key] for key in keys if key in self.records]
         printed = table(self.columns, self.candidates, self.scores())
         result["table"] = as_json(printed)
-        write_text(self.folder / "results.csv", rows(self.records.values(), self.candidates).to_csv(index=False))
+        write_text(self.folder / "results.csv", rows(known, self.candidates).to_csv(index=False))
         for name, text in (("csv", printed.csv()), ("md", printed.markdown()), ("tex", printed.latex())):
             write_text(self.folder / f"table.{name}", text)
         write_json(self.folder / "result.json", result)  # the last: a page reads it first

@@ -33,6 +33,9 @@ _DRAFTS = (
     "checkpoints/.gone-*",
     "layers/.part-*",
     "probes/*/.part-*",
+    "scores/*/.*.json.*",
+    "items/*/.*.parquet.*",
+    "adapter/.adapter_*",
 )
 
 

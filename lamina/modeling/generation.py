@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -24,6 +25,14 @@ class Generator(Protocol):
 
     def generate(self, **options: object) -> torch.Tensor:
         """The token ids and their continuation."""
+        ...
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """All its modules."""
+        ...
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The table of the tokens."""
         ...
 
 
@@ -92,10 +101,19 @@ class Speaker:
             )
         tokenizer = self.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        room = self.max_new_tokens
+        if self.longest is not None and self._has_a_last_position(self.longest):
+            room = min(room, self.longest - tokens)
         try:
-            return self.model.generate(**inputs, max_new_tokens=self.max_new_tokens, pad_token_id=pad, **self.sampling)
+            return self.model.generate(**inputs, max_new_tokens=room, pad_token_id=pad, **self.sampling)
         except Exception as error:  # whatever the files ask for, transformers has tried it
             raise UserError(f"model {self.path!r}: it loads, but does not run: {one_line(error)}") from error
+
+    def _has_a_last_position(self, longest: int) -> bool:
+        """Whether the model looks positions up in a table (OPT's has two rows more); rotary ones have no end."""
+        tables = (m for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
+        words = self.model.get_input_embeddings()
+        return any(longest <= table.num_embeddings <= longest + 2 for table in tables if table is not words)
 
 
 def _load(path: str, folder: Path, trust_remote_code: bool) -> tuple[Generator, PreTrainedTokenizerBase, int | None]:

@@ -1,8 +1,9 @@
-"""The weights of the best evaluation, kept beside the checkpoints until the run ends."""
+"""The weights of the best evaluation, kept beside the checkpoints."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from lamina.core.json_types import Json
 from lamina.jobs import digests
 from lamina.jobs.files import write_json, writing
+from lamina.training.checkpointing.store import checkpoints
 from lamina.training.execution.processes import Processes
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS, NOTE = "best.safetensors", "best.json"
 
@@ -30,10 +34,13 @@ class BestWeights(TrainerCallback):
 
     def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, resumed: int):
         self.folder, self.model, self.processes = folder, model, processes
-        noted = _noted(folder / NOTE)
-        known = noted is not None and noted["step"] <= resumed and not digests.differs(folder / WEIGHTS)
-        self.step, self.loss = (int(noted["step"]), float(noted["loss"])) if known and noted else (-1, math.inf)
-        self.metrics: Json = dict(noted.get("metrics", {})) if known and noted else {}
+        noted = _noted(folder / NOTE, resumed)
+        if noted is not None and (words := digests.differs(folder / WEIGHTS)):
+            if processes.first:
+                logger.warning("%s %s: the best evaluation up to step %d is lost", folder / WEIGHTS, words, resumed)
+            noted = None
+        self.step, self.loss = (-1, math.inf) if noted is None else (int(noted["step"]), float(noted["loss"]))
+        self.metrics: Json = {} if noted is None else dict(noted.get("metrics", {}))
 
     def on_evaluate(
         self,
@@ -63,7 +70,7 @@ class BestWeights(TrainerCallback):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def restore(self) -> Json:
-        """Put the best weights into the model and delete the copies; returns what result.json says of them."""
+        """Put the best weights into the model; returns what result.json says of them."""
         if self.step < 0:
             return {}
         stored = load_file(self.folder / WEIGHTS)
@@ -73,14 +80,16 @@ class BestWeights(TrainerCallback):
         return {**self.metrics, "best_step": self.step, "eval_loss": self.loss}
 
     def forget(self) -> None:
-        """Delete the copies, once the model is saved."""
-        for name in (WEIGHTS, NOTE):
-            digests.remove(self.folder / name)
+        """Delete the copies of a run without checkpoints: with one, a damaged model is made again from the copies."""
+        if not checkpoints(self.folder / "checkpoints"):
+            for name in (NOTE, WEIGHTS):
+                digests.remove(self.folder / name)
 
 
-def _noted(path: Path) -> Json | None:
+def _noted(path: Path, last: int) -> Json | None:
+    """What is noted of the best evaluation; None where nothing is, or only of one after the step ``last``."""
     try:
         noted = json.loads(path.read_text(encoding="utf-8"))
-        return noted if {"step", "loss"} <= set(noted) else None
-    except (OSError, ValueError, TypeError):
+        return noted if "loss" in noted and noted["step"] <= last else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -10,6 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.posttraining.trainer import Passed, TunedTrainer
+from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitoring.recorder import RunRecorder
 
 # Of Trainer's own logs; tokens and the learning rate have their own places in a record.
@@ -62,6 +63,14 @@ class TuningRecorder(RunRecorder):
         """The trainer's metrics of the evaluation."""
         self.last_measured = _numbers({**self._evaluation, **metrics})
         return dict(self.last_measured)
+
+    def state_dict(self) -> Json:
+        """The same as for pretraining, and what the last evaluation measured: it is not recorded a second time."""
+        return {**super().state_dict(), "last_measured": dict(self.last_measured)}
+
+    def load_state_dict(self, state: RunState) -> None:
+        super().load_state_dict(state)
+        self.last_measured = dict(state.get("last_measured", {}))
 
 
 def _numbers(logs: Mapping[str, object]) -> Json:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -101,13 +102,19 @@ def _of_function(named: str, *, announced: bool = False) -> Score:
         with guarded(f"reward_function {named!r}"):
             for row, text in zip(rows, texts, strict=True):
                 rewards.append(function(row["prompt"], text, json.loads(row["row"])))
-        for reward in rewards:
-            if isinstance(reward, bool | int | float) and math.isfinite(reward):
-                continue
-            raise UserError(f"reward_function: {named!r} returned {one_line(repr(reward))} (allowed: a finite number)")
-        return [float(reward) for reward in rewards]
+        return [_number(named, reward) for reward in rewards]
 
     return score
+
+
+def _number(named: str, reward: object) -> float:
+    """A function's reward, a number of Python's, NumPy's or torch's. Raises UserError for another value."""
+    value: object = reward
+    if isinstance(reward, np.generic) or (isinstance(reward, torch.Tensor) and reward.numel() == 1):
+        value = reward.item()
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise UserError(f"reward_function: {named!r} returned {one_line(repr(reward))} (allowed: a finite number)")
 
 
 def _parts(named: str) -> tuple[Path, str]:

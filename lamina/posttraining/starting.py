@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from lamina.data.encoding import vocab_size_of
 from lamina.data.tokenizers import load_tokenizer
-from lamina.errors import UserError
+from lamina.errors import UserError, unknown
 from lamina.jobs.digests import refuse_damaged
+from lamina.jobs.files import writing
 from lamina.jobs.model_folder import content_hash, model_folder, refuse_as_output
+from lamina.modeling.backbones.configurations import read_config, refuse_scores
+from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
 from lamina.placements import Plan
@@ -25,6 +31,10 @@ from lamina.training import source
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
+
+
+ALL_LINEAR = "all-linear"
+NOT_TARGETED = ("lm_head", "score")  # a readout, which LoRA does not stand beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +97,31 @@ def find_start(settings: TuningSettings) -> Start:
         source.check_vocabulary(config, vocab_size_of(tokenizer), path)
     except UserError as error:
         raise UserError(f"from: {error}" if str(error).startswith(("tokenizer", "model")) else str(error)) from None
+    refuse_scores(read_config(folder if folder.is_dir() else path, "from"), f"from: {path!r}")
     positions = int(config.max_position_embeddings)
     longest = settings.sequence_length or positions
     if longest > positions:
         raise UserError(f"sequence_length: {longest} is more than the model's {positions} (allowed: at most that)")
     plan = source.stored_plan(path)
+    if settings.lora_rank and settings.lora_targets != ALL_LINEAR:
+        _check_targets(settings.lora_targets, config, plan)
     return Start(path=path, tokenizer=tokenizer, plan=plan, positions=positions, longest=longest)
+
+
+def _check_targets(named: str, config: PreTrainedConfig, plan: Plan) -> None:
+    """Raise UserError for a name that is no linear layer's: beside others, peft passes over it."""
+    with torch.device("meta"):
+        model = build(config, plan, init="normal")
+    kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
+    targeted = [name for name in layers if name.rpartition(".")[2] not in NOT_TARGETED]
+    for target in _names(named):
+        if not any(f".{name}".endswith(f".{target}") for name in targeted):
+            raise unknown("lora_targets", target, [ALL_LINEAR, *{name.rpartition(".")[2] for name in targeted}])
+
+
+def _names(named: str) -> list[str]:
+    return [name.strip() for name in named.split(",")]
 
 
 def require_libraries(job: str) -> None:
@@ -105,7 +134,7 @@ def require_libraries(job: str) -> None:
 def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | None:
     """Put LoRA matrices beside a model's linear layers, which are frozen then; None where none is asked for.
 
-    A reward model's score stays trainable. Raises UserError for layers that the model does not have.
+    A reward model's score stays trainable.
     """
     if settings.lora_rank == 0:
         return None
@@ -117,16 +146,11 @@ def add_lora(model: torch.nn.Module, settings: TuningSettings) -> LoraModel | No
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha or 2.0 * settings.lora_rank,  # pyright: ignore[reportArgumentType]
         lora_dropout=settings.lora_dropout,
-        target_modules=named if named == "all-linear" else [name.strip() for name in named.split(",")],
-        exclude_modules=["lm_head", "score"],
+        target_modules=named if named == ALL_LINEAR else _names(named),
+        exclude_modules=list(NOT_TARGETED),
     )
     config.base_model_name_or_path = str(settings.from_model)
-    try:
-        tuner = LoraModel(model, config, "default")
-    except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        names = ", ".join(sorted(linear - {"lm_head", "score"}))
-        raise UserError(f"lora_targets: {named!r} ({error}) (allowed: all-linear, or of {names})") from None
+    tuner = LoraModel(model, config, "default")
     if isinstance(model, LaminaForSequenceClassification):
         model.score.requires_grad_(True)
     return tuner
@@ -152,5 +176,8 @@ def _save_adapter(model: PreTrainedModel, tuner: LoraModel, folder: Path) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value for name, value in model.named_parameters() if ".lora_" in name or name in whole}
     named = {f"base_model.model.{name.replace('.default.', '.')}": value for name, value in tensors.items()}
-    save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, folder / "adapter_model.safetensors")
-    config.save_pretrained(str(folder))
+    with writing(folder / "adapter_model.safetensors") as temporary:
+        save_file({k: v.detach().cpu().contiguous() for k, v in named.items()}, temporary)
+    with writing(folder / "adapter_config.json") as temporary, TemporaryDirectory() as apart:
+        config.save_pretrained(apart)
+        shutil.copyfile(Path(apart, "adapter_config.json"), temporary)

@@ -1,11 +1,12 @@
 """`lamina generate`: what it says, and what it never does."""
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
 import lamina
 from lamina.cli import main
 from lamina.data.tokenizers import load_tokenizer
+from lamina.modeling.generation import Speaker
 
 
 def test_code_beside_a_model_runs_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
@@ -32,6 +33,23 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path, capsys):
     assert main(["generate", folder, "--prompt", "a" * 31, "--max-new-tokens", "1"]) == 0
     assert main(["generate", folder, "--prompt", "a" * 32]) == 2
     assert "prompt: its 32 tokens leave no room for another in the model's context of 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])
+def test_a_text_ends_where_learned_positions_do(tmp_path, kind, capsys):
+    own = {"ffn_dim": 16, "word_embed_proj_dim": 16} if kind is OPTConfig else {}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    config = kind(vocab_size=257, pad_token_id=None, bos_token_id=None, eos_token_id=None, **sizes, **own)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load_tokenizer("bytes").save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "a" * 20]) == 0
+    assert capsys.readouterr().out.startswith("a" * 20)
+
+
+def test_rotary_positions_go_on_beyond_the_context(tmp_path):
+    speaker = Speaker(saved(tmp_path), max_new_tokens=50, temperature=0.8)
+    ids = speaker._generated(dict(speaker.tokenizer("a" * 20, return_tensors="pt")))
+    assert ids.shape[1] > speaker.longest
 
 
 def test_a_reward_model_is_refused_as_such(tmp_path, capsys):

@@ -96,6 +96,33 @@ def test_a_changed_checkpoint_is_evaluated_again(text, tmp_path):
     assert before[0]["value"] != after[0]["value"]
 
 
+def test_what_a_killed_evaluation_had_half_written_is_deleted(text, tmp_path):
+    given = {"models": [str(saved_model(tmp_path / "one"))], "corpus": str(text), "output": str(tmp_path / "out")}
+    lamina.evaluate(**given, bar=False)
+    half = [tmp_path / "out" / name for name in ("scores/000-one/.perplexity.json.123", "items/000-one/.q.parquet.123")]
+    for path in half:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{")
+    lamina.evaluate(**given, resume=True, bar=False)
+    assert not any(path.exists() for path in half)
+
+
+def test_a_model_keeps_its_number_in_another_order(data_dir, tmp_path):
+    one, other = saved_model(tmp_path / "one"), saved_model(tmp_path / "other")
+    given = {"tasks": "quiz", "data_dir": str(data_dir), "limit": 4, "output": str(tmp_path / "out"), "bar": False}
+    lamina.evaluate(models=[str(one)], **given)
+    shutil.rmtree(one)
+    saved_model(one, "pre_ln")
+    lamina.evaluate(models=[str(other), str(one)], resume=True, **given)
+    assert sorted(place.name for place in (tmp_path / "out" / "items").iterdir()) == ["000-one", "001-other"]
+    fresh = {**given, "output": str(tmp_path / "fresh")}
+    lamina.evaluate(models=[str(other), str(one)], **fresh)
+    found = pd.read_parquet(tmp_path / "out/items/000-one/quiz.parquet")
+    fresh_items = pd.read_parquet(tmp_path / "fresh/items/001-one/quiz.parquet")
+    assert found.equals(fresh_items), "of the weights as they are now"
+    assert (tmp_path / "out" / "results.csv").read_text() == (tmp_path / "fresh" / "results.csv").read_text()
+
+
 def test_the_arms_of_two_studies_are_not_one_line(tmp_path):
     row = {"placement": "keel", "learning_rate": 1e-3, "seed": 0, "status": "finished"}
     for name, widths in (("a", [16]), ("b", [16, 32])):

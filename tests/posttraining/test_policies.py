@@ -193,6 +193,14 @@ def test_a_verifiable_reward_is_learned(policy, tmp_path):
     assert result["eval_kl"] > 0.1, "without a penalty the KL is measured all the same"
 
 
+@pytest.mark.parametrize("number", ["np.float32(0.5)", "np.int64(1)", "np.bool_(1)", "torch.tensor(0.5)"])
+def test_a_reward_may_be_a_number_of_numpy_or_torch(policy, tmp_path, number):
+    file = tmp_path / "rewards.py"
+    file.write_text(f"import numpy as np, torch\n\ndef any(prompt, answer, row):\n    return {number}\n")
+    _, result = policy(reward_model=..., reward_function=f"{file}:any", steps=1)
+    assert result["eval_reward"] in (0.5, 1.0)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

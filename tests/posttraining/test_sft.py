@@ -140,6 +140,30 @@ def test_the_best_evaluation_is_kept(tuned):
     assert "epoch" not in result, "Trainer's, which counts another order"
 
 
+def test_the_best_evaluation_is_kept_when_the_model_is_made_again(tuned):
+    """A lost result.json, as after a kill just before it is written, and a damaged model."""
+    every = {"eval_steps": 1, "save_steps": 4}
+    folder, result = tuned(best_by="loss", learning_rate=3.0, divergence_margin=0, steps=8, **every)
+    assert 0 <= result["best_step"] < 8
+    best, recorded = weights(folder), records(folder)
+    for damage in (lambda: (folder / "result.json").unlink(), lambda: (folder / "model/model.safetensors").unlink()):
+        damage()
+        _, again = tuned(resume=True)
+        assert again["best_step"] == result["best_step"]
+        assert again["eval_loss"] == result["eval_loss"]
+        assert records(folder) == recorded, "the last evaluation is recorded once"
+        assert all(torch.equal(tensor, best[name]) for name, tensor in weights(folder).items())
+
+
+def test_best_weights_that_are_damaged_are_not_taken_and_named(tuned, caplog):
+    changed = {"best_by": "loss", "learning_rate": 0.3, "steps": 8, "eval_steps": 1, "save_steps": 4}
+    folder, _ = tuned(**changed, pause_step=4)
+    (folder / "best.safetensors").write_bytes(b"0" * 99)
+    _, result = tuned(resume=True, pause_step=None)
+    assert result["best_step"] > 4
+    assert "the best evaluation up to step 4 is lost" in caplog.text
+
+
 def test_rows_that_are_not_evaluated_are_trained_on():
     rows = [{"row": row} for row in range(400)]
     some, whole = SftSettings(eval_fraction=0.5, eval_examples=12), SftSettings(eval_fraction=0.5, eval_examples=0)
@@ -175,7 +199,8 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(tuned, tmp_path):
         ({"template": "alpacka"}, "template 'alpacka'; did you mean 'alpaca'"),
         ({"sequence_length": 500}, "sequence_length: 500 is more than the model's 128"),
         ({"lora_alpha": 3.0}, "lora_alpha: 3.0 has no effect without LoRA"),
-        ({"lora_rank": 2, "lora_targets": "no_proj"}, "lora_targets: 'no_proj'"),
+        ({"lora_rank": 2, "lora_targets": "no_proj"}, "unknown lora_targets 'no_proj'"),
+        ({"lora_rank": 2, "lora_targets": "q_proj,vproj"}, "lora_targets 'vproj'; did you mean 'v_proj'"),
         ({"preset": "limo"}, "preset 'limo'; did you mean 'lima'"),
     ],
 )
@@ -184,6 +209,21 @@ def test_bad_settings_are_one_line(tuned, changed, message, tmp_path):
         tuned(**changed)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_template_that_is_no_jinja_is_named_whatever_the_rows(tuned, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages }}\n{% for %}")
+    with pytest.raises(UserError, match=r"^template: no Jinja in its line 2"):
+        tuned(template=str(tmp_path / "t.jinja"), skip_bad=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_scores_is_no_start(tuned, tmp_path):
+    folder = write_model(tmp_path / "scores", head="sequence_classification")
+    with pytest.raises(UserError, match=r"^from: .* is a LaminaForSequenceClassification, which gives scores"):
+        tuned(from_model=str(folder))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_prompt_longer_than_the_context_is_named(tuned, tmp_path):

@@ -13,7 +13,9 @@ from lamina.data.tokenizers import load_tokenizer
 POSITIONS = 128
 
 
-def write_model(folder: Path, placement: str = "keel", seed: int = 0, template: str | None = None) -> Path:
+def write_model(
+    folder: Path, placement: str = "keel", seed: int = 0, template: str | None = None, head: str = "causal_lm"
+) -> Path:
     """A model of two layers over bytes, with its tokenizer, as a run leaves it."""
     tokenizer = load_tokenizer("bytes")
     tokenizer.chat_template = template
@@ -28,7 +30,7 @@ def write_model(folder: Path, placement: str = "keel", seed: int = 0, template: 
         eos_token_id=256,
     )
     torch.manual_seed(seed)
-    lamina.build(config, placement).save_pretrained(folder)
+    lamina.build(config, placement, head=head).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

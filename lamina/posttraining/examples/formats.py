@@ -134,7 +134,8 @@ def _conversation(row: Fields) -> list[Message]:
 
 def _turns(name: str, value: object) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"the field {name!r} must be a list of turns")
+        text = "" if name in ("messages", "conversations") else "a text or "
+        raise ValueError(f"the field {name!r} must be {text}a list of turns")
     turns: list[Message] = []
     for number, turn in enumerate(value, start=1):
         if not isinstance(turn, dict):

@@ -46,12 +46,12 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
         skip_bad: whether to leave such rows out and count them.
 
     Raises:
-        UserError: with the line's number, for a row that is not JSON or can't be used; for a source that can't be read
-            or has no usable row.
+        UserError: with the line's number (in a list, the row's), for a row that is not JSON or can't be used; for a
+            source that can't be read or has no usable row.
     """
     items: list[T] = []
     skipped = 0
-    noun = "row" if hub_datasets.is_hub(source) or generated.is_generated(source) else "line"
+    noun = _counted(source)
     for number, row in _rows(name, source):
         try:
             if isinstance(row, ValueError):
@@ -69,6 +69,12 @@ def read(name: str, source: str, use: Callable[[Fields], T], *, skip_bad: bool) 
     if not items:
         raise UserError(f"{name}: {source!r} has no usable row")
     return Usable(items=items, skipped=skipped)
+
+
+def _counted(source: str) -> str:
+    """What a source's rows are numbered by: the rows of a list may stand on any line of the file."""
+    lines = not (hub_datasets.is_hub(source) or generated.is_generated(source))
+    return "line" if lines and inner_suffix(Path(source)) != ".json" else "row"
 
 
 def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:

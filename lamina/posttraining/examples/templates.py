@@ -62,7 +62,9 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
     ``default``: the name of the template that ``auto`` stands for where the tokenizer has none. Raises UserError for
     an unknown name, a file that can't be read, and a tokenizer without a template.
     """
-    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    known: object = tokenizer.chat_template  # a text, or several by name
+    own = known.get("default") if isinstance(known, dict) else known
+    own = own if isinstance(own, str) else None
     if choice == "auto":
         return own or (None if default is None else TEMPLATES[default])
     if choice == "none":
@@ -85,7 +87,12 @@ def read_template(choice: str, tokenizer: PreTrainedTokenizerBase, *, default: s
 
 
 def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages, *, answers: bool) -> str:
-    """The text of a conversation; with ``answers``, up to where the model answers. Raises ValueError."""
+    """The text of a conversation; with ``answers``, up to where the model answers.
+
+    Raises ValueError for turns that the template does not take, UserError for a template that is no Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -93,6 +100,8 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages
             tokenize=False,
             add_generation_prompt=answers,
         )
+    except TemplateSyntaxError as error:
+        raise UserError(f"template: no Jinja in its line {error.lineno} ({one_line(error)})") from None
     except Exception as error:  # Jinja's own, and whatever a template raises by its raise_exception
         raise ValueError(f"the template does not take it: {one_line(error)}") from None
     return str(text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel
 
 from lamina.jobs.columns import RESULT_COLUMNS
@@ -37,7 +38,7 @@ class ModelCard:
         data: name and value of each fact about the data, in their order.
         result: of the run, as result.json holds it.
         command: the command line that trains the model again.
-        base_model: the model that the training began with, if any.
+        base_model: the model that the training began with, if any: a folder, or a name on the hub.
         measures: the title and the format of each measure to print; None for those of pretraining.
     """
 
@@ -61,14 +62,15 @@ class ModelCard:
             library_name="transformers",
             pipeline_tag=_PIPELINES[self.head],
             tags=["lamina", plan.placement or "custom", backbone.model_type],
-            base_model=self.base_model,
+            base_model=self.base_model if _is_on_hub(self.base_model) else None,
         ).to_yaml()
         auto, size = HEADS[self.head].auto_class, sum(weight.numel() for weight in model.parameters())
         sizes = f"{plan.num_layers} blocks, width {backbone.hidden_size}, {size:,} parameters"
+        trained = "Trained with Lamina" + (f", from {_code(self.base_model)}" if self.base_model else "")
         lines = [
             *("---", fields, "---", ""),
             f"# {title_of(plan)} on {backbone.model_type}",
-            *("", f"A model with the norm placement {_code(plan.placement)}: {sizes}. Trained with Lamina."),
+            *("", f"A model with the norm placement {_code(plan.placement)}: {sizes}. {trained}."),
             *("", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", text(plan), "```"),
             *_source(plan),
             *("", "## Data", "", *_table("data", "", self.data)),
@@ -95,6 +97,15 @@ _MEASURES = {
     for column in RESULT_COLUMNS
     if column.name in _RESULTS or "accuracy" in column.name
 }
+
+
+def _is_on_hub(model: str | None) -> bool:
+    """Whether a model is named as on the hub, which takes no card whose ``base_model`` is a folder."""
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return model is not None and not Path(model).exists()
 
 
 def _source(plan: Plan) -> list[str]:
