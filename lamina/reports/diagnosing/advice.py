@@ -216,5 +216,5 @@ def studied(cause: Cause) -> list[str]:
 def _finding(one: Json) -> str:
     """A claim, its verdict, and its number if there is only one; the study's page has the others."""
     number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
-    verdict = {Verdict.INCONCLUSIVE: "is inconclusive"}.get(one["verdict"], one["verdict"])
+    verdict = "is inconclusive" if one["verdict"] == "inconclusive" else one["verdict"]
     return f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'
