@@ -34,7 +34,7 @@ def with_measure(folder, name, rows):
 def test_a_loss_has_the_unit_of_what_was_trained(tmp_path):
     study = read_folder(write_claims_study(tmp_path / "text"))
     assert value_title(study, "eval_loss") == "eval loss (nats per token)"
-    images = changed(write_claims_study(tmp_path / "images"), lambda rows: rows.assign(accuracy=0.7))
+    images = changed(write_claims_study(tmp_path / "images"), lambda rows: rows.assign(accuracy=0.7, top5_accuracy=0.9))
     assert {drawing.y.title for drawing in drawings(images)} == {"eval loss (nats per image)"}
     pairs = write_claims_study(tmp_path / "pairs", then={"reward": {"from": "sft"}, "sft": {}})
     assert value_title(read_folder(pairs), "eval_loss") == "eval loss (nats)"

@@ -86,6 +86,17 @@ def test_runs_that_diverged_are_left_out_and_counted():
     assert list(values_of(both, "pre_ln")) == [0, 2, 3, 4]
 
 
+@pytest.mark.parametrize("check", [lower, higher, equivalent, no_worse])
+def test_two_arms_that_have_not_learned_have_no_order(check):
+    short = ["short", "short", "finished", "short"]
+    table = trials(rows("a", [3.51, 3.52, 3.50, 3.51], short), rows("b", [3.53, 3.54, 3.52, 3.53], short))
+    found = check(table, "a", "b") if check is equivalent else check(table, "a", than="b")
+    assert found.verdict == "inconclusive"
+    assert found.ours in ("a 3.51 vs b 3.53", "b 3.53 vs a 3.51")
+    assert found.note.startswith("neither arm has learned yet")
+    assert "a: 3 of 4 short" in found.note
+
+
 def test_runs_that_are_short_are_compared_and_counted():
     table = trials(rows("a", [3.51, 3.52, 3.5], ["short", "short", "finished"]), rows("b", [3.6, 3.62, 3.61]))
     assert lower(table, "a", than="b").note == "a: 2 of 3 short (too few steps to tell)"

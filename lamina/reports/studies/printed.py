@@ -175,7 +175,9 @@ def _scale(field: Axes, axis: Axis) -> None:
     if axis.log:
         field.set_xscale("log")
     elif "layer" in axis.title:
-        field.xaxis.get_major_locator().set_params(integer=True)
+        from matplotlib.ticker import MaxNLocator
+
+        field.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axis.ticks and len(axis.ticks) <= 10:
         numbers = [tick for tick in axis.ticks if isinstance(tick, float)]
         field.set_xticks(numbers, [f"{tick:g}" for tick in numbers])
@@ -204,7 +206,7 @@ def _turned(axis: Axis) -> bool:
 
 def _below(axis: Axis) -> float:
     """The height of turned texts below a panel, in inches."""
-    longest = max((len(f"{tick:g}" if isinstance(tick, float) else tick) for tick in axis.ticks), default=0)
+    longest = max((len(tick if isinstance(tick, str) else f"{tick:g}") for tick in axis.ticks), default=0)
     return 0.035 * longest if _turned(axis) else 0.0
 
 

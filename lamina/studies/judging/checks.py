@@ -44,6 +44,10 @@ class _Arm:
         return len(self.values) + sum(self.lost.values())
 
     @property
+    def mean(self) -> float:
+        return sum(self.values.values()) / len(self.values)
+
+    @property
     def lost_share(self) -> float:
         return sum(self.lost.values()) / self.runs if self.runs else 0.0
 
@@ -157,7 +161,18 @@ def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) ->
 
 
 def _by_status(a: _Arm, b: _Arm, column: str) -> Finding | None:
-    """The finding where an arm does not train, so that there is nothing to compare; None where both do."""
+    """The finding where an arm does not train, so that there is nothing to compare; None where both do.
+
+    Two arms that ended before they had learned, at any of their rates, have no order either.
+    """
+    if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):
+        unlearned = f"{a.name} {number(a.mean)} vs {b.name} {number(b.mean)}"
+        return Finding(
+            verdict=Verdict.INCONCLUSIVE,
+            ours=unlearned,
+            seeds=min(a.runs, b.runs),
+            note=f"neither arm has learned yet: {a.note()}; {b.note()}",
+        )
     if a.lost_share < MOST and b.lost_share < MOST:
         return None
     seeds = min(a.runs, b.runs)
@@ -175,8 +190,7 @@ def _by_status(a: _Arm, b: _Arm, column: str) -> Finding | None:
 
 def _ending(arm: _Arm) -> str:
     if arm.lost_share < MOST:
-        losses = list(arm.values.values())
-        return f"{arm.name} {number(sum(losses) / len(losses))}" if losses else f"{arm.name}: no run"
+        return f"{arm.name} {number(arm.mean)}" if arm.values else f"{arm.name}: no run"
     how = " and ".join(f"{count} {status}" for status, count in arm.lost.items())
     return f"{arm.name} does not train ({how} of {arm.runs})"
 
