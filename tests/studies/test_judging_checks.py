@@ -93,8 +93,7 @@ def test_two_arms_that_have_not_learned_have_no_order(check):
     found = check(table, "a", "b") if check is equivalent else check(table, "a", than="b")
     assert found.verdict == "inconclusive"
     assert found.ours in ("a 3.51 vs b 3.53", "b 3.53 vs a 3.51")
-    assert found.note.startswith("neither arm has learned yet")
-    assert "a: 3 of 4 short" in found.note
+    assert found.note in ("neither a nor b has learned yet", "neither b nor a has learned yet")
 
 
 def test_runs_that_are_short_are_compared_and_counted():

@@ -171,7 +171,7 @@ def _by_status(a: _Arm, b: _Arm, column: str) -> Finding | None:
             verdict=Verdict.INCONCLUSIVE,
             ours=unlearned,
             seeds=min(a.runs, b.runs),
-            note=f"neither arm has learned yet: {a.note()}; {b.note()}",
+            note=f"neither {a.name} nor {b.name} has learned yet",
         )
     if a.lost_share < MOST and b.lost_share < MOST:
         return None
