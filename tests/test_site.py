@@ -1,6 +1,7 @@
 """The docs as a site: every link leads somewhere, and no page asks anything of a server."""
 
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -131,6 +132,26 @@ def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
     assert not stale, "run make results-docs"
     pictures = {found for page in pages for found in re.findall(r"\((figures/[^)]+)\)", page.read_text("utf-8"))}
     assert all((committed / picture).is_file() for picture in pictures), "run make results-docs"
+
+
+# open: more seeds cost an hour each, or lose as many runs; the pages show the number of pairs
+FEWER_PAIRS = {
+    "fuse-128/order": "128 blocks, 13 minutes of a core per seed",
+    "mix-others/best": "of eight seeds, Sandwich-LN gets stuck with three and Mix-LN with another",
+    "peri-sft": "scores after fine-tuning, 30 minutes of a core per seed",
+}
+
+
+def test_a_verdict_on_a_difference_in_loss_has_five_pairs_of_seeds():
+    fewer = set()
+    for file in sorted((ROOT / "studies" / "records").glob("*-cpu/claims.json")):
+        for claim in json.loads(file.read_text("utf-8")):
+            pairs = [
+                int(found) for part in claim["parts"] for found in re.findall(r": difference .* (\d+) seeds", part)
+            ]
+            if claim["verdict"] in ("holds", "fails", "explained by loss") and pairs and min(pairs) < 5:
+                fewer.add(claim["claim"])
+    assert fewer <= set(FEWER_PAIRS), "give the study more seeds"
 
 
 def one(claim, verdict, **more):
