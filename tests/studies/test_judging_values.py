@@ -169,5 +169,11 @@ def test_a_denied_claim_is_the_opposite_one():
     assert denied(finding("inconclusive")).verdict == "inconclusive"
 
 
+def test_a_note_that_two_parts_have_is_said_once():
+    first, second = (Finding(verdict=Verdict.HOLDS, ours=ours, p=0.01) for ours in ("a", "b"))
+    whole = all_of(first.noted("a: 1 of 7 stuck"), second.noted("a: 1 of 7 stuck").noted("b: 7 of 7 short"))
+    assert whole.note == "a: 1 of 7 stuck; b: 7 of 7 short"
+
+
 def test_a_note_is_added_to_the_notes():
     assert finding("holds", note="a").noted("b").note == "a; b"

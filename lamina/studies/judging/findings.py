@@ -126,7 +126,7 @@ def _largest_p(findings: tuple[Finding, ...]) -> float | None:
 
 
 def _joined(findings: tuple[Finding, ...], deciding: Finding, p: float | None) -> Finding:
-    notes = dict.fromkeys(finding.note for finding in findings if finding.note)
+    notes = dict.fromkeys(note for finding in findings for note in finding.note.split("; ") if note)
     parts = tuple(dict.fromkeys(part for finding in (deciding, *findings) for part in finding.parts))
     return replace(
         deciding,
