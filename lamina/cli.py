@@ -12,6 +12,7 @@ import traceback
 from lamina.commands.catalog import COMMANDS
 from lamina.core.terminal import Printing, one_line
 from lamina.errors import UserError, is_reported, nearest, out_of_memory, shortened
+from lamina.jobs.signals import interruptible_imports
 
 # Errors of the user's paths and disk; any other is our fault and keeps its traceback.
 _USER_ERRORS = {
@@ -42,7 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Printing(out), Printing(err, progress=True)
     try:
-        code = _main(sys.argv[1:] if argv is None else argv)
+        if argv is None:  # the process is ours
+            with interruptible_imports(_interrupted):
+                code = _main(sys.argv[1:])
+        else:
+            code = _main(argv)
         out.flush()  # here, where a closed pipe can still be distinguished from a fault
         return code
     except BrokenPipeError:  # `lamina placements | head`
@@ -74,7 +79,7 @@ def _main(argv: list[str]) -> int:
     except UserError as error:
         return _fail(str(error), 2, reported=is_reported(error))
     except KeyboardInterrupt:
-        return _fail("interrupted; what was finished is kept (--resume continues it)", 130)
+        return _interrupted()
     except BrokenPipeError:
         raise
     except SystemExit as error:
@@ -91,6 +96,12 @@ def _main(argv: list[str]) -> int:
             raise
         lower = "--batch-size, --sequence-length, --hidden-size, --num-layers or --workers"
         return _fail(f"{reason}; what was finished is kept (allowed: a lower {lower}, if the command has it)", 2)
+
+
+def _interrupted() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    return _fail("interrupted; what was finished is kept (--resume continues it)", 130)
 
 
 def _innermost(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,6 +14,8 @@ from transformers import LlamaConfig
 torch.set_num_threads(1)  # the models are so small that threads cost more than they bring
 with torch.device("meta"):  # torch lists the functions that obey a device once: before they are replaced below
     torch.empty(0)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; the processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name))
 # Slurm can be configured to send this before a job's time is up.
 WARNING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
+
+
+@contextmanager
+def interruptible_imports(leave: Callable[[], int]) -> Iterator[None]:
+    """Ctrl-C during an import ends the process with the exit code that ``leave`` returns; else, KeyboardInterrupt.
+
+    An import can lose a KeyboardInterrupt: in ``__set_name__`` it becomes a RuntimeError, in a weak reference's
+    callback a printed remark, in transformers a ModuleNotFoundError, and in torch's C++ code it aborts the process. If
+    SIGINT is ignored or somebody else handles it, that stays so.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                os._exit(leave())
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

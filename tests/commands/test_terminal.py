@@ -114,11 +114,60 @@ def test_a_closed_pipe_is_no_fault(words):
     assert started.stderr.read() == ""
 
 
+CTRL_C = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+SWALLOWED = f"""
+import contextlib
+with contextlib.suppress(KeyboardInterrupt):
+    {CTRL_C}
+"""
+IN_A_CLASS = f"""
+class Name:
+    def __set_name__(self, owner, name):
+        {CTRL_C}
+class Owner:
+    name = Name()  # Python 3.11: RuntimeError
+"""
+IN_A_CALLBACK = f"""
+class Deleted:
+    def __del__(self):
+        {CTRL_C}
+Deleted()
+"""
+
+
+@pytest.mark.parametrize("imported", [CTRL_C, SWALLOWED, IN_A_CLASS, IN_A_CALLBACK])
+def test_a_ctrl_c_that_an_import_would_swallow_ends_the_command(imported, tmp_path):
+    (tmp_path / "swallows.py").write_text(imported)
+    script = (
+        "import sys; from lamina import cli; real = cli.importlib.import_module; "
+        "cli.importlib.import_module = lambda name: (__import__('swallows'), print('went on'), real(name))[2]; "
+        "sys.argv = ['lamina', 'placements']; sys.exit(cli.main())"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 130
+    assert ended.stderr == "lamina: interrupted; what was finished is kept (--resume continues it)\n"
+    assert ended.stdout == ""
+
+
+def test_ctrl_c_keeps_its_handlers():
+    """Of a shell's background job it stays ignored; a command called from Python leaves it as it was."""
+    script = (
+        "import signal, sys; from lamina.cli import main; before = signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "sys.argv = ['lamina', 'placements']; main(); assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; "
+        "signal.signal(signal.SIGINT, before); main(); assert signal.getsignal(signal.SIGINT) is before"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
 def test_ctrl_c_during_the_imports_is_one_line(seconds, tmp_path):
     words = ["pretrain", "--output", str(tmp_path / "out"), "--steps", "100000"]
-    script = f"import sys; from lamina.cli import main; print('ready', flush=True); sys.exit(main({words}))"
+    script = (
+        f"import sys; from lamina.cli import main; sys.argv = ['lamina', *{words}]; "
+        "print('ready', flush=True); sys.exit(main())"
+    )
     started = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
