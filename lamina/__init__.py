@@ -94,7 +94,7 @@ _PACKAGES = (
 )
 
 
-if not TYPE_CHECKING:  # else a misspelt name would be of type Any
+if not TYPE_CHECKING:  # else a misspelled name would be of type Any
 
     def __getattr__(name: str) -> object:
         if name in _PACKAGES:

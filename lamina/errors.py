@@ -34,9 +34,9 @@ class TrialsFailed(UserError):
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A hint ``; did you mean 'keel'?`` for a misspelt name, or an empty string when nothing is near."""
+    """A hint ``; did you mean 'keel'?`` for a misspelled name, or an empty string when nothing is near."""
     if len(name) > 100:
-        return ""  # no misspelt name, and the search takes the square of its length
+        return ""  # no misspelled name, and the search takes the square of its length
     match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 

@@ -1,6 +1,6 @@
 """Mix-LN Figure 4."""
 
-from lamina.studies.judging import Finding, Trials, claim, lower
+from lamina.studies.judging import Finding, Trials, claim, lower, needs_scale
 
 
 @claim(
@@ -8,4 +8,7 @@ from lamina.studies.judging import Finding, Trials, claim, lower
     paper="Figure 4: the evaluation perplexity over 13,000 steps, no number printed",
 )
 def mix_7b(trials: Trials) -> Finding:
-    return lower(trials, {"scheme": "mix_ln"}, than={"scheme": "pre_ln"})
+    found = lower(trials.tuned(), {"scheme": "mix_ln"}, than={"scheme": "pre_ln"})
+    if trials.scale == "paper":
+        return found
+    return needs_scale("paper", f"these models are far below 7B; in them, {found.ours}")

@@ -80,6 +80,6 @@ def test_a_users_script_is_checked_against_the_types_of_the_wheel(built, tmp_pat
         [sys.executable, "-m", "pyright", "--pythonpath", sys.executable], cwd=tmp_path, capture_output=True, text=True
     )
     errors = [line for line in done.stdout.splitlines() if "- error" in line]
-    assert len(errors) == 2, done.stdout  # the number for a backbone, and the misspelt name
+    assert len(errors) == 2, done.stdout  # the number for a backbone, and the misspelled name
     assert '"float"' in errors[0]
     assert '"comapre"' in errors[1]

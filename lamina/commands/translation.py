@@ -50,7 +50,7 @@ def translated(words: Sequence[str], options: Mapping[str, Action], positionals:
 
 
 def nearest_flag(name: str, options: Mapping[str, Action]) -> str:
-    """A hint with the flag that a misspelt one most likely means; empty if nothing is near."""
+    """A hint with the flag that a misspelled one most likely means; empty if nothing is near."""
     known = {action.dest: flag for flag, action in reversed(list(options.items())) if action.dest != "help"}
     found = suggestion(
         name.strip("-").replace("-", "_"), {dest.replace("-", "_"): flag for dest, flag in known.items()}

@@ -224,7 +224,7 @@ def answer(written: str, alias: Alias, ours: str) -> UserError:
 
 
 def suggestion(name: str, offered: Collection[str]) -> str | None:
-    """The offered setting whose name, or another name of it, is nearest to a misspelt one."""
+    """The offered setting whose name, or another name of it, is nearest to a misspelled one."""
     near = nearest(name, [*offered, *(other for other in NAMES if meaning(other, offered) is not None)])
     if not near:
         return None

@@ -54,7 +54,7 @@ def tiny(corpus, tmp_path):
         (["report", "no/such/folder"], "no/such/folder"),
     ],
 )
-def test_a_misspelt_command_line(refused, argv, said):
+def test_a_misspelled_command_line(refused, argv, said):
     assert said in refused(*argv)
 
 

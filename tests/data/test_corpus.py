@@ -149,7 +149,7 @@ def test_a_missing_corpus_is_refused_at_once_with_the_nearest_name_and_what_is_a
     assert "embedded" in str(caught.value)
 
 
-def test_a_misspelt_embedded_is_recognised():
+def test_a_misspelled_embedded_is_recognised():
     with pytest.raises(UserError, match="did you mean 'embedded'"):
         Corpus.parse("embeded")
 

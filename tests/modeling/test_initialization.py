@@ -113,7 +113,7 @@ def test_an_initializer_that_does_not_exist_is_refused(init):
         lamina.build(llama(1), "pre_ln", init=init)
 
 
-def test_a_misspelt_initializer_suggests_the_nearest():
+def test_a_misspelled_initializer_suggests_the_nearest():
     with pytest.raises(UserError, match=r"'scald'; did you mean 'scaled'.*recommended"):
         lamina.build(llama(1), "pre_ln", init="scald")
 

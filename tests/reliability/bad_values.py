@@ -81,7 +81,7 @@ def kind_of(action: Any) -> Any:
 
 
 def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
-    """Bad values of every flag, misspelt and unknown flags, flags that contradict each other, bad environments."""
+    """Bad values of every flag, misspelled and unknown flags, flags that contradict each other, bad environments."""
     for name in BASE:
         for action in actions(name):
             flag = max(action.option_strings, key=len)
@@ -95,7 +95,7 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
                 yield f"values: {kind.__name__}", [*given, f"{flag}={value}"], said, {}, False
             if kind is not bool:
                 yield "flags", [*line(name, **{field: None}), flag], mentions, {}, False  # without a value
-            wrong = misspelt(flag, drawn)
+            wrong = misspelled(flag, drawn)
             if wrong not in {o for a in actions(name) for o in a.option_strings}:
                 yield "flags", [*line(name), wrong, "1"], (wrong,), {}, False
         yield "flags", [*line(name), "--" + word(drawn)], ("unknown option", "unrecognized"), {}, False
@@ -154,7 +154,7 @@ def word(drawn: random.Random) -> str:
     return "q" + "".join(drawn.choice("bcdfghjkmnpqvwxz") for _ in range(drawn.randint(6, 12)))
 
 
-def misspelt(flag: str, drawn: random.Random) -> str:
+def misspelled(flag: str, drawn: random.Random) -> str:
     """The flag with a letter lost, doubled or swapped."""
     at = drawn.randrange(3, len(flag) - 1) if len(flag) > 4 else 3
     how = drawn.randrange(3)

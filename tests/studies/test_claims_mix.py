@@ -103,11 +103,18 @@ ELSEWHERE = ("mix-sft", "mix-rlhf", "mix-vit")  # test_claims_stages.py
 @pytest.mark.parametrize("claim", LOSSES)
 def test_a_claim_about_losses_holds_and_fails(claim):
     study = claim.split("/")[0]
-    for scale in scales_of(study):
+    for scale in ["paper"] if claim == "mix-7b" else scales_of(study):
         good, bad = (judged(study, claim, trials_of(study, scale, outcome)) for outcome in LOSSES[claim])
         assert good.verdict == Verdict.HOLDS, (scale, good)
         if (claim, scale) != ("mix-ppl/post-fails", "paper"):
             assert bad.verdict == Verdict.FAILS, (scale, bad)
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+def test_a_claim_about_7b_is_not_decided_by_small_models_and_says_what_they_show(scale):
+    found = judged("mix-7b", "mix-7b", trials_of("mix-7b", scale, losses(mix_ln=2.0, pre_ln=2.1)))
+    assert (found.verdict, found.p) == (Verdict.NEEDS_SCALE, None)
+    assert found.note.startswith("decided at scale paper: these models are far below 7B; in them, mix_ln 2.0")
 
 
 @pytest.mark.parametrize(("study", "claim"), MEASURED)
