@@ -58,6 +58,10 @@ def holding(p):
     return lambda trials: Finding(verdict=Verdict.HOLDS, ours="", p=p, seeds=5)
 
 
+def failing(p):
+    return lambda trials: Finding(verdict=Verdict.FAILS, ours="", p=p, seeds=5)
+
+
 def test_holms_correction_is_over_the_claims_that_have_a_p():
     one = trials(rows("pre_ln", BASE))
     checks = [holding(0.01), holding(0.04), holding(None), holding(0.03)]
@@ -66,6 +70,19 @@ def test_holms_correction_is_over_the_claims_that_have_a_p():
     assert [each.p_holm for each in judged] == [pytest.approx(0.03), pytest.approx(0.06), None, pytest.approx(0.06)]
     assert [each.verdict for each in judged] == ["holds", "inconclusive", "holds", "inconclusive"]
     assert judged[1].note == "holds only before Holm's correction over the study's claims: p 0.04, corrected 0.06"
+
+
+def test_seeds_that_were_added_after_a_look_cost_a_factor_of_the_corrected_p():
+    one = trials(rows("pre_ln", BASE))
+    checks = [holding(0.005), holding(0.02), holding(None), failing(0.9)]
+    claims = [Claim(name=f"a/{i}", says="", paper="", check=check) for i, check in enumerate(checks)]
+    judged = judge(claims, one, looks=2)
+    assert [each.p_holm for each in judged] == [pytest.approx(0.03), pytest.approx(0.08), None, 1.0]
+    assert [each.verdict for each in judged] == ["holds", "inconclusive", "holds", "fails"]
+    noted = "seeds were added after a look at the verdict: p corrected over the study's claims and 2 looks, 0.03"
+    assert judged[0].note == noted
+    assert "correction over the study's claims and 2 looks: p 0.02, corrected 0.08" in judged[1].note
+    assert judged[2].note == judged[3].note == ""
 
 
 def test_a_claim_over_something_not_measured_is_one_line(file):

@@ -1,8 +1,10 @@
 import math
 import random
 
+import pandas as pd
 import pytest
 from scipy import stats
+from studies.synthetic_trials import rows, trials
 
 from lamina.studies.judging import (
     Finding,
@@ -20,6 +22,7 @@ from lamina.studies.judging import (
     needs_scale,
     same_order,
 )
+from lamina.studies.judging.curves import numbers
 
 VALUES = {0: 0.101, 1: 0.099, 2: 0.102, 3: 0.1, 4: 0.098}
 
@@ -177,3 +180,27 @@ def test_a_note_that_two_parts_have_is_said_once():
 
 def test_a_note_is_added_to_the_notes():
     assert finding("holds", note="a").noted("b").note == "a; b"
+
+
+def layers_of(status):
+    """Trials of two arms with a probe's table; those of hybridnorm end with these statuses."""
+    table = pd.DataFrame({"layer": [0, 1], "metric": "x", "value": [1.0, 2.0]})
+    both = rows("hybridnorm", [3.0] * 6, status), rows("fusenorm", [2.0] * 6)
+    return trials(*both, measures=lambda key, name, at: table)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "seeds"), [(["short"] * 4 + ["finished"] * 2, 0), (["short"] * 3 + ["finished"] * 3, 6), ("stuck", 0)]
+)
+def test_the_layers_of_an_arm_that_has_not_learned_are_not_compared(statuses, seeds):
+    both = layers_of(statuses)
+    at_end, at_start = (
+        [numbers(both, arm, "spectra", lambda table: table["value"].sum(), at=at) for arm in ("fusenorm", "hybridnorm")]
+        for at in ("end", "init")
+    )
+    assert [len(values) for values in at_end] == [6, seeds]
+    assert [len(values) for values in at_start] == [6, 6]
+    if not seeds:
+        found = compare_values(*at_end, names=("rank: fusenorm", "rank: hybridnorm"))
+        assert found.verdict == "inconclusive"
+        assert found.note == "fewer than 3 pairs of seeds; no run of hybridnorm has learned"

@@ -18,6 +18,11 @@ from lamina.studies.compare import compare
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # The first placement's trial is short enough to be finished while another runs.
 LONG = {"placements": "pre_ln,keel,peri_ln", "steps": 240, "logging_steps": 10, "save_steps": 20, "eval_steps": 240}
+ENDLESS = {
+    **LONG,
+    "steps": 4000,
+    "compile": "off",
+}  # else a study of that length first tries whether compiling pays off
 
 
 def descendants(pid: int) -> set[int]:
@@ -129,12 +134,14 @@ def test_no_trial_outlives_a_killed_study(running, command, study):
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.01, 0.2])
 def test_no_trial_outlives_a_study_killed_while_its_trials_start(command, tmp_path, delay):
-    process = start(*command(**{**LONG, "steps": 4000}), start_new_session=True, stdout=None, stderr=None)
-    wait_for(lambda: list((tmp_path / "study").glob("trials/*/log.txt")))
-    time.sleep(delay)
-    below = descendants(process.pid)
-    process.kill()
-    process.wait(10)
+    process = start(*command(**ENDLESS), start_new_session=True, stdout=None, stderr=None)
+    try:
+        wait_for(lambda: list((tmp_path / "study").glob("trials/*/log.txt")))
+        time.sleep(delay)
+        below = descendants(process.pid)
+    finally:
+        process.kill()
+        process.wait(10)
     try:
         wait_for(lambda: not any(alive(pid) for pid in below), 8)
     finally:
@@ -145,7 +152,7 @@ def test_no_trial_outlives_a_study_killed_while_its_trials_start(command, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.5, 2.0, 3.5, "first trial"])
 def test_ctrl_c_while_a_study_starts_is_one_line_and_no_trial_has_failed(command, tmp_path, delay):
-    process = start(*command(**{**LONG, "steps": 4000}), start_new_session=True)
+    process = start(*command(**ENDLESS), start_new_session=True)
     if delay == "first trial":
         wait_for(lambda: list((tmp_path / "study").glob("trials/*/log.txt")))
     else:

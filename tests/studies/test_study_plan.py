@@ -74,6 +74,13 @@ def test_labels_that_are_not_two_of_one_axis_are_refused(tmp_path, corpus, also,
         plan_of(tmp_path, corpus, also=also)
 
 
+@pytest.mark.parametrize("looks", [0, -1, True, 1.5, "twice"])
+def test_a_number_of_looks_that_is_none_is_refused(tmp_path, corpus, looks):
+    file = write_study(tmp_path, corpus=corpus, claims="", looks=looks)
+    with pytest.raises(UserError, match=r"cpu: looks: .* \(allowed: an integer >= 1\)"):
+        read_study(file)
+
+
 def test_two_arms_that_are_one_computation_have_their_rows_each(tmp_path, corpus):
     arms = {"plain": {"placement": "pre_ln"}, "zero": {"placement": "mix_ln(alpha=0)"}, "keel": {"placement": "keel"}}
     for rates in ([1e-3], {"tune": [5e-4, 1e-3, 2e-3]}):

@@ -39,6 +39,7 @@ _SCALE = {
     "job",
     "skip",
     "needs",
+    "looks",
     "search",
     "then",
     "notes",
@@ -64,6 +65,7 @@ class Scale:
         search: how settings are searched, if they are.
         stages: the jobs that follow, on the models that these trials leave.
         needs: why this scale cannot decide the claims; empty if it can.
+        looks: how many times its verdicts were read before it got more seeds, and once more: p values are multiplied.
         folder: of the study's file; placements that begin with ``./`` are relative to it.
     """
 
@@ -79,6 +81,7 @@ class Scale:
     search: Search | None = None
     stages: tuple[Stage, ...] = ()
     needs: str = ""
+    looks: int = 1
     folder: Path = Path()
 
     @property
@@ -201,6 +204,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         skip=read_skip(where, data, points),
         stages=read_stages(where, data, job, points, folder),
         needs=text(where, data, "needs", default=""),
+        looks=_looks(where, data.get("looks", 1)),
         folder=folder,
     )
     if scale.search is not None and scale.measures:
@@ -269,6 +273,12 @@ def _seeds(where: str, given: object) -> tuple[int, ...]:
         if len(set(seeds)) == len(seeds):
             return seeds
     raise UserError(f"{where}seed: {given!r} (allowed: how many, or a list of different seeds)")
+
+
+def _looks(where: str, given: object) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+        return given
+    raise UserError(f"{where}looks: {given!r} (allowed: an integer >= 1)")
 
 
 def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:

@@ -44,7 +44,7 @@ def judge_study(study: Study, scale: Scale, results: pd.DataFrame, store: Store)
             scale=scale.name,
             measures=_reader(scale, store),
         )
-        judged = [one.record() for one in judge(claims, trials)]
+        judged = [one.record() for one in judge(claims, trials, looks=scale.looks)]
     return [{**one, **_provenance(study, scale)} for one in judged]
 
 

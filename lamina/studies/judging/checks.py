@@ -20,13 +20,12 @@ from lamina.studies.judging.differences import (
     seeds_text,
     too_few,
 )
-from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict, all_of
+from lamina.studies.judging.findings import FEW, MOST, TOO_FEW, Finding, Verdict, all_of
 from lamina.studies.judging.statistics import Optimum, parabola_optimum
 from lamina.studies.judging.trials import Arm, Trials, label
 
 TRAINED = (Status.FINISHED.value, Status.SHORT.value)
 NOT_TRAINED = (Status.DIVERGED.value, Status.STUCK.value)
-MOST, FEW = 2 / 3, 1 / 3  # shares of the seeds
 
 
 @dataclass(frozen=True)

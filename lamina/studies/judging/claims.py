@@ -106,12 +106,13 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
     return list(claims.values())
 
 
-def judge(claims: Sequence[Claim], trials: Trials) -> list[Judged]:
+def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
     """Run the claims' checks, and correct for their number.
 
     Holm's correction is over all the study's claims that have a p value. One that holds only without it becomes
-    inconclusive. A claim that asks for what was not measured, or whose code fails, is inconclusive, too, with a warning
-    and a note that says why. Raises UserError if that is so of all claims.
+    inconclusive. If seeds were added after the verdicts had been read, each look tests anew: the corrected p values are
+    multiplied by ``looks`` (Bonferroni). A claim that asks for what was not measured, or whose code fails, is
+    inconclusive, too, with a warning and a note that says why. Raises UserError if that is so of all claims.
     """
     findings, errors = [], []
     for claim in claims:
@@ -125,7 +126,8 @@ def judge(claims: Sequence[Claim], trials: Trials) -> list[Judged]:
         raise errors[0]
     tested = [index for index, finding in enumerate(findings) if finding.p is not None]
     adjusted = dict(zip(tested, holm([findings[index].p or 0.0 for index in tested]), strict=True))
-    return [_judged(claim, findings[index], adjusted.get(index)) for index, claim in enumerate(claims)]
+    corrected = {index: min(1.0, looks * p) for index, p in adjusted.items()}
+    return [_judged(claim, findings[index], corrected.get(index), looks) for index, claim in enumerate(claims)]
 
 
 def unjudged(claims: Sequence[Claim], finding: Finding) -> list[Judged]:
@@ -152,11 +154,14 @@ def _missing_measures(claim: Claim) -> Iterator[None]:
         ) from error
 
 
-def _judged(claim: Claim, finding: Finding, p_holm: float | None) -> Judged:
+def _judged(claim: Claim, finding: Finding, p_holm: float | None, looks: int = 1) -> Judged:
+    over = "the study's claims" + (f" and {looks} looks" if looks > 1 else "")
     if finding.verdict.shown and p_holm is not None and p_holm >= ALPHA:
         finding = replace(finding, verdict=Verdict.INCONCLUSIVE).noted(
-            f"holds only before Holm's correction over the study's claims: p {finding.p:.2g}, corrected {p_holm:.2g}"
+            f"holds only before Holm's correction over {over}: p {finding.p:.2g}, corrected {p_holm:.2g}"
         )
+    elif finding.verdict.shown and p_holm is not None and looks > 1:
+        finding = finding.noted(f"seeds were added after a look at the verdict: p corrected over {over}, {p_holm:.2g}")
     return Judged(
         claim=claim.name,
         says=claim.says,

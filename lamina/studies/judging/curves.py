@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
+from lamina.studies.judging.findings import MOST
 from lamina.studies.judging.trials import Arm, Trials
 
 ENDED = (Status.FINISHED.value, Status.SHORT.value)  # runs whose trained model says something
@@ -47,16 +48,24 @@ def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
 def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
     """``value`` of each seed's table of a probe ("init" or "end") or of a record (at="records").
 
-    At the end only runs that trained count: the layers of one that got stuck say nothing. Seeds whose number is not
-    finite are left out.
+    At the end only runs that trained count: the layers of one that got stuck say nothing, and neither do those of an
+    arm most of whose runs ended before they had learned (``short``). Seeds whose number is not finite are left out.
     """
     chosen = trials.arm(arm)
     chosen = chosen if at == "init" else trained(chosen)
-    if not len(chosen):
+    if not len(chosen) or (at != "init" and not _has_learned(chosen)):
         return {}
     table = chosen.record(probe) if at == "records" else chosen.measure(probe, at=at)
     by_seed = {int(str(seed)): float(value(part)) for seed, part in table.groupby("seed")}
     return {seed: number for seed, number in by_seed.items() if math.isfinite(number)}
+
+
+def _has_learned(trials: Trials) -> bool:
+    """Whether fewer than two thirds of the runs ended before they had learned."""
+    if "status" not in trials.table:
+        return True
+    short = int(trials.table["status"].eq(Status.SHORT.value).sum())
+    return short < MOST * len(trials)
 
 
 def rows(table: Frame, **values: object) -> Frame:

@@ -20,7 +20,7 @@ def lower_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], by: float, h
     """
     seeds, differences = _differences(a, b)
     if len(seeds) < TOO_FEW:
-        return too_few(names, len(seeds))
+        return _too_few(names, a, b, len(seeds))
     found = paired(differences)
     sign = -1.0 if higher else 1.0
     low, high = sorted((sign * found.interval[0], sign * found.interval[1]))
@@ -51,7 +51,7 @@ def equivalent_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], within:
     """
     seeds, differences = _differences(a, b)
     if len(seeds) < TOO_FEW:
-        return too_few(names, len(seeds))
+        return _too_few(names, a, b, len(seeds))
     found = paired(differences)
     p = equivalence_test(differences, within)
     outside = min(found.interval) > within or max(found.interval) < -within
@@ -79,7 +79,7 @@ def not_above_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], within: 
     """
     seeds, differences = _differences(a, b)
     if len(seeds) < TOO_FEW:
-        return too_few(names, len(seeds))
+        return _too_few(names, a, b, len(seeds))
     found = paired(differences)
     p = t_test(differences, mean=within, alternative="less")
     if p < ALPHA and found.interval[1] < within:
@@ -106,6 +106,13 @@ def too_few(names: tuple[str, str], pairs: int) -> Finding:
         seeds=pairs,
         note=f"fewer than {TOO_FEW} pairs of seeds",
     )
+
+
+def _too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
+    """The same, with the arm that has no value: none of its runs trained, or most ended before they had learned."""
+    empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
+    found = too_few(names, pairs)
+    return found.noted(f"no run of {' or '.join(empty)} has learned") if empty else found
 
 
 def number(value: float) -> str:

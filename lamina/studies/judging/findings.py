@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+MOST, FEW = 2 / 3, 1 / 3  # shares of the seeds
 TOO_FEW = 3  # pairs of seeds below which a difference is not judged
 
 
