@@ -203,4 +203,4 @@ def test_the_layers_of_an_arm_that_has_not_learned_are_not_compared(statuses, se
     if not seeds:
         found = compare_values(*at_end, names=("rank: fusenorm", "rank: hybridnorm"))
         assert found.verdict == "inconclusive"
-        assert found.note == "fewer than 3 pairs of seeds; no run of hybridnorm has learned"
+        assert found.note == "fewer than 3 pairs of seeds; no run that has learned: hybridnorm"

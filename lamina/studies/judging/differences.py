@@ -112,7 +112,7 @@ def _too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Findin
     """The same, with the arm that has no value: none of its runs trained, or most ended before they had learned."""
     empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
     found = too_few(names, pairs)
-    return found.noted(f"no run of {' or '.join(empty)} has learned") if empty else found
+    return found.noted(f"no run that has learned: {', '.join(empty)}") if empty else found
 
 
 def number(value: float) -> str:
