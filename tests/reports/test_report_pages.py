@@ -12,7 +12,7 @@ from training.tiny_runs import SMALL, write_corpus
 
 import lamina
 from lamina.errors import UserError
-from lamina.reports import figures, report, screenshot
+from lamina.reports import figures, report, screenshot, sweeps
 from lamina.reports.palette import colors
 from lamina.reports.records import read_study
 from lamina.reports.style import Shown
@@ -194,7 +194,7 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
 def test_short_runs_are_points_of_the_u_curves(tmp_path):
     folder = write_study(tmp_path / "study", courses=SHORT, rates=(1e-3, 3e-3), num_layers=4, logged=3, failed=False)
     study = read_study(folder)
-    drawn = figures.u_curves(study.results, colors(SHORT), list(SHORT))
+    drawn = sweeps.u_curves(study.results, colors(SHORT), list(SHORT))
     low, high = drawn.layout.yaxis.range
     points = [y for trace in drawn.data for y in trace.y if y is not None]
     assert set(study.results.eval_loss) <= set(points)

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from lamina.jobs.kinds import Kind
-from lamina.reports import evolution, figures, monitored, sections, tables, updates
+from lamina.reports import evolution, monitored, sections, sweeps, tables, updates
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
@@ -28,7 +28,7 @@ def study_report(folder: Path) -> Path:
     ranking = tables.ranking_table(summary, color) + details(
         f"All {len(study.results)} trials", tables.trials_table(study.results, color)
     )
-    rates = figures.u_curves(study.results, color, list(summary["placement"]))
+    rates = sweeps.u_curves(study.results, color, list(summary["placement"]))
     return write_page(
         study.folder / PAGE,
         title=f"Where the norms sit: {_title(summary)}",

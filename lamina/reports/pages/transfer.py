@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind
-from lamina.reports import figures, tables
+from lamina.reports import sweeps, tables
 from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, moment, prose, write_page
 from lamina.reports.pages.study import study_report
@@ -43,7 +43,7 @@ def transfer_report(folder: Path) -> Path:
     by_width = _by_width(study.results, folder)
     order = list(dict.fromkeys(by_width["placement"]))
     color = {name: PALETTE[i % 4] for i, name in enumerate(order)}
-    curves = figures.u_curves(by_width, color, order)
+    curves = sweeps.u_curves(by_width, color, order)
     trials = details(f"All {len(by_width)} trials", tables.trials_table(by_width, color))
     return write_page(
         folder / PAGE,
