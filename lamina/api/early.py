@@ -35,7 +35,7 @@ def refuse_early(
         resume: whether the job resumes; then its folder's settings decide, and the job itself checks them.
         overwrite: whether it replaces what the folder holds.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         return  # of several processes the first one speaks, and begins the folder that another may see already
     for name in given:
         if name not in record.names():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from lamina.errors import UserError, nearest
 
@@ -150,4 +150,4 @@ def get(name: str) -> Preset:
 
 def is_place(name: str) -> bool:
     """Whether this is no preset's name but a folder's, or may be a model's on the hub."""
-    return name not in PRESETS and (Path(name).is_dir() or _ON_THE_HUB.fullmatch(name) is not None)
+    return name not in PRESETS and (os.path.isdir(name) or _ON_THE_HUB.fullmatch(name) is not None)

@@ -71,10 +71,23 @@ def test_a_misspelled_command_line(refused, argv, said):
         ({"corpus": "no/such.txt"}, "no/such.txt"),
         ({"tokenizer": "bpe:many"}, "bpe:many"),
         ({"report_to": "tensorbord"}, "tensorbord"),
+        ({"backbone": 300 * "x"}, "backbone: 'xxx"),
+        ({"eval_data_dir": "items"}, "eval_data_dir: 'items' has no effect here (allowed: with --eval-tasks)"),
     ],
 )
 def test_a_value_without_meaning(refused, tiny, command, given, said):
     assert said in refused(*tiny(command, **given))
+
+
+@pytest.mark.parametrize("command", ["pretrain", "compare"])
+def test_a_launchers_number_without_meaning(refused, tiny, command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "WORLD_SIZE: 'two'" in refused(*tiny(command))
+
+
+@pytest.mark.parametrize("given", [{"backbone": 300 * "x"}, {"backbone": "no\0where"}])
+def test_a_name_that_no_file_can_have_is_refused_early(refused, given):
+    assert "unknown backbone '" in refused("transfer", "--proxy-width", "16", *(f"--{k}={v}" for k, v in given.items()))
 
 
 @pytest.mark.parametrize("command", ["pretrain", "compare"])
