@@ -24,7 +24,8 @@ PAPERS = {
 }
 _HOW = (
     "A verdict that rests on a difference in loss is paired over seeds, each arm at its own best learning rate, with "
-    "Holm's correction over the study's claims. Runs that diverged or got stuck are counted and left out of means."
+    "Holm's correction over the study's claims, and over the looks where seeds were added after one. Runs that "
+    "diverged or got stuck are counted and left out of means."
 )
 _SCALE = (
     "**A verdict is about its scale and no more.** The papers train models hundreds to thousands of times larger than "
