@@ -136,7 +136,6 @@ def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
 
 # open: more seeds cost an hour each, or lose as many runs; the pages show the number of pairs
 FEWER_PAIRS = {
-    "fuse-128/order": "128 blocks, 13 minutes of a core per seed",
     "mix-others/best": "of ten seeds, Sandwich-LN gets stuck with five and Mix-LN with another",
 }
 
