@@ -65,7 +65,7 @@ class Scale:
         search: how settings are searched, if they are.
         stages: the jobs that follow, on the models that these trials leave.
         needs: why this scale cannot decide the claims; empty if it can.
-        looks: how many times its verdicts were read before it got more seeds, and once more: p values are multiplied.
+        looks: how often its verdicts have been read, each time with more seeds; corrected p values are multiplied by it.
         folder: of the study's file; placements that begin with ``./`` are relative to it.
     """
 
