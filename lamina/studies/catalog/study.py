@@ -65,7 +65,7 @@ class Scale:
         search: how settings are searched, if they are.
         stages: the jobs that follow, on the models that these trials leave.
         needs: why this scale cannot decide the claims; empty if it can.
-        looks: how often its verdicts have been read, each time with more seeds; corrected p values are multiplied by it.
+        looks: how often its verdicts have been read, each time with more seeds; multiplies the corrected p values.
         folder: of the study's file; placements that begin with ``./`` are relative to it.
     """
 
