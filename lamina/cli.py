@@ -43,11 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Printing(out), Printing(err, progress=True)
     try:
-        if argv is None:  # the process is ours
-            with interruptible_imports(_interrupted):
-                code = _main(sys.argv[1:])
-        else:
-            code = _main(argv)
+        try:
+            if argv is None:  # the process is ours
+                with interruptible_imports(_interrupted):
+                    code = _main(sys.argv[1:])
+            else:
+                code = _main(argv)
+        except SystemExit:  # argparse's --help
+            out.flush()
+            raise
         out.flush()  # here, where a closed pipe can still be distinguished from a fault
         return code
     except BrokenPipeError:  # `lamina placements | head`

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -108,7 +109,8 @@ def test_help_still_ends_well(capsys):
 
 @pytest.mark.parametrize("words", [("--help",), ("placements",), ("compare", "--help")])
 def test_a_closed_pipe_is_no_fault(words):
-    started = process(*words)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    started = process(*words, env=buffered)
     started.stdout.close()  # as `| true` does
     assert started.wait(60) == 0
     assert started.stderr.read() == ""
