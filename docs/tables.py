@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from measured_tables import (
     studies_sentence,
     watching_sentence,
 )
+from scipy import stats
 
 from lamina.core.architectures import conversions, verified
 from lamina.jobs import aliases
@@ -142,76 +142,37 @@ def depth_table(name: str) -> str:
     return "\n".join([*lines, "", _where(record, None)])
 
 
-def tuned_table() -> str:
-    """Each placement at its best rate of a sweep, and how each rate went."""
-    trials = pd.read_csv(ROOT / "benchmarks" / "results" / "tuned-placements.csv")
-    seeds, rows = trials["seed"].nunique(), []
-    for name, group in trials.groupby("placement"):
-        cells, best = [], None
-        for rate, part in group.groupby("learning_rate"):
-            lost = part[part["status"] != "finished"]
-            mean, std = part["eval_loss"].mean(), part["eval_loss"].std()
-            if lost.empty:
-                cells.append(f"{mean:.2f}")
-                best = min(best or (9.9, 0, 0), (mean, std, rate))
-            else:
-                cells.append(f"{len(lost)}/{len(part)} {'/'.join(sorted(set(lost['status'])))}")
-        rows.append((best or (math.inf, 0, 0), name, cells))
-    rates = sorted(trials["learning_rate"].unique())
-    lines = [
-        f"| placement | best rate | eval loss, mean ± std over {seeds} seeds | {' | '.join(f'{r:g}' for r in rates)} |",
-        f"|---|---|---|{'---|' * len(rates)}",
-    ]
-    for (mean, std, rate), name, cells in sorted(rows):
-        ended = f"{mean:.2f} ± {std:.2f}" if rate else "none at any rate"
-        edge = " (edge of the sweep)" if rate in (rates[0], rates[-1]) else ""
-        lines.append(f"| `{name}` | {f'{rate:g}{edge}' if rate else ''} | {ended} | {' | '.join(cells)} |")
-    record = _record("tuned-placements") or {}
-    where = f"`{record['command']}`; {record['text']}; {_where(record, 1)}"
-    return "\n".join([*lines, "", where])
-
-
-def seeds_table(*, sweep: bool = False) -> str:
-    """The study of the four seeds and Pre-LN: each at its best rate, or with ``sweep`` at each rate of the sweep."""
-    folder = ROOT / "studies" / "records" / "seeds-tuned-cpu"
+def initializers_table() -> str:
+    """The losses of Pre-LN and Mix-LN at three initializers, each at the best of five rates."""
+    folder = ROOT / "studies" / "records" / "mix-init-cpu"
     trials = pd.read_csv(folder / "results.csv")
-    claims = {claim["claim"]: claim for claim in json.loads((folder / "claims.json").read_text(encoding="utf-8"))}
-    tried = trials[trials["seed"] < 3]
-    rates = sorted(rate for rate, part in tried.groupby("learning_rate") if part["placement"].nunique() == 5)
-    rows = []
-    for name, group in trials[trials["tuned"]].groupby("placement"):
-        trained = group[group["status"].isin(("finished", "short"))]["eval_loss"]
-        if sweep:
-            at_rates = [tried[(tried["placement"] == name) & (tried["learning_rate"] == rate)] for rate in rates]
-            cells = [f"`{name}`", *(_at_rate(part) for part in at_rates)]
-        else:
-            claim = claims.get(f"seeds-tuned/{name.replace('_', '-')}")
-            cells = [f"`{name}`", f"{group['learning_rate'].iloc[0]:g}"]
-            cells += [f"{trained.mean():.2f} ± {trained.std():.2f}", f"{len(trained)} of {len(group)}"]
-            cells += ["", ""] if claim is None else [_paired(claim), claim["verdict"]]
-        rows.append((trained.mean(), cells))
-    best = ["best rate", "eval loss, mean ± std", "seeds that trained", "minus Pre-LN's (95 %)", "below Pre-LN's?"]
-    heads = ["placement", *([f"{rate:g}" for rate in rates] if sweep else best)]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    lines += [f"| {' | '.join(cells)} |" for _, cells in sorted(rows, key=lambda row: row[0])]
-    one = claims["seeds-tuned"]
+    one = json.loads((folder / "claims.json").read_text(encoding="utf-8"))[0]
+    lines = ["| initializer | Pre-LN | Mix-LN | Mix-LN minus Pre-LN |", "|---|---|---|---|"]
+    for suffix, name in _INITIALIZERS.items():
+        pre, mix = (
+            trials[trials["tuned"] & (trials["scheme"] == f"{placement}{suffix}")].set_index("seed")["eval_loss"]
+            for placement in ("pre_ln", "mix_ln")
+        )
+        losses = [f"{arm.mean():.2f} ± {arm.std():.2f}" for arm in (pre, mix)]
+        lines.append(f"| {' | '.join([name, *losses, _difference(mix - pre)])} |")
     where = (
-        f"One initialization for all (`scaled`). `lamina study run seeds-tuned`: {len(trials)} trials; "
-        f"{one['machine']}; {one['date']}, revision {one['revision']}."
+        f"32 blocks of width 48, 100 steps of 1,024 bytes, {len(pre)} seeds; mean ± standard deviation, and the mean "
+        f"difference with its 95 % t interval. The rates were tuned on one of the seeds. `lamina study run mix-init`: "
+        f"{len(trials)} trials; {one['machine']}; {one['date']}, revision {one['revision']}."
     )
     return "\n".join([*lines, "", where])
 
 
-def _paired(claim: dict[str, Any]) -> str:
-    low, high = claim["interval"]
-    return f"{claim['margin']:+.2f} ({low:+.2f} to {high:+.2f})".replace("-", "−")
+_INITIALIZERS = {
+    "": "`normal`: 0.02 everywhere",
+    "_scaled": "`small_scaled_uncut`: 0.09, which suits the width",
+    "_scaled_embed": "the same, embedding times the root of the width",
+}
 
 
-def _at_rate(part: pd.DataFrame) -> str:
-    lost = part[~part["status"].isin(("finished", "short"))]
-    if lost.empty:
-        return f"{part['eval_loss'].mean():.2f}"
-    return f"{len(lost)}/{len(part)} {'/'.join(sorted(set(lost['status'])))}"
+def _difference(by_seed: pd.Series) -> str:
+    low, high = stats.t.interval(0.95, len(by_seed) - 1, by_seed.mean(), stats.sem(by_seed))
+    return f"{by_seed.mean():+.2f} ({low:+.2f} to {high:+.2f})".replace("-", "−")
 
 
 def reliability_table() -> str:
@@ -326,9 +287,7 @@ def tables() -> dict[str, str]:
     """Every generated table by the name between its marks."""
     found = {"placements": placements_table(), "train_step": train_step_table(), "reliability": reliability_table()}
     found |= {
-        "tuned": tuned_table(),
-        "seeds": seeds_table(),
-        "seeds-sweep": seeds_table(sweep=True),
+        "initializers": initializers_table(),
         "verified": f"{verified()}.",
         "conversions": conversions_table(),
         "columns": columns_table(),
