@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -240,8 +239,6 @@ def test_the_commands_of_a_tutorial_run_to_the_end(folder, capsys, page):
             argv += ["--workers", "1"] if argv[0] == "compare" else []
             argv += ["--output", f"out-{len(os.listdir())}"] if "--output" not in argv else []
             argv += ["--sequence-length", "256"] if page == "pretrain-100m.md" else []  # its questions fit in
-        elif argv[0] == "eval" and find_spec("lm_eval") is None:
-            continue
         elif argv[0] in SMALL:
             argv += SMALL[argv[0]].split()
         assert main(argv) in (0, 1), (command, capsys.readouterr().err)

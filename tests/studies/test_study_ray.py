@@ -1,21 +1,28 @@
 """Trials on a Ray cluster of this machine: the local engine's numbers, and lost workers and drivers."""
 
 import os
+import shutil
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from studies.study_files import write_study
+from studies.study_files import run_here, write_study
 from training.tiny_runs import result, start, wait_for
 
 from lamina.api import study
 from lamina.cli import main
+from lamina.studies.catalog.study import read_study
+from lamina.studies.engine.driver import run_plan
+from lamina.studies.engine.plan import Plan
+from lamina.studies.engine.results import results_table
+from lamina.studies.trials.records import Records
+from lamina.studies.trials.store import Store
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LONG = {"steps": 600, "save_steps": 20, "eval_steps": 600, "logging_steps": 20}
 
 
@@ -30,6 +37,28 @@ def losses(tmp_path, name):
     return pd.read_csv(tmp_path / name / "results.csv")[["key", "status", "eval_loss"]].to_dict("records")
 
 
+@pytest.fixture(autouse=True)
+def ray_folder(monkeypatch):
+    """Where Ray writes; at the end none of its processes is left. A short path: the names of sockets are limited."""
+    folder = tempfile.mkdtemp(prefix="ray-")
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    yield folder
+    wait_for(lambda: not processes_in(folder))
+    shutil.rmtree(folder)
+
+
+def processes_in(folder: str) -> list[int]:
+    """The processes with a folder in their command line, as all of a Ray cluster's have."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if folder.encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+        except OSError:
+            continue
+    return found
+
+
 def process_of(folder: Path) -> int | None:
     """The process that runs the trial of a folder, by the name of its log."""
     for entry in Path("/proc").glob("[0-9]*"):
@@ -41,6 +70,39 @@ def process_of(folder: Path) -> int | None:
     return None
 
 
+def test_a_trial_on_ray_has_the_numbers_of_this_process(tmp_path, corpus):
+    axes = {"placement": ["keel"], "learning_rate": [3e-3], "seed": 1}
+    file = write_study(tmp_path / "files", corpus=corpus, axes=axes, claims="")
+    for _ in range(3):  # a busy machine may not start a cluster within Ray's 30 s
+        driver = start(*argv(tmp_path, file, "ray", "--engine", "ray", "--workers", "1", "--overwrite"))
+        try:
+            _, said = driver.communicate(timeout=180)
+        finally:
+            driver.kill()
+        if "no cluster could be started" not in said:
+            break
+    assert driver.returncode == 0, said
+    plan, store = Plan(read_study(file).scale("cpu")), Store(tmp_path / "here", Records(tmp_path / "records"))
+    run_plan(plan, store, workers=1, bar=False, execute=run_here)
+    here = results_table(plan, store)[["key", "status", "eval_loss"]].to_dict("records")
+    assert here == losses(tmp_path, "ray")
+
+
+def test_a_cluster_that_does_not_start_is_one_line(tmp_path, corpus, capsys, monkeypatch):
+    import ray
+
+    def too_busy(**options):
+        raise Exception("The current node timed out during startup.\nThis could happen.")
+
+    monkeypatch.setattr(ray, "init", too_busy)
+    file = write_study(tmp_path / "files", corpus=corpus)
+    assert main(argv(tmp_path, file, "ray", "--engine", "ray")) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "engine" in line]
+    assert "engine: 'ray': no cluster could be started on this machine" in line
+    assert line.endswith("The current node timed out during startup. This could happen.")
+
+
+@pytest.mark.slow
 def test_ray_gives_the_local_engines_numbers(tmp_path, corpus):
     file = write_study(tmp_path / "files", corpus=corpus)
     for name, more in (("local", []), ("ray", ["--engine", "ray"])):
@@ -48,7 +110,8 @@ def test_ray_gives_the_local_engines_numbers(tmp_path, corpus):
     assert losses(tmp_path, "local") == losses(tmp_path, "ray")
 
 
-def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus):
+@pytest.mark.slow
+def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus, ray_folder):
     axes = {"placement": ["pre_ln"], "learning_rate": [3e-3], "seed": 2}
     file = write_study(tmp_path / "files", corpus=corpus, axes=axes, changed=LONG, claims="")
     assert main(argv(tmp_path, file, "local")) == 0
@@ -61,11 +124,12 @@ def test_a_killed_worker_and_a_killed_driver_lose_nothing(tmp_path, corpus):
     time.sleep(5)
     driver.kill()
     driver.wait()
-    subprocess.run(["ray", "stop", "--force"], check=False, capture_output=True)
+    wait_for(lambda: not processes_in(ray_folder))  # a local cluster ends with its driver
     assert main(argv(tmp_path, file, "ray", "--engine", "ray", "--resume")) == 0
     assert losses(tmp_path, "local") == losses(tmp_path, "ray")
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_trial(tmp_path, corpus):
     axes = {"placement": ["keel"], "learning_rate": [3e-3], "seed": 1}
     file = write_study(tmp_path / "files", corpus=corpus, axes=axes)
@@ -82,6 +146,7 @@ def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path, corpus, capsys):
     assert not list((tmp_path / "ray-trials").glob("*/result.json"))
 
 
+@pytest.mark.slow
 def test_python_takes_the_engine_too(tmp_path, corpus):
     file = write_study(tmp_path / "files", corpus=corpus)
     places = {"store": str(tmp_path / "trials"), "records": str(tmp_path / "records")}

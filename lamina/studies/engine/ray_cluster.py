@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core.json_types import Json
-from lamina.errors import UserError
+from lamina.errors import UserError, one_line
 from lamina.jobs.files import read_result
 from lamina.studies import processes
 from lamina.studies.running import Ended, Executor
@@ -202,9 +202,11 @@ class _cluster(contextlib.AbstractContextManager[Any]):
             options["address"] = self.address
         try:
             ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"address: {self.address!r}: the cluster cannot be reached ({reason})") from None
+        except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
+            place = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
+            if self.address is not None:
+                place = f"address: {self.address!r}: the cluster cannot be reached"
+            raise UserError(f"{place}: {one_line(error)}") from None
         self.ours = True
         return ray
 
