@@ -83,7 +83,7 @@ def convert(
     Args:
         source: a folder with config.json and safetensors, a run's folder, or a name on the hub.
         output: a new or empty folder.
-        to: "lamina", "transformers" or "gguf"; by default the one of the first two that the source is not.
+        to: "lamina" or "transformers"; by default the one that the source is not.
         dtype: of the weights: auto (the checkpoint's), float32, bfloat16 or float16.
         overwrite: first delete what Lamina wrote into ``output``.
         verify: load the result and compare its logits with the source's.

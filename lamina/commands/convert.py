@@ -1,4 +1,4 @@
-"""`lamina convert SOURCE OUTPUT`: a transformers checkpoint into Lamina, and back; or into a GGUF file."""
+"""`lamina convert SOURCE OUTPUT`: a transformers checkpoint into Lamina, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = """
   lamina convert models/smollm2 runs/smollm2-lamina
   lamina convert runs/pre-ln-64/model models/pre-ln-64 --to transformers
   lamina convert models/gemma-2-2b runs/gemma-lamina --dtype float32
-  lamina convert runs/sandwich-64 models/sandwich-64 --to gguf
+  lamina convert runs/sandwich-64 models/sandwich-64-as-glm4 --to transformers
 """
 
 TARGETS = get_args(Target)
@@ -32,8 +32,8 @@ def parser() -> Parser:
     """The command's flags."""
     flags = make_parser(
         "convert",
-        "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits, or back;\n"
-        "or a Lamina model into a GGUF file, where llama.cpp has an architecture that computes the same.\n"
+        "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits;\n"
+        "or a Lamina model into the transformers architecture that computes the same, if there is one.\n"
         f"Known: {convertible()}.",
         EXAMPLES,
         "SOURCE OUTPUT ",
@@ -41,7 +41,7 @@ def parser() -> Parser:
     flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_argument("output", help="a new or empty folder")
     flags.add_argument(
-        "--to", type=str, default=None, help="lamina, transformers (default: the one that SOURCE is not) or gguf"
+        "--to", type=str, default=None, help="lamina or transformers (default: the one that SOURCE is not)"
     )
     flags.add_argument("--dtype", type=str, default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
     flags.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
@@ -88,12 +88,9 @@ def run(argv: list[str]) -> int:
 def _report(record: ConversionRecord, output: Path) -> None:
     written = ", ".join(f"{k}={str(v).lower()}" for k, v in record["placement_options"].items())
     placement = record["placement"] + (f"({written})" if written else "")
-    names = (record["model_type"], f"{placement} on {record['model_type']}")
+    names = (record["model_type"], f"{placement} on {record['backbone']}")
     before, after = names if record["to"] == "lamina" else reversed(names)
-    after = "GGUF" if record["to"] == "gguf" else after
     print(f"{before} -> {after}, {record['num_layers']} layers, {record['dtype']}")
-    if record["tokenizer"] is False:
-        print("the tokenizer: left out (only a byte-level BPE with GPT-2's words fits); llama.cpp takes token ids")
     if record["largest_difference"] is None:
         print("largest difference of the logits: not measured (--no-verify)")
     else:

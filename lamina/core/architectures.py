@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Target = Literal["lamina", "transformers", "gguf"]  # what a checkpoint is converted to
+Target = Literal["lamina", "transformers"]  # what a checkpoint is converted to
 
 
 @dataclass(frozen=True, kw_only=True)

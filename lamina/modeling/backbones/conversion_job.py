@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -20,8 +20,10 @@ from lamina.jobs.environment import environment
 from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import model_folder
-from lamina.modeling.backbones import conversion, gguf_file
+from lamina.modeling.backbones import conversion
+from lamina.modeling.backbones.configurations import read_config
 from lamina.modeling.backbones.equivalent import equivalent
+from lamina.modeling.backbones.loading import load_weights
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 
@@ -34,17 +36,17 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
 
 
 class ConversionRecord(TypedDict):
-    """The content of conversion.json. ``tokenizer``: whether a GGUF file holds it, None for other targets."""
+    """The content of conversion.json. ``model_type`` is that of transformers' model, ``backbone`` that of Lamina's."""
 
     source: str
     to: Target
     model_type: str
+    backbone: str
     placement: str
     placement_options: dict[str, object]
     num_layers: int
     dtype: str
     largest_difference: float | None
-    tokenizer: bool | None
 
 
 def convert(
@@ -68,20 +70,16 @@ def convert(
     to = _target(source, to)
     model = conversion.load(source, dtype=dtype)
     converted = _converted(model, to)
-    record = _record(source, to, model, converted if to == "lamina" else model)
+    record = _record(source, to, *((converted, model) if to == "lamina" else (model, converted)))
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
         _copy_tokenizer(source, draft)
-        if to == "gguf":
-            record["tokenizer"] = gguf_file.write(converted, draft / gguf_file.FILE, draft)
-        else:
-            converted.save_pretrained(draft)
-        written = converted.config
+        converted.save_pretrained(draft)
         del converted  # never more than two copies of the weights
         if verify:
-            again = gguf_file.read(draft / gguf_file.FILE, written) if to == "gguf" else conversion.load(draft)
-            record["largest_difference"] = _verified_difference(model, again, record["model_type"])
+            again, _ = load_weights(draft, read_config(draft, "output"), AutoModelForCausalLM, "output", extra=False)
+            record["largest_difference"] = _verified_difference(model, again, record["backbone"])
         write_json(draft / "conversion.json", record)
         write_json(draft / "environment.json", environment(seed=0, kind=Kind.MODEL))
         with job_folder.lock(output):
@@ -96,48 +94,34 @@ def convert(
 def _target(source: str, to: Target | None) -> Target:
     """The form to convert to. Raises UserError, before the weights are read, if the source cannot be converted."""
     config = conversion.read_config(source)
-    if to == "gguf":
-        gguf_file.require_gguf()
-        if not isinstance(config, LaminaConfig):
-            raise UserError(
-                f"--to: {source!r} is a transformers checkpoint (allowed: a Lamina checkpoint; for transformers' own, "
-                "llama.cpp has convert_hf_to_gguf.py)"
-            )
-        return to
     form: Target = "lamina" if isinstance(config, LaminaConfig) else "transformers"
     other: Target = "transformers" if form == "lamina" else "lamina"
     if to == form:
         raise UserError(f"--to: {source!r} is a {to} checkpoint already (allowed: {other})")
-    if isinstance(config, LaminaConfig):
-        conversion.check_plan(config)
     return other
 
 
 def _converted(model: PreTrainedModel, to: Target) -> PreTrainedModel:
     if to == "lamina":
         return conversion.from_transformers(model)
-    if to == "transformers":
-        return conversion.to_transformers(model)
     assert isinstance(model, LaminaForCausalLM)
-    same = equivalent(model)
-    gguf_file.check(same.config)
-    return same
+    return equivalent(model)
 
 
-def _record(source: str, to: Target, model: PreTrainedModel, lamina_model: PreTrainedModel) -> ConversionRecord:
-    config = lamina_model.config
+def _record(source: str, to: Target, ours: PreTrainedModel, theirs: PreTrainedModel) -> ConversionRecord:
+    config = ours.config
     assert isinstance(config, LaminaConfig)
     assert config.plan is not None
     return {
         "source": source,
         "to": to,
-        "model_type": backbone_of(config).model_type,
+        "model_type": theirs.config.model_type,
+        "backbone": backbone_of(config).model_type,
         "placement": config.plan["placement"],
         "placement_options": config.plan["options"],
         "num_layers": len(config.plan["layers"]),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(ours.dtype).removeprefix("torch."),
         "largest_difference": None,
-        "tokenizer": None,
     }
 
 
@@ -165,14 +149,14 @@ def largest_difference(
     return difference, largest
 
 
-def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, model_type: str) -> float:
+def _verified_difference(model: PreTrainedModel, again: PreTrainedModel, backbone: str) -> float:
     """The largest difference between the source's logits and the written model's. Raises UserError if it is large."""
     difference, largest = largest_difference(model, again)
     if math.isnan(difference):
         raise UserError(
             "verify: the logits are not finite, so they cannot be compared (--no-verify converts unchecked)"
         )
-    half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[model_type].gain_in_float32)
+    half = model.dtype.itemsize < 4 and (again.dtype != model.dtype or conversions()[backbone].gain_in_float32)
     if difference > largest * (HALF_TOLERANCE if half else TOLERANCE):
         raise UserError(
             f"verify: the logits differ by up to {difference:.3g} (the largest is {largest:.3g}); nothing was written "
