@@ -1,8 +1,7 @@
 """Hooks of the site (mkdocs.yml): pages from files at the root, and links to what is no page.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site where they stand; nothing is copied. A link to a file
-of the repository that the site does not hold becomes its text, once the file is known to exist. README.md, which a
-package index shows too, links to files by their address in the project's public home; pyproject.toml has the address.
+of the repository that the site does not hold becomes its text, once the file is known to exist.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import logging
 import posixpath
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ logger = logging.getLogger("mkdocs.hooks")  # mkdocs counts its warnings under -
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 DOCS = ROOT / "docs"
-HOME: str = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
-_OF_HOME = re.compile(rf"{re.escape(HOME)}/(?:blob|raw)/main/(?P<path>[^#]+)(?P<anchor>#.*)?")
 PLOTLY = "assets/plotly.min.js"
 PACKED = ROOT / "lamina" / "reports" / "assets" / "plotly-cartesian.min.js.gz"
 STUDIES = "results/*.md"
@@ -113,12 +109,9 @@ def site_links(markdown: str, source: str, files: Files) -> str:
         if found["code"]:
             return found[0]
         target, mark, anchor = found["target"].partition("#")
-        if at_home := _OF_HOME.fullmatch(found["target"]):
-            path = at_home["path"]
-        elif not target or re.match(r"[a-z]+:", target):
+        if not target or re.match(r"[a-z]+:", target):
             return found[0]
-        else:
-            path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         inside = _page_of(path)
         if inside and files.get_file_from_path(inside) is not None:
             way = posixpath.relpath(inside, posixpath.dirname(page) or ".")

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,6 @@ from lamina.placements import names
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-HOME = PROJECT["urls"]["Repository"]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -64,19 +64,42 @@ def test_a_python_example_runs_as_it_stands(code, tmp_path):
     assert "failed" not in run_as_a_script(code, tmp_path)
 
 
-def test_every_link_leads_to_a_file_by_its_address_in_the_public_home():
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert len(links) > 20
-    for link in links:
-        found = re.fullmatch(rf"{re.escape(HOME)}/(?:blob|raw)/main/([^#]+)(?:#.*)?", link)
-        assert found, f"{link}: a package index shows the README, so a link has to be absolute"
-        assert (ROOT / found[1]).is_file(), link
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)#]+)(#[^)]*)?\)")
 
 
-def test_the_public_home_is_one():
-    """It is said in pyproject.toml, and repeated by these alone."""
-    assert all(address.startswith(HOME) for address in PROJECT["urls"].values())
-    assert set(re.findall(r"https://[\w.]*example[^\s)]*?/lamina", README)) == {HOME}
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_every_link_of_a_page_at_the_root_leads_to_a_file_of_the_repository(page):
+    text = (ROOT / page).read_text("utf-8")
+    links = LINK.findall(text)
+    assert page != "README.md" or len(links) > 20
+    for _, target, anchor in links:
+        assert (ROOT / target).is_file(), f"{page}: {target}"
+        headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text("utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor[1:] in [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings]
+    assert ".example" not in text
+
+
+def described(folder: Path) -> str:
+    """The description that a package index would show."""
+    words = [sys.executable, "setup.py", "egg_info", "-e", "."]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return (folder / "lamina.egg-info" / "PKG-INFO").read_text("utf-8").replace("\n        ", "\n")
+
+
+def test_the_package_shows_the_readme_with_links_to_the_public_home(tmp_path):
+    for name in ("README.md", "LICENSE", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in ("lamina", "studies"):
+        (tmp_path / folder).mkdir()
+    assert README.strip() in described(tmp_path)  # no public home yet
+    project = (tmp_path / "pyproject.toml").read_text("utf-8")
+    home = '[project.urls]\nRepository = "https://forge.org/lamina"\n\n[project.optional-dependencies]'
+    (tmp_path / "pyproject.toml").write_text(project.replace("[project.optional-dependencies]", home, 1), "utf-8")
+    text = described(tmp_path)
+    assert len(LINK.findall(text)) == len(LINK.findall(README))
+    for image, target, _ in LINK.findall(text):
+        assert target.startswith(f"https://forge.org/lamina/{'raw' if image else 'blob'}/main/"), target
 
 
 def test_the_number_of_placements_is_right():
@@ -86,7 +109,6 @@ def test_the_number_of_placements_is_right():
 def test_the_files_of_a_public_forge_are_read():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == lamina.__version__
-    assert citation["repository-code"] == HOME
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     for form in (yaml.safe_load(path.read_text("utf-8")) for path in forms if path.stem != "config"):
         assert {"name", "description", "body"} <= set(form)
