@@ -10,11 +10,12 @@ from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
 from lamina.studies.catalog.arms import arms, resolved
 from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.plan import Plan, _rank
+from lamina.studies.engine.plan import Best, Plan, _rank, best_rate
 from lamina.studies.engine.results import _named, results_table
 from lamina.studies.engine.run import _refuse_edited, make_plan, run_study
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.engine.showing import description, dry_run_text
+from lamina.studies.judging import Trials
 
 AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
 BEST = {"pre_ln": 1e-3, "keel": 4e-3, "post_ln": 2e-3}
@@ -77,7 +78,7 @@ def test_labels_that_are_not_two_of_one_axis_are_refused(tmp_path, corpus, also,
 @pytest.mark.parametrize("looks", [0, -1, True, 1.5, "twice"])
 def test_a_number_of_looks_that_is_none_is_refused(tmp_path, corpus, looks):
     file = write_study(tmp_path, corpus=corpus, claims="", looks=looks)
-    with pytest.raises(UserError, match=r"cpu: looks: .* \(allowed: an integer >= 1\)"):
+    with pytest.raises(UserError, match=r"cpu: looks: .* \(allowed: a whole number of at least 1\)"):
         read_study(file)
 
 
@@ -102,6 +103,100 @@ def test_rates_that_each_lost_a_seed_are_told_apart_by_the_others():
     lost = {"status": "diverged", "eval_loss": None}
     one, other = ([lost, {"status": "finished", "eval_loss": loss}] for loss in (3.0, 2.4))
     assert _rank(other) < _rank(one)
+
+
+def sweep(**losses):
+    """Results of a sweep: per rate (its name in a millionth), the losses of its seeds; None for a stuck one."""
+    return {
+        int(rate[1:]) * 1e-6: [
+            {"status": "stuck", "eval_loss": 3.2} if loss is None else {"status": "finished", "eval_loss": loss}
+            for loss in seeds
+        ]
+        for rate, seeds in losses.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "chosen"),
+    [
+        # the best's standard error is 0.2 / sqrt(3) = 0.115
+        ({"_500": [2.9] * 3, "_1000": [2.58] * 3, "_2000": [2.3, 2.5, 2.7]}, 2e-3, 1e-3),
+        ({"_500": [2.9] * 3, "_1000": [2.63] * 3, "_2000": [2.3, 2.5, 2.7]}, 2e-3, 2e-3),
+        # a rate that loses more seeds is out, however good the others are; a higher one is never taken
+        ({"_500": [2.4, 2.4, None], "_1000": [2.58] * 3, "_2000": [2.3, 2.5, 2.7]}, 2e-3, 1e-3),
+        ({"_1000": [2.3, 2.5, 2.7], "_2000": [2.55] * 3}, 1e-3, 1e-3),
+        # where each rate loses a seed, the stuck one's loss is in no mean and no error
+        ({"_1000": [2.9, 2.9, None], "_2000": [2.4, 2.5, None]}, 2e-3, 2e-3),
+        # one seed that learned has no standard error
+        ({"_1000": [2.5, None], "_2000": [2.4, None]}, 2e-3, 2e-3),
+        ({"_1000": [None, None], "_2000": [None, None]}, 1e-3, 1e-3),
+    ],
+)
+def test_the_lowest_rate_within_one_standard_error_is_chosen_among_those_that_lose_fewest(losses, best, chosen):
+    found = best_rate(sweep(**losses), "one-se")
+    assert (found.lowest, found.chosen) == (pytest.approx(best), pytest.approx(chosen))
+    assert best_rate(sweep(_1000=[2.58] * 3, _2000=[2.3, 2.5, 2.7]), "best") == Best(lowest=2e-3, chosen=2e-3)
+
+
+def test_tuning_seeds_of_their_own_choose_the_rate_and_no_claim_sees_them(tmp_path, corpus):
+    plan = plan_of(tmp_path, corpus, seeds=[100, 101, 102])
+
+    def misleading(trial):  # the study's own seeds would choose another rate
+        return known(trial) if trial.seed >= 100 else {"status": "finished", "eval_loss": -trial.learning_rate}
+
+    rows = results_table(plan, SimpleNamespace(result=misleading))
+    assert set(rows["seed"]) == {0, 1, 2, 100, 101, 102}
+    tuned = Trials(rows, axes=list(plan.scale.axis_names)).tuned()
+    assert tuned.seeds == [0, 1, 2]
+    assert {
+        arm["placement"]: tuned.where(**arm).values("learning_rate") for arm in tuned.where(num_layers=2).arms()
+    } == {name: [rate] for name, rate in BEST.items()}
+    assert not tuned.at_edge
+    assert set(plan.dry()) >= {"2, pre_ln, lr 0.008, seed 100", "2, pre_ln, lr 0.0005, seed 2"}
+    assert "2, pre_ln, lr 0.008, seed 2" not in plan.dry()
+
+
+def test_a_sweep_with_fixed_edges_stays_and_says_that_its_best_rate_is_at_one(tmp_path, corpus):
+    for widen, tried, at_edge in ((0, 2, True), (2, 4, False)):
+        plan = plan_of(tmp_path, corpus, tune=[1e-3, 2e-3], widen=widen, seeds=[7])
+        rows = results_table(plan, SimpleNamespace(result=known))
+        keel = rows[(rows["placement"] == "keel") & (rows["num_layers"] == 2)]
+        assert keel["learning_rate"].nunique() == tried
+        trials = Trials(rows, axes=list(plan.scale.axis_names)).tuned().where(num_layers=2)
+        assert trials.arm("keel").at_edge is at_edge
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ({"seeds": [100, 2]}, r"seed 2 tunes the rates \(allowed: seeds that are not among \[100, 2\]\)"),
+        ({"seeds": [100, 100]}, "a list of different seeds"),
+        ({"seeds": 4}, "at most the 3 of 'seed'"),
+        ({"seeds": 0}, "learning_rate: seeds: 0 .*at least 1"),
+        ({"seeds": [100], "rule": "one-se"}, "'one-se' with one tuning seed"),
+        ({"rule": "one_se"}, "unknown rule in .*'one_se'.*one-se"),
+        ({"widen": -1}, "widen: -1 .*at least 0"),
+    ],
+)
+def test_a_way_to_tune_that_cannot_be_is_refused(tmp_path, corpus, rates, message):
+    with pytest.raises(UserError, match=message):
+        plan_of(tmp_path, corpus, **rates)
+
+
+def test_seeds_of_the_command_line_that_tune_are_refused(tmp_path, corpus):
+    axes = {**AXES, "learning_rate": {"tune": [1e-3, 2e-3], "seeds": [100, 101]}, "seed": 3}
+    file = write_study(tmp_path, corpus=corpus, axes=axes, claims="")
+    with pytest.raises(UserError, match="seeds: seed 101 tunes the rates"):
+        make_plan(read_study(file), StudySettings(study=str(file), seeds="7,101"))
+    plan = make_plan(read_study(file), StudySettings(study=str(file), seeds="7"))
+    assert {trial.seed for trial in plan.wanted(known)} == {7, 100, 101}
+    assert "tuned with 2 seeds of their own (100, 101)" in description(StudySettings(study=str(file)))
+
+
+@pytest.mark.parametrize("given", [30_000_000, 0, "5", True])
+def test_a_number_of_seeds_that_was_meant_as_one_is_refused_at_once(tmp_path, corpus, given):
+    with pytest.raises(UserError, match=r"seed: .* \(allowed: how many, at most 1000, or a list of different seeds\)"):
+        read_study(write_study(tmp_path, corpus=corpus, axes={"placement": ["keel"], "seed": given}))
 
 
 RATES = {"low": 1e-4, "high": 1e-1, "log": True}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lamina.core.json_types import Json
+from lamina.core.values import seed_number
 from lamina.errors import UserError, unknown
+
+MOST_SEEDS = 1000
+"""Each seed is a trial of every arm: a number above is a seed that was meant as one, not as how many."""
 
 
 def known(where: str, data: Mapping[str, object], allowed: Iterable[str]) -> None:
@@ -38,6 +42,24 @@ def mappings(where: str, data: Mapping[str, object], key: str) -> tuple[Json, ..
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
         raise UserError(f"{where}{key}: {value!r} (allowed: a list of mappings)")
     return tuple(dict(one) for one in value)
+
+
+def whole(where: str, value: object, low: int) -> int:
+    """An entry that is a whole number of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UserError(f"{where}: {value!r} (allowed: a whole number of at least {low})")
+    return value
+
+
+def read_seeds(where: str, given: object) -> tuple[int, ...]:
+    """Seeds: the first so many from 0, or a list of different ones."""
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SEEDS:
+        return tuple(range(given))
+    if isinstance(given, Sequence) and not isinstance(given, str) and given:
+        seeds = tuple(seed_number("seed", seed) for seed in given)
+        if len(set(seeds)) == len(seeds) <= MOST_SEEDS:
+            return seeds
+    raise UserError(f"{where}: {given!r} (allowed: how many, at most {MOST_SEEDS}, or a list of different seeds)")
 
 
 def read_skip(where: str, data: Mapping[str, object], axes: Mapping[str, Mapping[str, Json]]) -> tuple[Json, ...]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
 
 from lamina.core.values import is_finite
 from lamina.errors import UserError, unknown
-from lamina.studies.catalog.entries import known, mapping
+from lamina.studies.catalog.entries import known, mapping, read_seeds, whole
+
+Rule = Literal["best", "one-se"]
+WIDENINGS = 2
+"""How often a sweep is widened whose best rate is at its edge, where the study does not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,15 +20,23 @@ class Tuning:
     """A search for each arm's best learning rate.
 
     Attributes:
-        rates: each is tried with the first ``seeds`` seeds.
-        seeds: how many.
+        rates: each is tried with every tuning seed.
+        seeds: the tuning seeds: the first so many of the study's, or a list of others that no claim sees.
+        rule: which rate is an arm's: the ``best``, or with ``one-se`` the lowest that is as good but for noise.
+        widen: how often a sweep is widened whose best rate is at its edge.
         also: per label of an axis, another label of it. The first's arms are trained at the best rate of the second's,
             too, with all seeds: the papers compare at one rate for all.
     """
 
     rates: tuple[float, ...]
-    seeds: int
+    seeds: int | tuple[int, ...]
+    rule: Rule = "best"
+    widen: int = WIDENINGS
     also: Mapping[str, str] = field(default_factory=dict)
+
+    def sweep(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        """The tuning seeds of a study with these seeds."""
+        return seeds[: self.seeds] if isinstance(self.seeds, int) else self.seeds
 
     def other(self, values: Mapping[str, str]) -> dict[str, str] | None:
         """The values of the arm at whose best rate an arm with these values is trained, too; None if there is none."""
@@ -38,14 +51,30 @@ def read_rates(where: str, given: object) -> tuple[tuple[float, ...], Tuning | N
     if given is None:
         return (), None
     if isinstance(given, Mapping):
-        known(f"{where}learning_rate: ", given, {"tune", "seeds", "also"})
+        place = f"{where}learning_rate: "
+        known(place, given, {"tune", "seeds", "rule", "widen", "also"})
         seeds = given.get("seeds", 1)
-        if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-            raise UserError(f"{where}learning_rate: seeds: {seeds!r} (allowed: a whole number of at least 1)")
-        also = mapping(f"{where}learning_rate: ", given, "also")
-        pairs = {str(label): str(other) for label, other in also.items()}
-        return (), Tuning(rates=_numbers(where, given.get("tune")), seeds=seeds, also=pairs)
+        if (rule := given.get("rule", "best")) not in get_args(Rule):
+            raise unknown(f"rule in {place.strip().rstrip(':')}", str(rule), get_args(Rule))
+        pairs = {str(label): str(other) for label, other in mapping(place, given, "also").items()}
+        return (), Tuning(
+            rates=_numbers(where, given.get("tune")),
+            seeds=whole(f"{place}seeds", seeds, 1) if isinstance(seeds, int) else read_seeds(f"{place}seeds", seeds),
+            rule=cast(Rule, rule),
+            widen=whole(f"{place}widen", given.get("widen", WIDENINGS), 0),
+            also=pairs,
+        )
     return _numbers(where, given), None
+
+
+def check_seeds(where: str, tuning: Tuning | None, seeds: tuple[int, ...]) -> None:
+    """Raise UserError for tuning seeds that a study with these seeds can't have."""
+    if tuning is None:
+        return
+    if isinstance(tuning.seeds, tuple) and (both := [seed for seed in tuning.seeds if seed in seeds]):
+        raise UserError(f"{where}seed {both[0]} tunes the rates (allowed: seeds that are not among {[*tuning.seeds]})")
+    if tuning.rule == "one-se" and len(tuning.sweep(seeds)) < 2:
+        raise UserError(f"{where}learning_rate: rule: 'one-se' with one tuning seed (allowed: with at least two)")
 
 
 def check_also(where: str, tuning: Tuning | None, axes: Mapping[str, Mapping[str, object]]) -> None:

@@ -8,13 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.core.values import seed_number
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.jobs import columns
-from lamina.studies.catalog.entries import known, mapping, mappings, read_skip, text
+from lamina.studies.catalog.entries import known, mapping, mappings, read_seeds, read_skip, text, whole
 from lamina.studies.catalog.places import BASES, catalog_folder, find
-from lamina.studies.catalog.rates import Tuning, check_also, read_rates
+from lamina.studies.catalog.rates import Tuning, check_also, check_seeds, read_rates
 from lamina.studies.catalog.space import Search, read_search
 from lamina.studies.catalog.stages import RECORDS, STAGE, Stage, read_stages
 from lamina.studies.trials.jobs import JOBS, TrialJob
@@ -24,7 +23,7 @@ SCALES = ("cpu", "gpu", "paper")
 TIMES = ("init", "end", "records")
 TAKEN = frozenset(
     (
-        *(*columns.names(), "key", "tuned", STAGE, "candidate"),
+        *(*columns.names(), "key", "tuned", "at_edge", STAGE, "candidate"),
         *("metric", "value", "layer", "sublayer", "role", "index", "step", "loss"),
         *("label", "panel", "line", "rest", "place", "y", "mean", "std", "low", "high", "trained", "trials", "ended"),
     )
@@ -185,7 +184,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         raise unknown("job", job, first)
     axes = dict(mapping(where, data, "axes"))
     rates, tuning = read_rates(where, axes.pop("learning_rate", None))
-    seeds = _seeds(where, axes.pop("seed", 1))
+    seeds = read_seeds(f"{where}seed", axes.pop("seed", 1))
     settings = {**_base(where, data.get("base"), folder), **mapping(where, data, "settings")}
     steps = settings.get("steps")
     points = {axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()}
@@ -204,7 +203,7 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         skip=read_skip(where, data, points),
         stages=read_stages(where, data, job, points, folder),
         needs=text(where, data, "needs", default=""),
-        looks=_looks(where, data.get("looks", 1)),
+        looks=whole(f"{where}looks", data.get("looks", 1), 1),
         folder=folder,
     )
     if scale.search is not None and scale.measures:
@@ -213,8 +212,9 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         raise UserError(f"{where}then: has no place beside a search (allowed: axes)")
     if scale.search is not None and (scale.axes or rates or tuning):
         raise UserError(f"{where}axes: with a search, only 'seed' (allowed: the others in the search's space)")
-    if tuning is not None and tuning.seeds > len(seeds):
+    if tuning is not None and isinstance(tuning.seeds, int) and tuning.seeds > len(seeds):
         raise UserError(f"{where}learning_rate: seeds: {tuning.seeds} (allowed: at most the {len(seeds)} of 'seed')")
+    check_seeds(where, tuning, seeds)
     return scale
 
 
@@ -263,22 +263,6 @@ def _refuse_said_twice(where: str, axes: Mapping[str, Mapping[str, Json]], *, ra
         for name in settings:
             if name in own:
                 raise UserError(f"{where}{axis}: {label}: {name}: the trials say it themselves (allowed: {own[name]})")
-
-
-def _seeds(where: str, given: object) -> tuple[int, ...]:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return tuple(range(given))
-    if isinstance(given, Sequence) and not isinstance(given, str) and given:
-        seeds = tuple(seed_number("seed", seed) for seed in given)
-        if len(set(seeds)) == len(seeds):
-            return seeds
-    raise UserError(f"{where}seed: {given!r} (allowed: how many, or a list of different seeds)")
-
-
-def _looks(where: str, given: object) -> int:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return given
-    raise UserError(f"{where}looks: {given!r} (allowed: an integer >= 1)")
 
 
 def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:

@@ -1,28 +1,27 @@
 """Which trials a scale needs, given what is known so far.
 
 A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
-other seeds at each arm's best rate and, where the study asks for it, at another arm's. ``Plan.wanted`` is a function of
-the results, so resuming needs no state.
+study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``Plan.wanted`` is a function
+of the results, so resuming needs no state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import stdev
 
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED, severity
 from lamina.studies.catalog.arms import Arm, arms, matches
-from lamina.studies.catalog.rates import Tuning
+from lamina.studies.catalog.rates import Rule, Tuning
 from lamina.studies.catalog.stages import STAGE, Stage
 from lamina.studies.catalog.study import Scale
 from lamina.studies.trials import measures
 from lamina.studies.trials.trial import Trial, make_chained, make_trial
 
-WIDENINGS = 2
-"""How often a sweep is widened whose best rate is at its edge."""
 Results = Callable[[Trial], Json | None]
 
 
@@ -34,11 +33,13 @@ class Plan:
         scale: of the study.
         changes: settings over the scale's own.
         chosen: the rate of each tuned arm, by its number, once it is known.
+        at_edge: of each tuned arm, whether its best rate is the lowest or the highest that was tried.
     """
 
     scale: Scale
     changes: Json = field(default_factory=dict)
     chosen: dict[int, float] = field(default_factory=dict)
+    at_edge: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arms = arms(self.scale, self.changes)
@@ -48,9 +49,9 @@ class Plan:
     def dry(self) -> dict[str, Settings]:
         """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
         scale, found = self.scale, {}
-        sweep = scale.seeds if scale.tuning is None else scale.seeds[: scale.tuning.seeds]
+        sweep = scale.seeds if scale.tuning is None else scale.tuning.sweep(scale.seeds)
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
-        for seed in scale.seeds:
+        for seed in dict.fromkeys((*sweep, *scale.seeds)):
             for arm in self.arms:
                 for rate in rates if seed in sweep else rates[:1]:
                     words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
@@ -66,12 +67,14 @@ class Plan:
                     for rate in scale.rates or (None,):
                         wanted += self._chain(number, rate, seed)
             return list({(trial.key, *trial.values.values()): trial for trial in wanted}.values())
-        seeds = scale.seeds[: scale.tuning.seeds]
-        rates = [self._rates(number, seeds, result) for number, _ in enumerate(self.arms)]
+        seeds = scale.tuning.sweep(scale.seeds)
+        rates = [self._rates(scale.tuning, number, seeds, result) for number, _ in enumerate(self.arms)]
         for seed in seeds:
             for number, (tried, _) in enumerate(rates):
                 wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
-        self.chosen = {number: best for number, (_, best) in enumerate(rates) if best is not None}
+        found = {number: (tried, best) for number, (tried, best) in enumerate(rates) if best is not None}
+        self.at_edge = {number: best.lowest in (tried[0], tried[-1]) for number, (tried, best) in found.items()}
+        self.chosen = {number: best.chosen for number, (_, best) in found.items()}
         others = self._others(scale.tuning)
         for seed in scale.seeds:
             for number, rate in self.chosen.items():
@@ -81,12 +84,20 @@ class Plan:
         return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
 
     def is_tuned(self, trial: Trial) -> bool:
-        """Whether a trial has its arm's chosen rate; True in a study that tunes none."""
+        """Whether a trial has its arm's chosen rate and one of the study's seeds; True in a study that tunes none."""
         if self.scale.tuning is None:
             return True
+        return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
+
+    def places(self, trial: Trial) -> Json:
+        """What a trial's row says of its arm's rate: ``tuned``, and in a study that tunes rates ``at_edge``."""
+        edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
+        return {"tuned": self.is_tuned(trial), **edge}
+
+    def _number(self, trial: Trial) -> int:
+        """The number of a trial's arm."""
         stage = {STAGE: self.scale.job} if self.scale.stages else {}
-        number = next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
-        return self.chosen.get(number) == trial.learning_rate
+        return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
 
     def _others(self, tuning: Tuning) -> dict[int, float]:
         """The rate of another arm for each arm that is trained at it, too, as far as it is known."""
@@ -134,24 +145,59 @@ class Plan:
             self._made[place] = make_trial(self.scale.job, values, arm.trial(self.scale, rate, seed), taken)
         return self._made[place]
 
-    def _rates(self, number: int, seeds: tuple[int, ...], result: Results) -> tuple[list[float], float | None]:
+    def _rates(
+        self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
+    ) -> tuple[list[float], Best | None]:
         """The rates to try for an arm, and the best one once all of them are known."""
-        assert self.scale.tuning is not None
-        rates = sorted(self.scale.tuning.rates)
-        for widening in range(WIDENINGS + 1):
+        rates = sorted(tuning.rates)
+        for widening in range(tuning.widen + 1):
             known = {rate: self._known(number, rate, seeds, result) for rate in rates}
             if any(results is None for results in known.values()):
                 return rates, None
-            best = min(rates, key=lambda rate: _rank(known[rate] or []))
+            best = best_rate({rate: results or [] for rate, results in known.items()}, tuning.rule)
             nothing = all(math.isinf(_rank(results or [])[0]) for results in known.values())  # no trial ended
-            if nothing or len(rates) == 1 or best not in (rates[0], rates[-1]) or widening == WIDENINGS:
+            inside = best.lowest not in (rates[0], rates[-1])
+            if nothing or len(rates) == 1 or inside or widening == tuning.widen:
                 return rates, best
-            rates = sorted([*rates, _beyond(rates, best)])
+            rates = sorted([*rates, _beyond(rates, best.lowest)])
         raise AssertionError("the loop returns")
 
     def _known(self, number: int, rate: float, seeds: tuple[int, ...], result: Results) -> list[Json] | None:
         results = [result(self._trial(number, rate, seed, measured=False)) for seed in seeds]
         return None if None in results else [known for known in results if known is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best rate of an arm's sweep: the one with the ``lowest`` mean, and the ``chosen`` one, which it trains at."""
+
+    lowest: float
+    chosen: float
+
+
+def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
+    """The best of a sweep's rates, given the results of the tuning seeds at each, the lowest rate first.
+
+    ``best``: the rate at which the smallest share of seeds diverged or got stuck, then the lowest mean loss.
+    ``one-se``: the means are over the seeds that learned; of the rates that lose no larger share than the best one, the
+    lowest whose mean lies within one standard error of its mean. The standard error is that of the best's losses over
+    its seeds; it needs two of them.
+    """
+    if rule == "one-se":
+        known = {rate: [_learned(one) for one in results] for rate, results in known.items()}
+    ranks = {rate: _rank(results) for rate, results in known.items()}
+    lowest = min(ranks, key=lambda rate: ranks[rate])
+    losses = [float(one["eval_loss"]) for one in known[lowest] if one.get("eval_loss") is not None]
+    if rule == "best" or len(losses) < 2:
+        return Best(lowest=lowest, chosen=lowest)
+    share, mean = ranks[lowest]
+    limit = mean + stdev(losses) / math.sqrt(len(losses))
+    return Best(lowest=lowest, chosen=min(rate for rate, rank in ranks.items() if rank <= (share, limit)))
+
+
+def _learned(result: Json) -> Json:
+    """A result without the loss of a run that did not learn."""
+    return result if severity(str(result["status"])) <= severity("short") else {**result, "eval_loss": None}
 
 
 def _rank(results: list[Json]) -> tuple[float, float]:

@@ -16,11 +16,11 @@ from lamina.studies.trials.trial import Trial
 if TYPE_CHECKING:
     import pandas as pd
 
-_NOTES = {*columns.NOTES, "rollbacks", "key", "tuned"}
+_NOTES = {*columns.NOTES, "rollbacks", "key", "tuned", "at_edge"}
 
 
 def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = None) -> pd.DataFrame:
-    """A row per trial that has a result: its key, its place on the axes, whether it is tuned, and the result."""
+    """A row per trial that has a result: its key, its place on the axes and in its arm's sweep, and the result."""
     failed = failed or {}
     found: dict[tuple[object, ...], Json] = {}  # two arms may be one computation: each has its rows
 
@@ -30,7 +30,7 @@ def results_table(plan: Plan, store: Store, failed: Mapping[str, Json] | None = 
     for trial in plan.wanted(known):
         if (result := known(trial)) is not None:
             found[trial.key, *trial.values.values()] = result_row(
-                trial, result, _values(plan, trial), tuned=plan.is_tuned(trial)
+                trial, result, _values(plan, trial), **plan.places(trial)
             )
     return as_table(found.values(), list(plan.scale.axis_names))
 
@@ -46,13 +46,16 @@ def as_table(rows: Iterable[Json], axes: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(dict.fromkeys([*names, *rest, *more])))
 
 
-def result_row(trial: Trial, result: Json, values: Mapping[str, object], *, tuned: bool) -> Json:
-    """A trial's row: its key, ``values`` (its place on the axes), and the numbers and texts of its result."""
+def result_row(trial: Trial, result: Json, values: Mapping[str, object], **places: object) -> Json:
+    """A trial's row: its key, its result's numbers and texts, and where it stands.
+
+    ``values``: on the axes; ``places``: in its arm's sweep (``tuned``, ``at_edge``).
+    """
     left_out = {*_NOTES, *values, "trial"}
     numbers = JOBS[trial.job].numbers(result)
     scalars = {n: value for n, value in numbers.items() if n not in left_out and not isinstance(value, dict | list)}
     own: Json = {"key": trial.key, "placement": _named(trial.placement), **values, "seed": trial.seed}
-    return {**scalars, **own, "learning_rate": trial.learning_rate, "tuned": tuned}
+    return {**scalars, **own, "learning_rate": trial.learning_rate, **places}
 
 
 def _named(placement: str) -> str:

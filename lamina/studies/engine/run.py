@@ -25,6 +25,7 @@ from lamina.jobs.status import ENDED
 from lamina.studies import processes
 from lamina.studies.catalog.arms import refuse_without_effect
 from lamina.studies.catalog.places import catalog_folder
+from lamina.studies.catalog.rates import check_seeds
 from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import run_plan
@@ -156,8 +157,8 @@ def make_plan(study: Study, settings: StudySettings) -> Plan:
     scale = study.scale(settings.scale)
     if settings.seeds is not None:
         seeds = tuple(int(seed) for seed in settings.seeds.split(","))
-        tuning = scale.tuning and replace(scale.tuning, seeds=min(scale.tuning.seeds, len(seeds)))
-        scale = replace(scale, seeds=seeds, tuning=tuning)
+        check_seeds("seeds: ", scale.tuning, seeds)
+        scale = replace(scale, seeds=seeds)
     refuse_without_effect(scale, settings.changes)
     return Plan(scale, settings.changes)
 

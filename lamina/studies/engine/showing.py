@@ -6,6 +6,7 @@ from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
+from lamina.studies.catalog.rates import Tuning
 from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.stages import Stage
 from lamina.studies.catalog.study import Scale, Study, read_study
@@ -52,11 +53,18 @@ def _trials(plan: Plan, settings: StudySettings) -> list[str]:
         lines.append(f"  then: {', '.join(_stage(stage) for stage in scale.stages)}")
     rates = tuning.rates if tuning else scale.rates
     if rates:
-        how = f"tuned with {seeds_text(tuning.seeds)}, then widened at an edge" if tuning else "a sweep"
+        how = f"{_tuned(tuning, scale.seeds)}" if tuning else "a sweep"
         lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
     if measured := measures.names(scale.measures):
         lines.append(f"  measured: {', '.join(measured)}")
     return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
+
+
+def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
+    sweep = tuning.sweep(seeds)
+    own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
+    rule = "" if tuning.rule == "best" else ", the lowest rate within one standard error of the best"
+    return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
 
 
 def _search(scale: Scale, search: Search) -> list[str]:

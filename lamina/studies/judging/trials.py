@@ -26,7 +26,8 @@ class Trials:
 
     Args:
         table: one row per trial: a column per axis, ``seed``, ``learning_rate``, the columns of a result
-            (``lamina.jobs.columns``), ``tuned`` (trained at its arm's chosen rate) and ``key``.
+            (``lamina.jobs.columns``), ``tuned`` (trained at its arm's chosen rate, with one of the study's seeds),
+            ``at_edge`` (that arm's best rate is the lowest or the highest that was tried) and ``key``.
         axes: the names of the study's axes; ``learning_rate`` and ``seed`` may be among them.
         scale: cpu, gpu or paper.
         measures: gives the tables of probes and records.
@@ -57,10 +58,15 @@ class Trials:
         return self._of(table)
 
     def tuned(self) -> Trials:
-        """The trials at their arm's chosen learning rate; all, where the study tunes none."""
+        """The trials of the study's own seeds at their arm's chosen learning rate; all, where the study tunes none."""
         if "tuned" not in self.table:
             return self
         return self._of(self.table[self.table["tuned"].fillna(False).astype(bool)])
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best rate of an arm of these trials is at its sweep's edge: a better one may lie beyond it."""
+        return "at_edge" in self.table and bool(self.table["at_edge"].fillna(False).astype(bool).any())
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
