@@ -102,6 +102,13 @@ class BlockSource(ItemSource[Block], ABC):
     def for_run(self, seed: int) -> BlockSource:
         return self
 
+    @abstractmethod
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        """The token ids of these blocks, each once, [blocks, sequence_length]; of a stream, its known text instead.
+
+        A stream that has been read is not read again.
+        """
+
 
 class ArrayBlocks(BlockSource):
     """Token blocks in memory, [num_blocks, sequence_length] of unsigned integers."""
@@ -131,6 +138,9 @@ class ArrayBlocks(BlockSource):
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         return count_tokens(self.array, vocab_size)
+
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        return self.array[np.unique(np.asarray(indices, dtype=np.int64))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,12 +46,16 @@ class MixedBlocks(BlockSource):
         return self.length
 
     def __getitem__(self, index: int) -> Block:
+        part, number = self._number(index)
+        return self.blocks[part][number]
+
+    def _number(self, index: int) -> tuple[int, int]:
+        """The part that block ``index`` belongs to, and the block's number there."""
         part, position = self.where(index)
-        blocks = self.blocks[part]
-        if blocks.in_order:
-            return blocks[position]
-        count = len(blocks)
-        return blocks[int(self._order(part, position // count)[position % count])]
+        if self.blocks[part].in_order:
+            return part, position
+        count = len(self.blocks[part])
+        return part, int(self._order(part, position // count)[position % count])
 
     def where(self, index: int) -> tuple[int, int]:
         """The part that block ``index`` belongs to, and how many blocks of that part come before it."""
@@ -96,6 +100,12 @@ class MixedBlocks(BlockSource):
 
     def token_counts(self, vocab_size: int) -> np.ndarray:
         return np.sum([part.token_counts(vocab_size) for part in self.blocks], axis=0)
+
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        numbers: list[list[int]] = [[] for _ in self.blocks]
+        for part, number in map(self._number, indices):
+            numbers[part].append(number)
+        return np.concatenate([part.rows(own) for part, own in zip(self.blocks, numbers, strict=True) if own])
 
     def state_dict(self, index: int) -> object:
         if not all(part.in_order for part in self.blocks):

@@ -18,6 +18,7 @@ from lamina.placements import Plan
 from lamina.training.monitoring.falling import still_falling
 from lamina.training.monitoring.guard import Diverged
 from lamina.training.monitoring.series import spike_columns
+from lamina.training.objectives.bigram import entropy_of
 
 if TYPE_CHECKING:
     from lamina.training.run import TrainingRun
@@ -43,6 +44,7 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
         **run.resolved.objective.derived(loss, stats),
         **recorder.scores,
         "unigram_entropy": stats.unigram_entropy,
+        "bigram_entropy": run.processes.by_first(lambda: entropy_of(run.splits, settings, run.order, steps)),
         **spikes,
         "tokens": tokens,
         "steps": steps,

@@ -37,7 +37,7 @@ from lamina.training.monitoring.updates import UpdateRatios
 from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.averaging import WeightAverage
-from lamina.training.optimization.order import TrainOrder
+from lamina.training.optimization.order import TrainOrder, order_of
 from lamina.training.optimization.schedule import schedule_of
 from lamina.training.resolve import ResolvedRun
 from lamina.training.trainer import LaminaTrainer
@@ -109,19 +109,8 @@ class TrainingRun:
         return checkpoint, run_state(checkpoint) if checkpoint else {"step": -1}
 
     def _make_order(self, done: int) -> TrainOrder:
-        settings = self.settings
-        return TrainOrder(
-            len(self.train_items),
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            gradient_accumulation=settings.gradient_accumulation,
-            seed=settings.seed,
-            skips=self.rollbacks.skips,
-            done=done,
-            rank=self.processes.rank,
-            size=self.processes.size,
-            shuffled=not self.train_items.in_order,
-        )
+        rank, size = self.processes.rank, self.processes.size
+        return order_of(self.settings, self.train_items, skips=self.rollbacks.skips, done=done, rank=rank, size=size)
 
     def _make_recorder(self) -> RunRecorder:
         tokens, first = self.resolved.tokens_per_step, self.processes.first

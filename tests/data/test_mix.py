@@ -75,6 +75,9 @@ class Numbers(BlockSource):
     def token_counts(self, vocab_size):
         raise NotImplementedError
 
+    def rows(self, indices):
+        raise NotImplementedError
+
 
 def mixed(shares, sizes, length=10_000, seed=5):
     rows = [(n, Fraction(s), Numbers(n, size)) for n, s, size in zip("abcd", shares, sizes, strict=False)]

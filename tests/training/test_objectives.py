@@ -109,6 +109,7 @@ def test_an_image_run_leaves_a_whole_folder(of_images, tmp_path):
     settings = of_images(probe_every=8)
     outcome = pretrain(settings, bar=False)
     assert outcome["perplexity"] is None
+    assert outcome["bigram_entropy"] is None
     assert outcome["tokens"] == 8 * 4 * 5  # steps, images, and 4 patches with the class token
     assert {"accuracy", "top5_accuracy"} <= set(outcome)
     last = [record for record in records(tmp_path / "run") if "eval_loss" in record][-1]
@@ -218,6 +219,7 @@ def test_dropped_branches_leave_the_skip_and_keep_the_mean():
 def test_a_masked_language_model_is_trained_as_it_says(masked, tmp_path):
     outcome = pretrain(masked(steps=8, probe_every=8), bar=False)
     assert outcome["bits_per_byte"] is None
+    assert outcome["bigram_entropy"] is None
     assert outcome["perplexity"] == pytest.approx(np.exp(outcome["eval_loss"]))
     assert 0.0 <= outcome["accuracy"] <= 1.0
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")

@@ -68,6 +68,9 @@ class StreamedBlocks(BlockSource):
     def token_counts(self, vocab_size: int) -> np.ndarray:
         return count_tokens(self.known, vocab_size)
 
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        return self.known
+
     def state_dict(self, index: int) -> Json:
         chunk = max(anchor for anchor in self._anchors if anchor <= index // self.size)
         return {"size": self.size, "chunk": chunk, **dataclasses.asdict(self._anchors[chunk])}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
-from lamina.data.blocks import shuffled
+from lamina.data.blocks import ItemSource, shuffled
+
+if TYPE_CHECKING:
+    from lamina.training.settings import PretrainSettings
 
 Skip = tuple[int, int]  # (step, by how many steps' worth of data the order is ahead after it)
 
@@ -96,3 +100,27 @@ class TrainOrder(Sampler[list[int]]):
 def ahead(skips: Sequence[Skip], step: int) -> int:
     """How many steps' worth of data are skipped before a step's data."""
     return next((skipped for after, skipped in reversed(skips) if step > after), 0)
+
+
+def order_of(
+    settings: PretrainSettings,
+    items: ItemSource,
+    *,
+    skips: Sequence[Skip] = (),
+    done: int = 0,
+    rank: int = 0,
+    size: int = 1,
+) -> TrainOrder:
+    """The order in which a run of these settings trains on ``items``, which are in the form that the run draws from."""
+    return TrainOrder(
+        len(items),
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        gradient_accumulation=settings.gradient_accumulation,
+        seed=settings.seed,
+        skips=skips,
+        done=done,
+        rank=rank,
+        size=size,
+        shuffled=not items.in_order,
+    )
