@@ -8,13 +8,12 @@ below, each with its reason.
 import contextlib
 import os
 import re
-import shlex
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from documented import BLOCKS, PAGES, ROOT, blocks, commands, words_of
 from transformers import LlamaConfig
 
 import lamina
@@ -22,11 +21,6 @@ import lamina.api
 from lamina.cli import main
 from lamina.jobs.job import Job
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-BLOCKS = {
-    page: re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for page, text in PAGES.items()
-}
 COVERED = {  # pages whose Python is run by the test of their own
     "README.md": "tests/test_readme.py",
     "own-placement.md": "tests/placements/test_own_placement_docs.py",
@@ -75,20 +69,13 @@ optimizer = torch.optim.AdamW(model.parameters())
 SLOW = {"first-study.md", "own-text.md", "trainer-and-trl.md"}
 
 
-def blocks(*languages):
-    return [(page, code) for page, found in BLOCKS.items() for language, code in found if language in languages]
-
-
-def commands():
-    """Each command of the pages, without comments, on one line."""
-    for page, code in blocks("bash"):
-        for line in re.sub(r"\\\n\s*", "", code).splitlines():
-            words = re.sub(r"(^|\s)#(?!SBATCH).*", "", line).strip()
-            if words and not words.startswith("#"):
-                yield page, words
-
-
 COMMANDS = sorted(set(commands()))
+
+
+def begun(command):
+    """The words that begin a documented command's work; None if it is not Lamina's."""
+    words = words_of(command)
+    return words and [word for word in words if word not in ("...", "--resume", "--resume=auto", "--dry-run")]
 
 
 class Reached(BaseException):
@@ -137,19 +124,9 @@ def test_the_extras_and_make_targets_of_the_pages_exist():
         assert all(f"\n{name}:" in makefile for name in re.findall(r"^make ([\w-]+)", text, re.MULTILINE)), page
 
 
-def words_of(command):
-    """The part of a command that Lamina reads; None if there is none."""
-    words = shlex.split(command)
-    if "lamina" in words[1:] and words[0] in ("torchrun", "accelerate"):
-        words = words[words.index("lamina") :]
-    if words[0] != "lamina":
-        return None
-    return [word for word in words[1:] if word not in ("...", "--resume", "--resume=auto", "--dry-run")]
-
-
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {command[:60]}" for page, command in COMMANDS])
 def test_a_command_is_one(folder, monkeypatch, capsys, page, command):
-    argv = words_of(command)
+    argv = begun(command)
     if argv is None:
         assert command.startswith(tuple(NOT_RUN)), "a command of another program, and no reason why it is not run"
         return
@@ -231,7 +208,7 @@ def test_the_commands_of_a_tutorial_run_to_the_end(folder, capsys, page):
         config = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
         LlamaConfig(**config, num_hidden_layers=2).save_pretrained("qwen-small")
     for name, command in commands():
-        argv = words_of(command)
+        argv = begun(command)
         if name != page or argv is None:
             continue
         if argv[0] in TRAINING:

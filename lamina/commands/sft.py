@@ -9,8 +9,10 @@ from lamina.posttraining.settings import SftSettings
 
 EXAMPLES = """
   lamina sft --from runs/keel-64 --data instructions.jsonl --output runs/keel-64-sft
-  lamina sft --from runs/keel-64 --data chats.jsonl --template chat --packing --sequence-length 512 --epochs 2
-  lamina sft --from HuggingFaceTB/SmolLM2-135M --data questions.jsonl --lora-rank 16 --learning-rate 2e-4
+  lamina sft --from runs/keel-64 --data chats.jsonl --template chat --packing --sequence-length 512 --epochs 2 \\
+      --output runs/keel-64-chat
+  lamina sft --from HuggingFaceTB/SmolLM2-135M --data questions.jsonl --lora-rank 16 --learning-rate 2e-4 \\
+      --output runs/smollm2-lora
   lamina sft --from runs/keel-64 --preset lima --output runs/keel-64-lima
   lamina sft --output runs/keel-64-sft --resume
 """

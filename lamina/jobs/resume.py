@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lamina.errors import UserError
@@ -16,14 +16,14 @@ class ResumePolicy:
         what: the noun in the messages: "run", "study".
         free: the settings that may change.
         before: the values of settings in folders that are older than those settings.
-        decided: settings that the job decides when it begins; "auto" stands for that decision.
+        decided: settings that the job decides when it begins, each with the value that stands for that decision.
         compared: settings whose content the job compares itself: files and folders that may have moved.
     """
 
     what: str
     free: frozenset[str]
     before: Mapping[str, object] = field(default_factory=dict)
-    decided: Collection[str] = ()
+    decided: Mapping[str, object] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
 
     def merge(
@@ -39,7 +39,9 @@ class ResumePolicy:
         Raises:
             UserError: if the user changed a setting that may not change; it names the first one.
         """
-        given = {name: value for name, value in given.items() if not (value == "auto" and name in self.decided)}
+        given = {
+            name: value for name, value in given.items() if name not in self.decided or value != self.decided[name]
+        }
         known = {**self.before, **stored}
         for name, value in given.items():
             old = known.get(name, defaults.get(name))

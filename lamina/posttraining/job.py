@@ -40,7 +40,7 @@ S = TypeVar("S", bound=TuningSettings)
 POLICY = ResumePolicy(
     what="run",
     free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
-    decided=frozenset(("precision", "steps")),
+    decided={"precision": "auto", "steps": 0, "sequence_length": None},
     compared=frozenset(("from_model", "reward_model")),
 )
 
@@ -111,7 +111,7 @@ def _ready(stage: Stage[S], settings: S) -> Job:
     settings.require(*settings.needed)
     if settings.push_to_hub is not None:
         check_repository(settings.push_to_hub)
-    check_arguments(settings.as_run(), type(settings))
+    check_arguments(settings.trainer, settings.schedule, type(settings))
     start = find_start(settings)
     others = stage.others(settings, start)
     examples = stage.examples(settings, start)

@@ -88,7 +88,7 @@ class TuningSettings(
     HubSettings,
     OutputSettings,
 ):
-    """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs``; ``resolved`` replaces it."""
+    """What all jobs after pretraining share. ``steps`` = 0 stands for ``epochs`` until the data are read."""
 
     without: ClassVar[frozenset[str]] = frozenset(
         (
@@ -117,9 +117,10 @@ class TuningSettings(
     seed: int = changed(0, help="seed of the order of the examples and of everything else that is random")
 
     def check(self) -> None:
-        """Check the schedule once the number of steps is known. Raises UserError that names the field."""
+        """Check what depends on the number of steps once it is known. Raises UserError that names the field."""
         if self.steps:
             super().check()
+            self.as_run()
         if self.lora_rank == 0:
             for name in ("lora_alpha", "lora_dropout", "lora_targets"):
                 if (value := getattr(self, name)) != self.default(name):

@@ -24,7 +24,7 @@ from lamina.jobs.model_folder import content_hash, model_folder, refuse_as_outpu
 from lamina.modeling.backbones.configurations import read_config, refuse_scores
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
-from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification
+from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification, adapter_of
 from lamina.placements import Plan
 from lamina.posttraining.settings import TuningSettings
 from lamina.training import source
@@ -93,6 +93,10 @@ def find_start(settings: TuningSettings) -> Start:
         refuse_damaged(folder)
     try:
         config = source.config_of(path)
+        if "causal_lm" not in adapter_of(config).heads:
+            raise UserError(
+                f"from: {path!r} is a {config.model_type} model, which writes no text (allowed: one that does)"
+            )
         tokenizer = load_tokenizer(str(folder) if folder.is_dir() else path)
         source.check_vocabulary(config, vocab_size_of(tokenizer), path)
     except UserError as error:

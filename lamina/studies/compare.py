@@ -58,7 +58,7 @@ POLICY = ResumePolicy(
         )
     ),
     before=SPEED_BEFORE,
-    decided=frozenset(SPEED_BEFORE),
+    decided=dict.fromkeys(SPEED_BEFORE, "auto"),
 )
 
 

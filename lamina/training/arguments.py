@@ -55,10 +55,23 @@ def training_arguments(settings: PretrainSettings, processes: int = 1) -> Traini
     return arguments_of(TrainingArguments, settings, processes)
 
 
-def check_arguments(settings: PretrainSettings, record: type[Settings]) -> None:
-    """Raise UserError for an argument under ``trainer`` that a job with a ``record`` of settings cannot take."""
+def check_arguments(trainer: Json, schedule: str, record: type[Settings]) -> None:
+    """Raise UserError for an argument under ``trainer`` that a job with this schedule and record does not take.
+
+    It is one that a run sets itself, that its records depend on, or that does not exist.
+    """
     known = {entry.name for entry in fields(TrainingArguments) if entry.init}
-    _check_trainer(settings, known, record)
+    for name, value in trainer.items():
+        if name in _FIXED:
+            raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
+        if name in _OURS and _OURS[name] not in record.names():
+            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: to leave it out)")
+        if name in _OURS:
+            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
+        if name not in known:
+            raise unknown("trainer argument", name, known & set(OPTIONS))
+        check_value(name, value)
+    check_together(trainer, schedule)
 
 
 def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, **own: object) -> A:
@@ -68,8 +81,8 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
             f"batch_size: {settings.batch_size} blocks can't be split evenly over {processes} processes "
             f"(allowed: a multiple of {processes}, or another number of processes)"
         )
+    check_arguments(settings.trainer, settings.schedule, PretrainSettings)
     known = {entry.name for entry in fields(TrainingArguments) if entry.init}
-    _check_trainer(settings, known, PretrainSettings)
     values = _values(settings, processes)
     if "activation_checkpointing" not in known:
         values["gradient_checkpointing"] = settings.gradient_checkpointing
@@ -83,21 +96,6 @@ def arguments_of(kind: type[A], settings: PretrainSettings, processes: int = 1, 
     if settings.trainer:
         try_out(arguments, settings.trainer)
     return arguments
-
-
-def _check_trainer(settings: PretrainSettings, known: set[str], record: type[Settings]) -> None:
-    """Raise UserError for an argument that a run sets itself, that its records depend on, or that does not exist."""
-    for name, value in settings.trainer.items():
-        if name in _FIXED:
-            raise UserError(f"trainer.{name}: fixed, since Lamina's records depend on it")
-        if name in _OURS and _OURS[name] not in record.names():
-            raise UserError(f"trainer.{name}: `lamina {record.command_name}` decides it (allowed: to leave it out)")
-        if name in _OURS:
-            raise UserError(f"trainer.{name}: set by --{_OURS[name].replace('_', '-')} (allowed: that flag)")
-        if name not in known:
-            raise unknown("trainer argument", name, known & set(OPTIONS))
-        check_value(name, value)
-    check_together(settings.trainer, settings.schedule)
 
 
 def _values(settings: PretrainSettings, processes: int) -> Json:

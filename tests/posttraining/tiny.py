@@ -14,7 +14,12 @@ POSITIONS = 128
 
 
 def write_model(
-    folder: Path, placement: str = "keel", seed: int = 0, template: str | None = None, head: str = "causal_lm"
+    folder: Path,
+    placement: str = "keel",
+    seed: int = 0,
+    template: str | None = None,
+    head: str = "causal_lm",
+    positions: int = POSITIONS,
 ) -> Path:
     """A model of two layers over bytes, with its tokenizer, as a run leaves it."""
     tokenizer = load_tokenizer("bytes")
@@ -25,7 +30,7 @@ def write_model(
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         bos_token_id=256,
         eos_token_id=256,
     )

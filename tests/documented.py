@@ -1,0 +1,53 @@
+"""What README, the pages of docs and the commands' help say to type, read once for all tests of it."""
+
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+from lamina.commands.catalog import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+BLOCKS = {
+    page: re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for page, text in PAGES.items()
+}
+
+
+def blocks(*languages):
+    return [(page, code) for page, found in BLOCKS.items() for language, code in found if language in languages]
+
+
+def commands():
+    """Each command of the pages, without comments, on one line."""
+    for page, code in blocks("bash"):
+        for line in joined(code):
+            words = re.sub(r"(^|\s)#(?!SBATCH).*", "", line).strip()
+            if words and not words.startswith("#"):
+                yield page, words
+
+
+def help_commands(name):
+    """Each example of a command's help, without what is said beside it, on one line."""
+    examples = import_module(f"lamina.commands.{name.replace('-', '_')}").parser().examples
+    return [re.split(r"\s{4,}", line.strip())[0] for line in joined(examples) if line.strip()]
+
+
+def typed():
+    """The command lines of each page, and of each command's help under "lamina NAME --help", in their order."""
+    pages = {}
+    for page, line in commands():
+        pages.setdefault(page, []).append(line)
+    return pages | {f"lamina {name} --help": help_commands(name) for name in COMMANDS}
+
+
+def joined(code):
+    return re.sub(r"\\\n\s*", "", code).splitlines()
+
+
+def words_of(command):
+    """The part of a command that Lamina reads, as it stands; None if there is none."""
+    words = shlex.split(command)
+    if "lamina" in words[1:] and words[0] in ("torchrun", "accelerate"):
+        words = words[words.index("lamina") :]
+    return words[1:] if words[0] == "lamina" else None
