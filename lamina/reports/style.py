@@ -21,6 +21,8 @@ from lamina.reports.records import Frame, Trial
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, GREY, GRID, RULE = "#1f2933", "#66717d", "#edf0f3", "#c9d0d8"
 
+_DASH = 9  # pixels of each color where lines take turns
+_TURNS = "Lines of the same values take turns: a dash of each."
 _OWN = [color for color in PALETTE if color != "#44aa99"]  # of a figure that colors its lines itself
 
 
@@ -134,16 +136,50 @@ def _honest_axis(figure: go.Figure, values: np.ndarray) -> None:
 def to_html(figure: go.Figure) -> str:
     """The figure's place in a page, and its data, which the page's script unpacks and draws."""
     layout = cast("Any", figure.layout)
-    across = sum(1 for name in layout if re.fullmatch(r"xaxis\d*", name))
-    wide = f";min-width:{min(900, 330 * min(across, 3))}px" if across > 1 else ""  # on a phone it scrolls
+    note = f'<p class="source">{_TURNS}</p>' if _uncover(figure) else ""
     drawn = json.loads(str(plotly.io.to_json(figure, validate=False)))
     drawn["layout"].pop("template", None)  # Python's defaults, several kilobytes a figure; the look is set above
     text = json.dumps(drawn, separators=(",", ":"))
     data = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()  # a third of the text's size
     return (
-        f'<div class="scroll"><div class="plotly-graph-div" style="height:{layout.height or 400}px{wide}"></div>'
-        f'<script type="text/plain">{data}</script></div>'
+        f'<div class="scroll"><div class="plotly-graph-div" style="height:{layout.height or 400}px"></div>'
+        f'<script type="text/plain">{data}</script></div>{note}'
     )
+
+
+def _uncover(figure: go.Figure) -> bool:
+    """Let lines that hide each other take turns, a dash of each color after the other; whether there were any.
+
+    Two lines of a panel hide each other where half of their points or more are within 1.2 % of the axis.
+    """
+    layout, panels = cast("Any", figure.layout), {}
+    for trace in cast("Any", figure.data):
+        if trace.type == "scatter" and "lines" in (trace.mode or "") and (trace.line.width or 2) >= 1.5:
+            panels.setdefault((trace.xaxis or "x", trace.yaxis or "y"), []).append(trace)
+    found = False
+    for (_, name), lines in panels.items():
+        axis = layout[f"yaxis{name[1:]}"]
+        drawn = [_heights(line.y, log=axis.type == "log") for line in lines]
+        finite = np.concatenate(drawn)[np.isfinite(np.concatenate(drawn))]
+        near = 0.012 * float(np.ptp(axis.range or (finite if len(finite) else [0])))
+        for number, (line, own) in enumerate(zip(lines, drawn, strict=True)):
+            hides = [
+                len(own) > 2
+                and np.array_equal(line.x, other.x)
+                and line.line.color != other.line.color
+                and np.mean(np.abs(own - heights) <= near) >= 0.5
+                for other, heights in zip(lines, drawn, strict=True)
+            ]
+            if below := sum(hides[:number]):  # what they show stays free
+                line.line.dash, found = f"{_DASH * (1 + sum(hides[number:]))}px,{_DASH * below}px", True
+    return found
+
+
+def _heights(values: object, *, log: bool) -> np.ndarray:
+    """Where values stand on their axis; NaN for those that are not on it."""
+    heights = np.asarray(() if values is None else values, dtype=float)
+    with np.errstate(all="ignore"):
+        return np.log10(heights) if log else heights
 
 
 def thin(frame: Frame, count: int) -> Frame:

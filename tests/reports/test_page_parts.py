@@ -85,6 +85,29 @@ def test_a_page_holds_a_figures_data_packed_so_that_nothing_in_it_can_end_its_el
     assert html == to_html(go.Figure(go.Scatter(x=[1], y=[1], name="</script><b>&"))), "the same figure, the same page"
 
 
+def drawn(html):
+    data = html.partition('<script type="text/plain">')[2].partition("</script>")[0]
+    return json.loads(gzip.decompress(base64.b64decode(data)))["data"]
+
+
+def test_lines_of_the_same_values_take_turns_so_that_each_color_shows():
+    figure, layers = go.Figure(), list(range(8))
+    for color, factor in (("#111111", 1), ("#222222", 1.001), ("#333333", 50), ("#444444", 1)):
+        figure.add_scatter(x=layers, y=[factor * 10**layer for layer in layers], mode="lines", line={"color": color})
+    html = to_html(figure.update_yaxes(type="log"))
+    assert [line["line"].get("dash") for line in drawn(html)] == [None, "18px,9px", None, "9px,18px"]
+    assert "take turns" in html
+
+
+def test_lines_that_only_cross_stay_whole():
+    figure, layers = go.Figure(), list(range(8))
+    for color, values in (("#111111", layers), ("#222222", layers[::-1]), ("#111111", layers)):
+        figure.add_scatter(x=layers, y=values, mode="lines", line={"color": color})
+    html = to_html(figure)
+    assert not any(line["line"].get("dash") for line in drawn(html))
+    assert "take turns" not in html
+
+
 def test_no_two_colors_of_placements_look_alike_in_the_dark():
     script = (resources.files("lamina.reports") / "assets" / "page.js").read_text("utf-8")
     dark = dict(re.findall(r'"(#[0-9a-f]{6})": "(#[0-9a-f]{6})"', script))

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 from html import unescape
+from pathlib import Path
 
 import pytest
 
 import lamina
+from lamina.reports import report
 from lamina.reports.screenshot import BROWSERS
 
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
@@ -70,6 +72,34 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page, tmp_path):
     width, beyond = asked(page, tmp_path, found, 400)
     assert width <= 400
     assert beyond == []
+
+
+@pytest.mark.parametrize("width", [400, 700])
+def test_on_a_phone_each_panel_and_each_name_of_a_figure_is_in_sight(page, tmp_path, width):
+    found = """[...document.querySelectorAll(".plotly-graph-div")].filter((div) => div.offsetParent).map((div) => [
+      div.closest(".scroll").scrollWidth - div.closest(".scroll").clientWidth,
+      Object.keys(div._fullLayout._plots).length,
+      Math.max(...[...div.querySelectorAll(".subplot, .legend, .annotation, .colorbar")]
+        .map((part) => part.getBoundingClientRect().right)),
+      Math.min(...[...div.querySelectorAll(".legend")].map((part) => part.getBoundingClientRect().top
+        - div.getBoundingClientRect().top)),
+      innerWidth])"""
+    figures = asked(page, tmp_path, found, width)
+    assert max(panels for _, panels, *_ in figures) >= 2
+    for scrolled, _, right, top, inner in figures:
+        assert scrolled <= 0
+        assert right <= inner
+        assert top is None or top >= 0
+
+
+def test_the_table_of_a_studys_claims_fits_its_page(tmp_path):
+    records = Path(__file__).resolve().parents[2] / "studies" / "records" / "peri-fp16-cpu"
+    page = report(shutil.copytree(records, tmp_path / "peri-fp16")).read_text("utf-8")
+    assert '<th scope="col">note</th>' in page
+    found = """(({ scrollWidth, clientWidth }) =>
+      [scrollWidth, clientWidth])(document.querySelector(".claims").parentElement)"""
+    needed, shown = asked(page, tmp_path, found)
+    assert needed <= shown
 
 
 def test_a_figure_is_redrawn_against_flops_and_saved_as_csv(page, tmp_path):

@@ -44,7 +44,50 @@
     await loaded();
     const { data, layout } = figureOf(div, inScheme(drawn.get(div)));
     layout.autosize = true;
+    stack(layout, panelsOf(data, layout), Math.max(1, Math.floor(div.clientWidth / (data.some(isMap) ? 170 : 300))));
+    div.style.height = `${layout.height}px`;
     await Plotly.react(div, data, layout, { displayModeBar: false, responsive: true });
+    const taken = div._fullLayout._size.t - layout.margin.t; // by the rows of a legend that found no place in one
+    if (taken < 1) return;
+    div.style.height = `${layout.height + taken}px`;
+    await Plotly.relayout(div, { height: layout.height + taken });
+  }
+
+  // The panels of a figure, row by row from the top.
+  function panelsOf(data, layout) {
+    const pairs = new Map(data.map((trace) => [`${trace.xaxis} ${trace.yaxis}`, trace]));
+    const panels = [...pairs.values()].map((trace) => {
+      const [x, y] = ["x", "y"].map((letter) => axisOf(layout, trace, letter));
+      const [[left], [bottom, top]] = [x.domain || [0, 1], y.domain || [0, 1]];
+      return { x, y, left, top, share: top - bottom, title: titleAbove(layout, x, y) };
+    });
+    return panels.sort((a, b) => b.top - a.top || a.left - b.left);
+  }
+
+  // Panels in fewer columns where a row of them is too narrow, each as high as it was, with ticks and titles of its own.
+  function stack(layout, panels, across) {
+    if (panels.filter(({ top }) => top === panels[0].top).length <= across) return;
+    const [inside, gutter] = [layout.height - layout.margin.t - layout.margin.b, 0.06];
+    const height = inside * Math.max(...panels.map(({ share }) => share));
+    const gap = panels.some(({ title }) => title?.text.includes("<br>")) ? 98 : 82;
+    const rows = Math.ceil(panels.length / across);
+    const [all, width] = [rows * height + (rows - 1) * gap, (1 - (across - 1) * gutter) / across];
+    const below = ({ left }) => panels.findLast((each) => each.left === left && each.x.title?.text)?.x.title;
+    const beside = ({ top }) => panels.find((each) => each.top === top && each.y.title?.text)?.y.title;
+    const titles = panels.map((panel) => ({ x: below(panel) || {}, y: beside(panel) || {} }));
+    const shared = panels.some(({ y }) => y.showticklabels === false);
+    panels.forEach(({ x, y, title }, i) => {
+      const [left, top] = [(i % across) * (width + gutter), 1 - (Math.floor(i / across) * (height + gap)) / all];
+      Object.assign(x, { domain: [left, left + width], showticklabels: true, title: titles[i].x });
+      Object.assign(y, { domain: [Math.max(0, top - height / all), top] });
+      if (i % across === 0) Object.assign(y, { showticklabels: true, title: titles[i].y });
+      else if (shared) Object.assign(y, { showticklabels: false, title: {} });
+      if (title) Object.assign(title, { x: left + width / 2, y: top });
+    });
+    const bar = layout.coloraxis?.colorbar;
+    if (bar) Object.assign(bar, { lenmode: "pixels", len: Math.min(300, all), y: 1, yanchor: "top" });
+    if (layout.legend?.y) layout.legend.y = 1 + ((layout.legend.y - 1) * inside) / all;
+    layout.height += all - inside;
   }
 
   // A figure as it is shown: against tokens, or what its reader chose.
@@ -108,12 +151,15 @@
     return titles.size === 1 ? plain([...titles][0]) : letter;
   }
 
+  // The annotation that is the title above a panel.
+  const titleAbove = (layout, across, up) =>
+    (layout.annotations || []).find((each) => each.xref === "paper" && each.yref === "paper" && across.domain
+      && across.domain[0] <= each.x && each.x <= across.domain[1] && Math.abs(each.y - up.domain[1]) < 1e-6);
+
   // The title above a trace's panel; without one, what its y axis counts where the panels differ in that.
   function panelOf(data, layout, trace) {
     const [across, up] = ["x", "y"].map((letter) => axisOf(layout, trace, letter));
-    const above = (layout.annotations || []).find((each) => each.xref === "paper" && each.yref === "paper" && across.domain
-      && across.domain[0] <= each.x && each.x <= across.domain[1] && Math.abs(each.y - up.domain[1]) < 1e-6);
-    return plain(above?.text ?? (counted(data, layout, "y") === "y" ? up.title?.text : null) ?? "");
+    return plain(titleAbove(layout, across, up)?.text ?? (counted(data, layout, "y") === "y" ? up.title?.text : null) ?? "");
   }
 
   // The rows of a map: the values themselves, where the colors are of logarithms or of a row stretched to its range.
@@ -237,5 +283,10 @@
   }
   document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", drawShown));
   addEventListener("beforeprint", drawShown);
+  let resized = 0;
+  addEventListener("resize", () => {
+    clearTimeout(resized);
+    resized = setTimeout(() => [...drawn.keys()].filter((div) => div.offsetParent).forEach(draw), 200);
+  });
   drawShown();
 })();

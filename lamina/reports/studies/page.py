@@ -61,7 +61,7 @@ def _verdicts(study: StudyFolder) -> str:
         Field(title="note", cell=lambda row: escape(str(row.get("note") or "")), kind="reason"),
     ]
     notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
-    return Table(fields=fields, rows=study.claims, kind="trials").html() + notes
+    return Table(fields=fields, rows=study.claims, kind="trials claims").html() + notes
 
 
 def _ours(row: Row) -> str:
