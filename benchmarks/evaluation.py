@@ -59,7 +59,8 @@ def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tup
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from lamina.evaluation.harness import Tasks, quiet_harness
+    from lamina.harness.quiet import quiet_harness
+    from lamina.harness.tasks import Tasks
 
     built = Tasks.find(arguments.data_dir).build(task)
     with quiet_harness():
@@ -95,8 +96,9 @@ def timed(wrapped: Any) -> list[float]:
 def by_lamina(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:
     """The same of `lamina eval`'s code."""
     from lamina.evaluation.candidates import load_candidate
-    from lamina.evaluation.harness import Runner, Tasks
     from lamina.evaluation.settings import EvalSettings
+    from lamina.harness.runner import Runner
+    from lamina.harness.tasks import Tasks
 
     built = Tasks.find(arguments.data_dir).build(task)
     network, tokenizer = load_candidate(str(model), EvalSettings(), "cpu")

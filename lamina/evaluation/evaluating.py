@@ -23,7 +23,6 @@ from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.errors import UserError, one_line
 from lamina.evaluation.candidates import Candidate, candidate_config, load_candidate
-from lamina.evaluation.harness import Runner, Tasks
 from lamina.evaluation.items import item_table
 from lamina.evaluation.perplexity import documents_of, perplexity
 from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, number_of, scores_of, to_rows
@@ -31,6 +30,8 @@ from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.stamps import stamp_of_corpus, stamp_of_folder
 from lamina.evaluation.tables import ScoreTable, table
 from lamina.evaluation.task_sets import Wanted
+from lamina.harness.runner import Runner
+from lamina.harness.tasks import Tasks
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.jobs.status import Status

@@ -13,10 +13,10 @@ from lamina.evaluation.candidates import Candidate, Expand, candidates_of
 from lamina.evaluation.evaluating import Evaluating
 from lamina.evaluation.generated import writing as generated
 from lamina.evaluation.generated.tasks import NAMES
-from lamina.evaluation.harness import Tasks
 from lamina.evaluation.scores import PERPLEXITY
 from lamina.evaluation.settings import EvalSettings
-from lamina.evaluation.task_sets import Wanted, columns_of
+from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
+from lamina.harness.tasks import Tasks
 from lamina.jobs.files import read_written_yaml
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
@@ -85,8 +85,9 @@ def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
         return columns, None
     wanted = columns_of(names, settings.num_fewshot)
     made = generated.cached() if any(one.task in NAMES for one in wanted) else None
-    tasks = Tasks.find(settings.data_dir, generated=made, run_code=settings.run_code)
-    tasks.require([one.task for one in wanted])
+    tasks = Tasks.find(settings.data_dir, *([made] if made is not None else []), run_code=settings.run_code)
+    place = "DIR/tasks/*.yaml in --data-dir"
+    tasks.files.require([one.task for one in wanted], place=place, others=[*SETS, GENERATED])
     for one in wanted:
         members = tasks.files.tags.get(one.task) if one.task not in tasks.files.files else None
         columns += [one] if members is None else [_member(one, task) for task in sorted(members)]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.errors import UserError
-from lamina.evaluation.harness import Runner, Tasks
 from lamina.evaluation.job import what_to_run
 from lamina.evaluation.scores import number_of, scores_of
 from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.task_sets import Wanted
+from lamina.harness.runner import Runner
+from lamina.harness.tasks import Tasks
 
 
 @dataclass(frozen=True, kw_only=True)

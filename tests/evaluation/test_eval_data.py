@@ -73,7 +73,7 @@ def test_rows_have_the_hub_s_names_and_columns(script, tmp_path):
 def test_every_task_of_the_offline_sets_has_a_place(script):
     """The names in the script are those of the harness's own task files."""
     pytest.importorskip("lm_eval")
-    from lamina.evaluation.harness import Tasks
+    from lamina.harness.tasks import Tasks
 
     files = Tasks.find(None).files
     tables = {(name, config) for name, config, *_ in [*script.TABLES.values(), *script.REQUESTS.values()]}

@@ -12,12 +12,12 @@ import yaml
 from evaluation.conftest import QUIZ
 
 from lamina.errors import UserError
-from lamina.evaluation import harness
-from lamina.evaluation.harness import Runner, Tasks
 from lamina.evaluation.items import item_table
 from lamina.evaluation.scores import scores_of
-from lamina.evaluation.task_code import brings_code
 from lamina.evaluation.task_sets import SETS, columns_of
+from lamina.harness import tasks as harness
+from lamina.harness.runner import Runner
+from lamina.harness.tasks import Tasks
 
 pytest.importorskip("lm_eval")
 
@@ -35,7 +35,7 @@ def loaded(model):
 
 def test_every_task_of_a_paper_s_set_is_the_harness_s(shipped):
     for one in SETS.values():
-        shipped.files.require([column.task for column in one.columns])
+        shipped.files.require([column.task for column in one.columns], place="")
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "mmlu", "arc_easy", "boolq", "glue", "agieval", "social_iqa"])
@@ -57,9 +57,9 @@ def test_a_scan_finds_what_the_harness_s_own_index_finds(shipped, name):
 
 def test_an_unknown_task_names_the_nearest(shipped):
     with pytest.raises(UserError, match="unknown task 'helaswag'; did you mean 'hellaswag'"):
-        shipped.require(["helaswag"])
+        shipped.files.require(["helaswag"], place="", others=list(SETS))
     with pytest.raises(UserError, match="did you mean 'fusenorm'"):
-        shipped.require(["fusenom"])
+        shipped.files.require(["fusenom"], place="", others=list(SETS))
 
 
 def test_examples_before_a_question_are_part_of_a_name():
@@ -154,42 +154,6 @@ def test_data_that_are_damaged_are_not_called_absent(data_dir, monkeypatch):
         other.rename(other.with_suffix(".parquet"))
     with pytest.raises(UserError, match=r"'quiz': its data in '.*' can't be read: (?!DatasetGeneration)"):
         Tasks.find(str(data_dir)).build("quiz")
-
-
-def test_a_task_file_s_code_runs_only_when_asked(data_dir):
-    (data_dir / "tasks/code.yaml").write_text("task: coded\ndataset_path: toy/quiz\ndoc_to_text: !function own.text\n")
-    (data_dir / "tasks/own.py").write_text("raise SystemExit('it ran')\n")
-    with pytest.raises(UserError, match=r"the file of 'coded' runs Python code \(allowed with --run-code\)"):
-        Tasks.find(str(data_dir)).require(["coded"])
-    with pytest.raises(UserError, match=r"'humaneval' runs the code that a model writes"):
-        Tasks.find(None).require(["humaneval"])
-    (data_dir / "tasks/code.yaml").write_text("task: coded\ninclude: base.yaml\n")
-    (data_dir / "tasks/base.yaml").write_text("doc_to_text: !function own.text\n")
-    with pytest.raises(UserError, match="runs Python code"):
-        Tasks.find(str(data_dir)).require(["coded"])
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("doc_to_text: !%66unction own.text", True),  # YAML decodes a tag
-        ('"include": base.inc', True),
-        ("include: [plain.inc, base.inc]", True),
-        ("include: itself.yaml\n", False),
-        ('"class": own.Task', True),
-        ("task: [{task: a, class: own.Task}]", True),
-        ("doc_to_text: 'about !function'", False),
-        ("a: [", True),
-        ("a: &a [x]\nb: &b [*a, *a]\nc: [*b, *b]", False),
-        ("", False),
-    ],
-)
-def test_code_is_what_yaml_reads_as_code(tmp_path, text, code):
-    (tmp_path / "base.inc").write_text("doc_to_text: !function own.text\n")
-    (tmp_path / "plain.inc").write_text("doc_to_text: text\n")
-    file = tmp_path / "itself.yaml"
-    file.write_text(text)
-    assert brings_code(file) == code
 
 
 def test_without_the_harness_one_line_says_what_to_install(monkeypatch):

@@ -7,9 +7,10 @@ beginning of a line, so that a scan for them takes a second; only the files that
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,37 +39,35 @@ class TaskFiles:
     Attributes:
         files: the file of each task and group.
         tags: the tasks of each tag.
-        own: the names from folders of the user's.
     """
 
     files: Mapping[str, Path]
     tags: Mapping[str, list[str]]
-    own: frozenset[str] = frozenset()
     _entries: dict[str, Entry] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def scan(shipped: Path, own: Iterable[Path] = ()) -> TaskFiles:
         """Scan the harness's folder of tasks, then the user's own."""
-        files, tags = _scanned(shipped)
-        mine: set[str] = set()
+        files, tags = _shipped(shipped)
+        files, tags = dict(files), {tag: list(names) for tag, names in tags.items()}
         for folder in own:
             more, labels = _scanned(folder)
             files |= more
-            mine |= set(more)
             for tag, names in labels.items():
                 tags.setdefault(tag, []).extend(names)
-        return TaskFiles(files=files, tags=tags, own=frozenset(mine))
+        return TaskFiles(files=files, tags=tags)
 
-    def require(self, names: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Raise UserError for a name that is no task, group or tag; it has the nearest names, ``others`` among them."""
+    def require(self, names: Iterable[str], *, place: str, others: Sequence[str] = ()) -> None:
+        """Raise UserError for a name that is no task, group or tag; it has the nearest names, ``others`` among them.
+
+        ``place``: where files of the user's own may be, for the message.
+        """
         known = {*self.files, *self.tags}
         for name in names:
             if name not in known:
                 near = nearest(name, [*others, *sorted(known)])
-                raise UserError(
-                    f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {len(known)} tasks, groups and "
-                    f"tags of lm-evaluation-harness, DIR/tasks/*.yaml in --data-dir, {', '.join(others)})"
-                )
+                allowed = ", ".join([f"{len(known)} tasks, groups and tags of lm-evaluation-harness", place, *others])
+                raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
 
     def entries(self, name: str) -> dict[str, Entry]:
         """The harness's index of all that a name needs: itself, and the members of a group or a tag."""
@@ -89,10 +88,9 @@ class TaskFiles:
         """Parse the file of a task or a group; returns the names of a group's members."""
         from lm_eval.tasks._index import TaskIndex
 
+        config = self.config(name)
         if name not in self._entries:
-            config = self.config(name)
             TaskIndex.process_cfg({**config, "tag": None}, self.files[name], self._entries)
-        config = self._entries[name].cfg or {}
         members = config.get("task") if "group" in config else []
         return [member for member in _members(members) if member in self.files or member in self.tags]
 
@@ -102,13 +100,16 @@ class TaskFiles:
         self._entries.setdefault(name, Entry(name=name, kind=Kind.TAG, yaml_path=None, tags=set(self.tags[name])))
 
     def config(self, name: str) -> Json:
-        """A file's content, its functions as names. Raises UserError if it is no task file."""
+        """A file's content, its functions as names. Raises UserError if it does not define that task or group."""
         from lm_eval.tasks._yaml_loader import load_yaml
 
         try:
-            return load_yaml(self.files[name], resolve_func=False)
+            config = load_yaml(self.files[name], resolve_func=False)
         except Exception as error:  # the file may be the user's: whatever it holds
             raise UserError(f"tasks: {str(self.files[name])!r} is no task file: {one_line(error)}") from None
+        if config.get("group", config.get("task")) != name:
+            raise UserError(f"tasks: {str(self.files[name])!r} is no task file: YAML reads no name {name!r} in it")
+        return config
 
 
 def _members(listed: object) -> list[str]:
@@ -141,6 +142,9 @@ def _scanned(folder: Path) -> tuple[dict[str, Path], dict[str, list[str]]]:
             for tag in _tags(text):
                 tags.setdefault(tag, []).append(name)
     return files, tags
+
+
+_shipped = functools.cache(_scanned)  # what is installed does not change
 
 
 def _tags(text: str) -> list[str]:

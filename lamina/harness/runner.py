@@ -1,0 +1,152 @@
+"""A model scored on the harness's tasks."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError, one_line, out_of_memory
+from lamina.harness.containment import contained, template_error
+from lamina.harness.quiet import quiet_harness
+from lamina.jobs.files import disk_full
+
+if TYPE_CHECKING:
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks.manager import TaskDict
+
+FEWSHOT_SEED = 1234  # the harness's; ours is added to it
+BOOTSTRAPS = 1000  # of the standard errors that have no formula (a perplexity's)
+SCORING_ERRORS = (AssertionError, ValueError, RuntimeError, KeyError, IndexError, TypeError, ArithmeticError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """A model as the harness sees it, and how it is asked.
+
+    Attributes:
+        model: a causal language model, on its device.
+        tokenizer: of the model.
+        batch_size: sequences per forward pass.
+        limit: items per task; None for all.
+        seed: of the few-shot examples.
+        chat_template: whether the questions go into the tokenizer's chat template.
+        run_code: whether a task's own code, and code that the model writes, is run.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int = 8
+    limit: int | None = None
+    seed: int = 0
+    chat_template: bool = False
+    run_code: bool = False
+    _made: list[HFLM] = field(default_factory=list, repr=False, compare=False)
+
+    def language_model(self) -> HFLM:
+        """The model in the harness's wrapper, made once."""
+        if not self._made:
+            from lm_eval.models.huggingface import HFLM
+
+            text = self.model.config.get_text_config()
+            arguments: Json = {  # HFLM's decorator hides its parameters from a type checker
+                "pretrained": self.model,
+                "backend": "causal",  # for a model_type that it does not know, the harness would guess
+                "tokenizer": self.tokenizer,
+                "device": str(self.model.device),
+                "dtype": self.model.dtype,
+                "batch_size": self.batch_size,
+                "max_length": getattr(text, "max_position_embeddings", None),
+            }
+            self._made.append(HFLM(**arguments))
+        return self._made[0]
+
+    def run(self, built: list[Task | Group], num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
+        """The harness's results for a unit's tasks, and notes.
+
+        Raises:
+            UserError: an answer is longer than the model's context, or the harness can't score the task.
+        """
+        from lm_eval.evaluator import evaluate
+
+        with quiet_harness(bar) as warnings, contained(self.run_code), without_cache(self.model):
+            try:
+                results = evaluate(
+                    lm=self.language_model(),
+                    task_dict=self._prepared(built, num_fewshot),
+                    limit=self.limit,
+                    bootstrap_iters=BOOTSTRAPS,
+                    log_samples=True,
+                    apply_chat_template=self.chat_template,
+                    fewshot_as_multiturn=True,
+                    confirm_run_unsafe_code=self.run_code,
+                )
+            except (*SCORING_ERRORS, TemplateError) as error:
+                if isinstance(error, UserError) or disk_full(error) or out_of_memory(error):
+                    raise
+                raise UserError(f"tasks: {names_of(built)}: {self._reason(error)}") from error
+        assert results is not None
+        cut = sum("exceeds model's maximum length" in text for text in warnings)
+        notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
+        zero = sorted(str(name) for name, shots in cast("Json", results).get("n-shot", {}).items() if shots == 0)
+        if num_fewshot and zero:
+            notes.append(f"{', '.join(zero)}: without examples, as the task's own file says, not {num_fewshot}")
+        return cast("Json", results), notes
+
+    def _prepared(self, built: list[Task | Group], num_fewshot: int | None) -> TaskDict:
+        """The tasks as the harness's ``simple_evaluate`` hands them to ``evaluate``.
+
+        That function itself would run `pip list` and ask the hub about the model each time.
+        """
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import set_torch_seed
+
+        loaded = TaskManager(include_defaults=False).load(built)  # without its index of 14,000 task files
+        for task in loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            if num_fewshot is not None and own != 0:  # a 0 in a task's file stands
+                task.set_config(key="num_fewshot", value=num_fewshot)
+            elif own is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED + self.seed)
+        random.seed(self.seed)
+        np.random.seed(FEWSHOT_SEED + self.seed)
+        set_torch_seed(FEWSHOT_SEED + self.seed)
+        return loaded
+
+    def _reason(self, error: Exception) -> str:
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(error, TemplateError):
+            return template_error(error)
+        if isinstance(error, AssertionError) and not str(error):
+            return f"an answer is empty, or longer than the model's context of {longest} tokens"
+        return f"the harness can't score it: {one_line(error)}"
+
+
+def names_of(built: list[Task | Group]) -> str:
+    """The names of tasks and groups, for messages."""
+    return ", ".join(str(getattr(one, "task_name", None) or getattr(one, "name", one)) for one in built[:3])
+
+
+@contextlib.contextmanager
+def without_cache(model: PreTrainedModel) -> Iterator[None]:
+    """No key-value cache in plain forward passes, which would only be thrown away; ``generate`` makes its own."""
+    configs = [model.config, model.config.get_text_config()]
+    before = [getattr(config, "use_cache", None) for config in configs]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.use_cache = value
