@@ -35,7 +35,9 @@ def _smallest(trials: Trials, value, what: str) -> Finding:
     checks = []
     for arm in OTHERS:
         other = numbers(trials, arm, "spectra", value)
-        checks.append(compare_values(fuse, other, names=(f"log10 of the condition number, {what}: fusenorm", arm)))
+        checks.append(
+            compare_values(fuse, other, by=0.05, names=(f"log10 of the condition number, {what}: fusenorm", arm))
+        )
     return all_of(*checks)
 
 
@@ -54,9 +56,11 @@ def fuse_condition__pre(trials: Trials) -> Finding:
     tuned = trials.tuned()
     fuse, pre = ([numbers(tuned, arm, "spectra", value) for value in (up, up_deep)] for arm in ("fusenorm", "pre_ln"))
     gaps = [{seed: pre[i][seed] - fuse[i][seed] for seed in fuse[i] if seed in pre[i]} for i in (0, 1)]
-    below_pre = compare_values(fuse[0], pre[0], names=("log10 of the condition number, up: fusenorm", "pre_ln"))
+    below_pre = compare_values(
+        fuse[0], pre[0], by=0.05, names=("log10 of the condition number, up: fusenorm", "pre_ln")
+    )
     return all_of(
-        below_pre, compare_values(gaps[1], gaps[0], lower=False, names=("gap in the deepest third", "in all"))
+        below_pre, compare_values(gaps[1], gaps[0], lower=False, by=0.05, names=("gap in the deepest third", "in all"))
     )
 
 

@@ -70,5 +70,5 @@ def fuse_decay__gradient(trials: Trials) -> Finding:
     deepest = _deepest(trials)
     post, fuse = (numbers(deepest, arm, "gradients", gain, at="init") for arm in ("post_ln", "fusenorm"))
     return compare_values(
-        post, fuse, names=("log10 of the first state's gradient over the last's, post_ln", "fusenorm")
+        post, fuse, by=0.05, names=("log10 of the first state's gradient over the last's, post_ln", "fusenorm")
     )

@@ -46,12 +46,14 @@ def fuse_gradients(trials: Trials) -> Finding:
         _values(trials, "post_ln", low, tilt),
         _values(trials, "fusenorm", low, tilt),
         lower=False,
+        by=0.05,
         names=(f"log10 of deep over shallow at {low:g}, post_ln", "fusenorm"),
     )
     even = [
         compare_values(
             _values(trials, "fusenorm", rate, lambda table: abs(tilt(table))),
             _values(trials, "post_ln", rate, lambda table: abs(tilt(table))),
+            by=0.05,
             names=(f"|log10 of deep over shallow| at {rate:g}, fusenorm", "post_ln"),
         )
         for rate in rates

@@ -4,6 +4,8 @@ from lamina.core.frames import Frame
 from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values
 from lamina.studies.judging.curves import numbers, rows
 
+SMALLEST = {"hard_rank": 0.01, "soft_rank": 0.01, "edr": 1.0}  # two are shares of the width, one counts dimensions
+
 
 def _rank(metric: str):
     def value(table: Frame) -> float:
@@ -14,7 +16,9 @@ def _rank(metric: str):
 
 def _above(trials: Trials, metric: str, other: str, arm: str = "fusenorm") -> Finding:
     ours, theirs = (numbers(trials, each, "spectra", _rank(metric)) for each in (arm, other))
-    return compare_values(ours, theirs, lower=False, names=(f"{metric.replace('_', ' ')}: {arm}", other))
+    return compare_values(
+        ours, theirs, lower=False, by=SMALLEST[metric], names=(f"{metric.replace('_', ' ')}: {arm}", other)
+    )
 
 
 @claim(

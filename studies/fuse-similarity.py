@@ -39,7 +39,7 @@ def fuse_similarity(trials: Trials) -> Finding:
     least = numbers(tuned, "pre_ln", PROBE, lambda table: curve(table).min())
     return all_of(
         above(least, 0.5, name="Pre-LN's least cosine"),
-        compare_values(fuse, pre, names=("farthest pair: fusenorm", "pre_ln")),
+        compare_values(fuse, pre, by=0.05, names=("farthest pair: fusenorm", "pre_ln")),
     )
 
 
@@ -57,4 +57,4 @@ def fuse_similarity__shape(trials: Trials) -> Finding:
     tuned = trials.tuned()
     pre, fuse = (numbers(tuned, arm, PROBE, fall) for arm in ("pre_ln", "fusenorm"))
     straight = above(numbers(tuned, "fusenorm", PROBE, straightness), 0.9, name="R^2 of FuseNorm's line")
-    return all_of(compare_values(fuse, pre, lower=False, names=("fall: fusenorm", "pre_ln")), straight)
+    return all_of(compare_values(fuse, pre, lower=False, by=0.05, names=("fall: fusenorm", "pre_ln")), straight)

@@ -26,7 +26,7 @@ def tail(table: Frame) -> float:
 
 def _lower(trials: Trials, value, than: str, what: str) -> Finding:
     fuse, other = (numbers(trials, arm, "spectra", value) for arm in ("fusenorm", than))
-    return compare_values(fuse, other, names=(f"log10 of {what}: fusenorm", than))
+    return compare_values(fuse, other, by=0.05, names=(f"log10 of {what}: fusenorm", than))
 
 
 @claim(
@@ -50,5 +50,5 @@ def fuse_spectrum__pre(trials: Trials) -> Finding:
 def fuse_spectrum__mix(trials: Trials) -> Finding:
     tuned = trials.tuned()
     mix, pre = (numbers(tuned, arm, "spectra", head) for arm in ("mix_ln", "pre_ln"))
-    flatter = compare_values(mix, pre, names=("log10 of largest over median: mix_ln", "pre_ln"))
+    flatter = compare_values(mix, pre, by=0.05, names=("log10 of largest over median: mix_ln", "pre_ln"))
     return all_of(flatter, _lower(tuned, tail, "mix_ln", "median over the tail"))

@@ -24,7 +24,9 @@ def keel_depth(trials: Trials) -> Finding:
     gaps = _gaps(trials)
     shallow, deep = min(gaps), max(gaps)
     names = (f"gain at {deep} blocks", f"at {shallow}")
-    return all_of(monotone(gaps, name="gain"), compare_values(gaps[deep], gaps[shallow], lower=False, names=names))
+    return all_of(
+        monotone(gaps, name="gain"), compare_values(gaps[deep], gaps[shallow], lower=False, by=0.01, names=names)
+    )
 
 
 @claim(says="At the greatest depth, Keel's loss is below Pre-LN's")

@@ -20,7 +20,7 @@ def keel_lr(trials: Trials) -> Finding:
         higher(trials, _at("pre_ln", ours.trained), than=_at("pre_ln", other.trained)),
     ).noted(rates)
     if ours.trained < other.trained and finding.verdict.shown:  # both, but over rates that fall
-        finding = replace(finding, verdict=Verdict.FAILS)
+        finding = replace(finding, verdict=Verdict.REVERSED, p_not=finding.p)
     return finding.noted("a best rate lies at the sweep's edge") if ours.at_edge or other.at_edge else finding
 
 

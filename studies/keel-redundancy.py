@@ -12,13 +12,13 @@ NAMES = ("keel", "pre_ln")
 )
 def keel_redundancy(trials: Trials) -> Finding:
     keel, pre = (rises[rises["deep"]].groupby("seed")["value"].mean().to_dict() for rises in _rises(trials))
-    return compare_values(keel, pre, lower=False, names=NAMES)
+    return compare_values(keel, pre, lower=False, by=0.01, names=NAMES)
 
 
 @claim(says="The deeper half has a larger share of all layers' harm in Keel than in Pre-LN")
 def keel_redundancy__share(trials: Trials) -> Finding:
     keel, pre = (_shares(rises) for rises in _rises(trials))
-    return compare_values(keel, pre, lower=False, names=NAMES)
+    return compare_values(keel, pre, lower=False, by=0.05, names=NAMES)
 
 
 def _rises(trials: Trials) -> list[Frame]:

@@ -23,7 +23,7 @@ def _halves(trials: Trials, arm: str, *, deep_is_lower: bool) -> Finding:
     early = numbers(trials, arm, PROBE, lambda table: log10_mean(shallow(norms(table))), at="init")
     late = numbers(trials, arm, PROBE, lambda table: log10_mean(deep(norms(table))), at="init")
     names = (f"log10 of {arm}'s deepest third", "its first third")
-    return compare_values(late, early, lower=deep_is_lower, names=names)
+    return compare_values(late, early, lower=deep_is_lower, by=0.05, names=names)
 
 
 @claim(
@@ -44,4 +44,4 @@ def mix_gradients__ends(trials: Trials) -> Finding:
 def mix_gradients__even(trials: Trials) -> Finding:
     mix, *others = (numbers(trials, arm, PROBE, unevenness, at="init") for arm in ("mix_ln", "pre_ln", "post_ln"))
     names = [("mix_ln's spread of log10", f"{arm}'s") for arm in ("pre_ln", "post_ln")]
-    return all_of(*(compare_values(mix, other, names=each) for other, each in zip(others, names, strict=True)))
+    return all_of(*(compare_values(mix, other, by=0.05, names=each) for other, each in zip(others, names, strict=True)))

@@ -14,7 +14,7 @@ def sigma(table: Frame) -> float:
 
 def _grows(trials: Trials, arm: str) -> Finding:
     start, end = numbers(trials, arm, PROBE, sigma, at="init"), numbers(trials, arm, PROBE, sigma)
-    grown = compare_values(end, start, lower=False, names=(f"{arm} trained", "at the start"))
+    grown = compare_values(end, start, lower=False, by=0.05, names=(f"{arm} trained", "at the start"))
     return all_of(grown, above(end, 1.0, name=f"{arm} sigma"))
 
 

@@ -28,7 +28,7 @@ def deep_angle(table: Frame) -> float:
 )
 def peri_angular(trials: Trials) -> Finding:
     pre, peri = (numbers(trials.tuned(), p, "angular_distance", mean_angle) for p in ("pre_ln", "peri_ln"))
-    return compare_values(pre, peri, names=("mean angle: Pre-LN", "Peri-LN"))
+    return compare_values(pre, peri, by=0.01, names=("mean angle: Pre-LN", "Peri-LN"))
 
 
 @claim(
@@ -40,7 +40,7 @@ def peri_angular__init(trials: Trials) -> Finding:
         numbers(trials.tuned(), p, "angular_distance", mean_angle, at="init") for p in ("pre_ln", "peri_ln", "post_ln")
     )
     alike = equivalent_values(pre, peri, within=ALIKE, names=("mean angle at init: Pre-LN", "Peri-LN"))
-    return all_of(alike, compare_values(post, peri, names=("Post-LN", "Peri-LN")))
+    return all_of(alike, compare_values(post, peri, by=0.01, names=("Post-LN", "Peri-LN")))
 
 
 @claim(
@@ -49,4 +49,4 @@ def peri_angular__init(trials: Trials) -> Finding:
 )
 def peri_angular__fixed(trials: Trials) -> Finding:
     fixed, learned = (numbers(trials.tuned(), arm, "angular_distance", deep_angle) for arm in (FIXED, "peri_ln"))
-    return compare_values(fixed, learned, names=("deep layers' angle, gains fixed", "learned"))
+    return compare_values(fixed, learned, by=0.01, names=("deep layers' angle, gains fixed", "learned"))

@@ -29,6 +29,7 @@ def never_above(trials: Trials, placement: str) -> Finding:
 @claim(
     says="The gradient of the last down-projection keeps to Peri-LN's bound (C.2) and Post-LN's (C.3) for every token",
     paper="Eq 8 and 10: at most 4 gamma sqrt(D) ||h|| / ||a||, ... / ||x + a||",
+    exact=True,
 )
 def peri_bound(trials: Trials) -> Finding:
     return all_of(never_above(trials, "peri_ln"), never_above(trials, "post_ln"))
@@ -37,6 +38,7 @@ def peri_bound(trials: Trials) -> Finding:
 @claim(
     says="In Pre-LN a token's gradient of the last down-projection is exactly ||h|| times the output's gradient",
     paper="Eq 6 and 11: proportional to h, undamped",
+    exact=True,
 )
 def peri_bound__proportional(trials: Trials) -> Finding:
     by_seed = ratios(trials, "pre_ln", "peri_ln_c1_token")

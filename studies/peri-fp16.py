@@ -46,4 +46,4 @@ def peri_fp16(trials: Trials) -> Finding:
 )
 def peri_fp16__growth(trials: Trials) -> Finding:
     pre, peri = (numbers(trials.tuned(), arm, "layers", growth, at="records") for arm in ("pre_ln", "peri_ln"))
-    return compare_values(pre, peri, lower=False, names=("log of the factor: Pre-LN", "Peri-LN"))
+    return compare_values(pre, peri, lower=False, by=0.1, names=("log of the factor: Pre-LN", "Peri-LN"))

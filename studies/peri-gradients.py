@@ -26,7 +26,7 @@ def more_even(trials: Trials, other: str, at: str) -> Finding:
         if other in part.values("placement"):
             ours, theirs = (numbers(part, placement, "gradients", spread, at=at) for placement in ("peri_ln", other))
             names = (f"spread over layers at {at}: peri_ln", other)
-            found.append(compare_values(ours, theirs, names=names))
+            found.append(compare_values(ours, theirs, by=0.05, names=names))
     return all_of(*found)
 
 
@@ -53,4 +53,6 @@ def peri_gradients__init(trials: Trials) -> Finding:
 def peri_gradients__post(trials: Trials) -> Finding:
     part = trials.tuned() if "depth" not in trials.axes else trials.where(depth="shallow")
     ours = numbers(part, "post_ln", "gradients", slope)
-    return compare_values(ours, dict.fromkeys(ours, 0.0), lower=False, names=("powers of ten, last over first", "none"))
+    return compare_values(
+        ours, dict.fromkeys(ours, 0.0), lower=False, by=0.05, names=("powers of ten, last over first", "none")
+    )

@@ -33,7 +33,7 @@ def growth(trials: Trials, placement: str) -> dict[int, float]:
 def peri_growth(trials: Trials) -> Finding:
     parts = split(trials.tuned(), "size")
     names = ("log of Peri-LN's growth", "log of Pre-LN's")
-    return all_of(*(compare_values(growth(p, "peri_ln"), growth(p, "pre_ln"), names=names) for p in parts))
+    return all_of(*(compare_values(growth(p, "peri_ln"), growth(p, "pre_ln"), by=0.1, names=names) for p in parts))
 
 
 @claim(
@@ -47,7 +47,7 @@ def peri_growth__exponential(trials: Trials) -> Finding:
             line = numbers(part, placement, "hidden_states", metric("growth_linear_r2"))
             exponential = numbers(part, placement, "hidden_states", metric("growth_exponential_r2"))
             names = (f"{placement}: R^2 of a line", "of an exponential")
-            found.append(compare_values(line, exponential, lower=curved, names=names))
+            found.append(compare_values(line, exponential, lower=curved, by=0.005, names=names))
     return all_of(*found)
 
 

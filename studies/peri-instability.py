@@ -1,5 +1,7 @@
 """Peri-LN Figures 4 and 5."""
 
+import math
+
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
 from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values, needs_scale
@@ -23,9 +25,9 @@ def diverged(trials: Trials, placement: str) -> int:
 
 
 def last_gradient(table: Frame) -> float:
-    """The norm of the gradient of the last layer's parameters."""
+    """log10 of the norm of the gradient of the last layer's parameters."""
     norms = rows(table, metric="gradient_norm", sublayer="block", role="all").set_index("layer")["value"].sort_index()
-    return float(norms.iloc[-1])
+    return math.log10(norms.iloc[-1])
 
 
 @claim(
@@ -39,7 +41,7 @@ def peri_instability(trials: Trials) -> Finding:
         if not any(counts[0].values()) and not any(counts[1].values()):
             found.append(needs_scale("gpu" if trials.scale == "cpu" else "paper", "no run here has a spike"))
             continue
-        finding = compare_values(*counts, names=("gradient spikes a seed: Peri-LN", "Pre-LN"))
+        finding = compare_values(*counts, by=1.0, names=("gradient spikes a seed: Peri-LN", "Pre-LN"))
         ends = [diverged(part, placement) for placement in ("peri_ln", "pre_ln")]
         found.append(finding.noted(f"diverged: Peri-LN {ends[0]}, Pre-LN {ends[1]} runs"))
     return all_of(*found)
@@ -57,5 +59,5 @@ def peri_instability__final_layer(trials: Trials) -> Finding:
         stable = part.where(learning_rate=rate)
         norms = {p: numbers(stable, p, "gradients", last_gradient) for p in stable.values("placement")}
         for large, small in (("post_ln", "pre_ln"), ("pre_ln", "peri_ln")):
-            found.append(compare_values(norms[small], norms[large], names=(f"{small}'s", large)))
+            found.append(compare_values(norms[small], norms[large], by=0.05, names=(f"{small}'s", large)))
     return all_of(*found)

@@ -1,5 +1,7 @@
 """Peri-LN Figures 3a, 12, 16-18."""
 
+import math
+
 from lamina.studies.judging import (
     Finding,
     Trials,
@@ -51,7 +53,9 @@ def peri_lr__post(trials: Trials) -> Finding:
     for placement, rates in best.items():
         for seed in trials.seeds:
             try:
-                rates[seed] = optimum(trials.where(seed=seed), placement).rate
+                rates[seed] = math.log2(optimum(trials.where(seed=seed), placement).rate)
             except ValueError:  # no rate trains
                 continue
-    return compare_values(best["post_ln"], best["pre_ln"], names=("best rate of Post-LN", "of Pre-LN"))
+    return compare_values(
+        best["post_ln"], best["pre_ln"], by=0.5, names=("log2 of the best rate of Post-LN", "of Pre-LN")
+    )

@@ -29,7 +29,7 @@ def peri_scores__spread(trials: Trials) -> Finding:
 def half_the_spread(trials: Trials) -> Finding:
     """The ratio of two standard deviations with the 95 % interval of the F distribution.
 
-    Holds if the interval lies below 1/2, fails if it lies above.
+    Holds if the interval lies below 1/2, is reversed if it lies above.
     """
     from scipy import stats
 
@@ -42,13 +42,14 @@ def half_the_spread(trials: Trials) -> Finding:
     ratio = peri / pre
     low, high = (ratio / math.sqrt(stats.f.ppf(share, *freedom)) for share in (0.975, 0.025))
     below = stats.f.cdf((ratio / HALF) ** 2, *freedom)
-    verdict = Verdict.HOLDS if high < HALF else Verdict.FAILS if low > HALF else Verdict.INCONCLUSIVE
+    verdict = Verdict.HOLDS if high < HALF else Verdict.REVERSED if low > HALF else Verdict.INCONCLUSIVE
     return Finding(
         verdict=verdict,
         ours=f"Peri-LN {peri:.3g}, Pre-LN {pre:.3g}: ratio {ratio:.2f} (95 % {low:.2f} to {high:.2f}, {seeds} seeds)",
         margin=ratio,
         interval=(low, high),
-        p=2 * min(below, 1 - below),
+        p=min(1.0, 2 * below),
+        p_not=min(1.0, 2 * (1 - below)),
         seeds=seeds,
     )
 

@@ -8,7 +8,7 @@ def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:
     """By seed the loss at the best of an optimizer's rates, of runs that learned."""
     labels = [str(label) for label in trials.values("optimizer")]
     sweep = trials.where(placement=placement, optimizer=[label for label in labels if label.startswith(optimizer)])
-    return values_of(sweep.where(learning_rate=best_rate(sweep.table)), placement)
+    return values_of(sweep.where(learning_rate=best_rate(sweep)), placement)
 
 
 @claim(
@@ -17,7 +17,7 @@ def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:
 )
 def peri_sgd(trials: Trials) -> Finding:
     arms = [best(trials, placement, "sgd") for placement in ("peri_ln", "pre_ln")]
-    return compare_values(*arms, names=("SGD: Peri-LN", "Pre-LN"))
+    return compare_values(*arms, by=0.01, names=("SGD: Peri-LN", "Pre-LN"))
 
 
 @claim(says="SGD is worse than AdamW with both", paper="Figure 35: by a considerable margin")
@@ -25,5 +25,5 @@ def peri_sgd__worse(trials: Trials) -> Finding:
     found = []
     for placement in ("pre_ln", "peri_ln"):
         arms = [best(trials, placement, optimizer) for optimizer in ("adamw", "sgd")]
-        found.append(compare_values(*arms, names=(f"{placement}: AdamW", "SGD")))
+        found.append(compare_values(*arms, by=0.01, names=(f"{placement}: AdamW", "SGD")))
     return all_of(*found)

@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from studies.synthetic_claims import SCALES, STUDIES, claims_of, judged, rows, scales_of, trials_of
+from studies.synthetic_claims import SCALES, STUDIES, agrees, claims_of, judged, rows, scales_of, trials_of
 
 from lamina.studies.judging import Verdict
 
@@ -113,7 +113,10 @@ def spectra(right):
                 rows("eigenvalue_over_median", head, layer="index", role="embedding"),
                 rows("condition_number", conditions, role="mlp.up_proj"),
                 rows("condition_number", conditions, role="mlp.down_proj"),
-                *(rows(m, [0.5 - 0.1 * rank], role="post").assign(layer=-1) for m in ("hard_rank", "edr", "soft_rank")),
+                *(
+                    rows(m, [(20 if m == "edr" else 1) * (0.5 - 0.1 * rank)], role="post").assign(layer=-1)
+                    for m in ("hard_rank", "edr", "soft_rank")
+                ),
             ]
         )
 
@@ -171,7 +174,7 @@ TABLES = {
     "fuse-decay": decay,
     "fuse-theorem": theorem,
 }
-CASES = {scale: [(True, Verdict.HOLDS)] for scale in SCALES} | {"cpu": [(True, Verdict.HOLDS), (False, Verdict.FAILS)]}
+CASES = {scale: [(True, Verdict.HOLDS)] for scale in SCALES} | {"cpu": [(True, Verdict.HOLDS), (False, "failed")]}
 MEASURED = [(study, claim) for study in TABLES for claim in claims_of(study)]
 RECORDED = ["fuse-gradients", "fuse-gradients/collapse", "fuse-init/gradients"]
 OTHERS = ["fuse-dense/tasks", "fuse-ws/transfer"]  # the first in test_claims_stages.py
@@ -181,9 +184,9 @@ OTHERS = ["fuse-dense/tasks", "fuse-ws/transfer"]  # the first in test_claims_st
 def test_a_claim_about_losses_holds_and_fails(claim):
     study = claim.split("/")[0]
     for scale in scales_of(study):
-        for outcome, verdict in zip(LOSSES[claim], (Verdict.HOLDS, Verdict.FAILS), strict=True):
+        for outcome, verdict in zip(LOSSES[claim], (Verdict.HOLDS, "failed"), strict=True):
             judgment = judged(study, claim, trials_of(study, scale, outcome))
-            assert judgment.verdict == verdict, (scale, judgment)
+            assert agrees(judgment.verdict, verdict), (scale, judgment)
 
 
 @pytest.mark.parametrize(("study", "claim"), MEASURED)
@@ -191,7 +194,7 @@ def test_a_claim_about_layers_holds_and_fails(study, claim):
     for scale in scales_of(study):
         for right, verdict in CASES[scale]:
             judgment = judged(study, claim, trials_of(study, scale, tables=TABLES[study](right)))
-            assert judgment.verdict == verdict, (scale, judgment)
+            assert agrees(judgment.verdict, verdict), (scale, judgment)
 
 
 @pytest.mark.parametrize("claim", RECORDED)
@@ -199,15 +202,15 @@ def test_a_claim_about_gradients_in_training_holds_and_fails(claim):
     study = claim.split("/")[0]
     outcome = collapse if study == "fuse-init" else by_placement({"fusenorm": 2.0, "post_ln": "stuck"})
     for scale in scales_of(study):
-        for right, verdict in ((True, Verdict.HOLDS), (False, Verdict.FAILS)):
+        for right, verdict in ((True, Verdict.HOLDS), (False, "failed")):
             judgment = judged(study, claim, trials_of(study, scale, outcome, layers_record(right)))
-            assert judgment.verdict == verdict, (scale, judgment)
+            assert agrees(judgment.verdict, verdict), (scale, judgment)
 
 
 def test_the_rate_that_width_scaling_carries_over():
     claim = "fuse-ws/transfer"
     assert judged("fuse-ws", claim, trials_of("fuse-ws", "cpu", scaled(0.0))).verdict == Verdict.HOLDS
-    assert judged("fuse-ws", claim, trials_of("fuse-ws", "cpu", scaled(0.0, shift=2))).verdict == Verdict.FAILS
+    assert judged("fuse-ws", claim, trials_of("fuse-ws", "cpu", scaled(0.0, shift=2))).verdict.failed
     assert judged("fuse-ws", claim, trials_of("fuse-ws", "paper", scaled(0.0))).verdict == Verdict.NEEDS_SCALE
 
 

@@ -1,7 +1,7 @@
 """Every claim of the mix-* studies on made-up trials of its own arms: where it holds, and where it fails."""
 
 import pytest
-from studies.synthetic_claims import STUDIES, claims_of, judged, rows, scales_of, trials_of
+from studies.synthetic_claims import STUDIES, agrees, claims_of, judged, rows, scales_of, trials_of
 
 from lamina.studies.judging import Verdict
 
@@ -107,7 +107,7 @@ def test_a_claim_about_losses_holds_and_fails(claim):
         good, bad = (judged(study, claim, trials_of(study, scale, outcome)) for outcome in LOSSES[claim])
         assert good.verdict == Verdict.HOLDS, (scale, good)
         if (claim, scale) != ("mix-ppl/post-fails", "paper"):
-            assert bad.verdict == Verdict.FAILS, (scale, bad)
+            assert bad.verdict.failed, (scale, bad)
 
 
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
@@ -120,9 +120,9 @@ def test_a_claim_about_7b_is_not_decided_by_small_models_and_says_what_they_show
 @pytest.mark.parametrize(("study", "claim"), MEASURED)
 def test_a_claim_about_layers_holds_and_fails(study, claim):
     for scale in scales_of(study):
-        for right, verdict in ((True, Verdict.HOLDS), (False, Verdict.FAILS)):
+        for right, verdict in ((True, Verdict.HOLDS), (False, "failed")):
             judgment = judged(study, claim, trials_of(study, scale, tables=TABLES[study](right)))
-            assert judgment.verdict == verdict, (scale, judgment)
+            assert agrees(judgment.verdict, verdict), (scale, judgment)
 
 
 @pytest.mark.parametrize("study", ["mix-angular", "mix-drop", "mix-sigma"])
@@ -135,7 +135,8 @@ def test_layers_of_a_model_that_got_stuck_are_not_judged(study):
 def test_a_sweep_that_was_widened_is_compared_at_the_nearest_rate():
     trials = trials_of("mix-alpha", "cpu", U_SHAPE)
     trials.table.loc[(trials.table["alpha"] == "0 %") & trials.table["tuned"], "learning_rate"] = 6.3e-4
-    assert judged("mix-alpha", "mix-alpha/all", trials).verdict == Verdict.HOLDS
+    found = judged("mix-alpha", "mix-alpha/all", trials)
+    assert "3 of 3 seeds did not train" in found.ours, "only the sweep has that rate"
 
 
 def test_no_claim_is_left_out():

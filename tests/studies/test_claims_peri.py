@@ -9,7 +9,7 @@ import pytest
 from lamina.studies.judging import Trials, Verdict, load_claims
 
 STUDIES = Path(__file__).parents[2] / "studies"
-SEEDS = 6
+SEEDS = 8
 
 
 def noise(seed, arm):
@@ -312,7 +312,7 @@ CASES = {  # claim: trials where it holds, trials where it fails
     "peri-embed": (embedded(0.1, 0.05, 0.02), embedded(0.1, 0.05, -0.02)),
     "peri-embed/size": (embedded(0.1, 0.05, 0.02), embedded(0.02, 0.05, 0.1)),
     "peri-olmo2": tuple(trials(*named("placement", peri_ln=2.5, olmo2=x)) for x in (2.51, 2.7)),
-    "peri-olmo2/better": tuple(trials(*named("placement", peri_ln=2.5, olmo2=x)) for x in (2.51, 2.4)),
+    "peri-olmo2/better": tuple(trials(*named("placement", peri_ln=2.5, olmo2=x)) for x in (2.53, 2.4)),
     "peri-sgd": (optimized(0.1), optimized(-0.1)),
     "peri-sgd/worse": (optimized(0.0), optimized(0.0, adam=3.0)),
     "peri-bound": (bounded(), bounded(peri=1.1)),
@@ -344,7 +344,7 @@ def test_a_claim_holds_where_the_trials_show_it(claims, name):
 @pytest.mark.parametrize("name", CASES)
 def test_a_claim_fails_where_they_show_the_opposite(claims, name):
     finding = claims[name].check(CASES[name][1])
-    assert finding.verdict == Verdict.FAILS, finding
+    assert finding.verdict.failed, finding
 
 
 def test_a_scale_without_the_event_says_which_one_may_have_it(claims):

@@ -4,13 +4,14 @@ import random
 
 import pandas as pd
 import pytest
-from studies.synthetic_claims import STUDIES, arms_of, claims_of, judged, scales_of
+from studies.synthetic_claims import STUDIES, agrees, arms_of, claims_of, judged, scales_of
 
 from lamina.core.yaml_files import read_mapping
 from lamina.studies.judging import Trials, Verdict
 
-HELD, EXPLAINED, FAILS = Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED, Verdict.FAILS
+HELD, EXPLAINED, FAILS = Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED, "failed"
 STEPS = (0, 12, 24)
+ABOVE_CHANCE = 40.0
 
 
 def made(study, scale, value, loss=None):
@@ -24,7 +25,7 @@ def made(study, scale, value, loss=None):
     for arm in arms_of(described):
         for seed in range(described["axes"].get("seed", 3)):
             for stage in ("pretrain", *described.get("then", ())):
-                number, key = value(arm) + draw.gauss(0, 1e-4), str(len(rows))
+                number, key = ABOVE_CHANCE + value(arm) + draw.gauss(0, 1e-4), str(len(rows))
                 lost = (loss or usual_loss)(arm) + draw.gauss(0, 1e-4)
                 known = {"eval_loss": lost} if stage == "pretrain" else dict.fromkeys(COLUMNS, number)
                 known |= {"accuracy": number}
@@ -93,7 +94,7 @@ def test_a_claim_with_a_control_holds_is_explained_and_fails(claim):
         expected = (HELD, EXPLAINED, FAILS) if has_control(study, scale) else (Verdict.HOLDS, Verdict.HOLDS, FAILS)
         for name, verdict in zip(("good", "same", "bad"), expected, strict=True):
             found = judged(study, claim, made(study, scale, CONTROLLED[claim][name]))
-            assert found.verdict == verdict, (scale, name, found)
+            assert agrees(found.verdict, verdict), (scale, name, found)
 
 
 @pytest.mark.parametrize("claim", PLAIN)
@@ -102,14 +103,15 @@ def test_a_claim_without_one_holds_and_fails(claim):
     for scale in scales_of(study):
         for value, verdict in zip(PLAIN[claim], (Verdict.HOLDS, FAILS), strict=True):
             found = judged(study, claim, made(study, scale, value))
-            assert found.verdict == verdict, (scale, found)
+            assert agrees(found.verdict, verdict), (scale, found)
 
 
 def test_an_order_of_three_is_as_strong_as_its_weaker_half():
     for scale in scales_of("peri-sft"):
         expected = {"good": Verdict.HOLDS, "same": EXPLAINED, "bad": FAILS}
         for name, verdict in expected.items():
-            assert judged("peri-sft", "peri-sft", made("peri-sft", scale, PERI[name])).verdict == verdict
+            found = judged("peri-sft", "peri-sft", made("peri-sft", scale, PERI[name]))
+            assert agrees(found.verdict, verdict), (scale, name, found)
 
 
 def test_a_lower_loss_does_not_count_against_the_arm_that_has_the_higher_one():
@@ -134,7 +136,7 @@ def test_policies_are_compared_at_equal_kl_not_at_equal_steps():
 
     apart = Trials(trials.table, axes=trials.axes, measures=measures)
     assert judged("mix-rlhf", "mix-rlhf", apart).verdict == HELD
-    assert judged("mix-rlhf", "mix-rlhf/final", apart).verdict == FAILS
+    assert judged("mix-rlhf", "mix-rlhf/final", apart).verdict.failed
     assert "at a KL of 2.4 to 2.4 nats" in judged("mix-rlhf", "mix-rlhf", apart).note
 
 

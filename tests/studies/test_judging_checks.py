@@ -2,6 +2,7 @@ import pandas as pd
 import pytest
 from synthetic_trials import rows, trials
 
+from lamina.errors import UserError
 from lamina.studies import judging
 from lamina.studies.judging import (
     NotMeasured,
@@ -31,10 +32,10 @@ def test_a_clear_difference_holds_and_its_reverse_fails():
     assert found.margin == pytest.approx(-0.02)
     assert found.interval[0] < -0.02 < found.interval[1] < 0
     assert found.seeds == 5
-    assert found.ours == ("keel 2.99 vs pre_ln 3.01: difference -0.02 (95 % -0.0212 to -0.0189, 5 seeds, p < 0.001)")
-    assert lower(both, "pre_ln", than="keel").verdict == "fails"
+    assert found.ours == "keel 2.99 vs pre_ln 3.01: difference -0.02 (95 % -0.0218 to -0.0182, 5 seeds, p < 0.001)"
+    assert lower(both, "pre_ln", than="keel").verdict == "reversed"
     assert higher(both, "pre_ln", than="keel").verdict == "holds"
-    assert higher(both, "keel", than="pre_ln").verdict == "fails"
+    assert higher(both, "keel", than="pre_ln").verdict == "reversed"
 
 
 def test_the_seeds_spread_makes_it_inconclusive():
@@ -46,20 +47,20 @@ def test_the_seeds_spread_makes_it_inconclusive():
 
 def test_equal_arms_are_not_lower_and_are_equivalent():
     both = trials(rows("keel", shifted(0.0)), rows("pre_ln", BASE))
-    assert lower(both, "keel", than="pre_ln").verdict == "fails"  # a difference of .005 is excluded
+    assert lower(both, "keel", than="pre_ln").verdict == "excluded"  # a difference of .01 is
     assert lower(both, "keel", than="pre_ln", by=0.0001).verdict == "inconclusive"
     assert equivalent(both, "keel", "pre_ln", within=0.02).verdict == "holds"
 
 
 def test_a_large_difference_is_not_equivalent():
     both = trials(rows("keel", shifted(-0.1)), rows("pre_ln", BASE))
-    assert equivalent(both, "keel", "pre_ln", within=0.02).verdict == "fails"
+    assert equivalent(both, "keel", "pre_ln", within=0.02).verdict == "reversed"
 
 
 def test_level_or_lower_is_no_worse():
     level = trials(rows("keel", shifted(0.003)), rows("pre_ln", BASE))
     assert no_worse(level, "keel", than="pre_ln").verdict == "holds"
-    assert no_worse(level, "keel", than="pre_ln", within=0.001).verdict == "fails"
+    assert no_worse(level, "keel", than="pre_ln", within=0.0005).verdict == "reversed"
     assert no_worse(level, "keel", than="pre_ln", within=0.003).verdict == "inconclusive"
     assert no_worse(trials(rows("keel", BASE), rows("pre_ln", BASE, "stuck")), "keel", than="pre_ln").verdict == "holds"
 
@@ -77,13 +78,52 @@ def test_two_seeds_are_too_few():
     assert "fewer than 3" in found.note
 
 
-def test_runs_that_diverged_are_left_out_and_counted():
+def test_a_difference_below_the_smallest_that_counts_does_not_hold():
+    small = trials(rows("keel", shifted(-0.004)), rows("pre_ln", BASE))
+    found = lower(small, "keel", than="pre_ln")
+    assert found.p < 0.05
+    assert found.verdict == "excluded"
+    assert lower(small, "keel", than="pre_ln", by=0.003).verdict == "holds"
+    with pytest.raises(UserError, match="by: none given for 'spikes'"):
+        lower(trials(rows("a", BASE, spikes=1), rows("b", BASE, spikes=2)), "a", than="b", column="spikes")
+
+
+def test_what_fails_is_as_strict_as_what_holds():
+    noise = [0.03, -0.02, 0.015, -0.01, 0.0]
+    for by in (-0.03, -0.02, -0.01, 0.01, 0.02, 0.03):
+        both = trials(rows("keel", shifted(by, noise)), rows("pre_ln", BASE))
+        found, exchanged = lower(both, "keel", than="pre_ln"), lower(both, "pre_ln", than="keel")
+        assert (found.verdict == "holds") == (exchanged.verdict == "reversed")
+        assert (found.verdict == "reversed") == (exchanged.verdict == "holds")
+
+
+def test_runs_that_failed_are_ranked_last_and_counted():
     statuses = ["finished", "diverged", "finished", "finished", "finished"]
     both = trials(rows("keel", shifted(-0.02)), rows("pre_ln", [3.0, 9.9, 3.02, 3.005, 3.015], statuses))
     found = lower(both, "keel", than="pre_ln")
-    assert (found.verdict, found.seeds) == ("holds", 4)
-    assert found.note == "pre_ln: 1 of 5 diverged"
+    assert (found.verdict, found.seeds) == ("inconclusive", 5), "five pairs of ranks cannot show it: p 0.0625"
+    assert found.p == pytest.approx(2 * 0.5**5)
+    assert found.note == "pre_ln: 1 of 5 diverged (share that failed: 95 % 1% to 72%)"
+    assert found.ours.startswith(
+        "keel vs pre_ln, runs that failed last: lower in 5 of 5 pairs, median difference -0.0195"
+    )
+    eight = [3.0 + 0.01 * seed for seed in range(8)]
+    one = trials(rows("keel", [loss - 0.05 for loss in eight]), rows("pre_ln", eight, ["stuck", *["finished"] * 7]))
+    assert lower(one, "keel", than="pre_ln").verdict == "holds"
     assert list(values_of(both, "pre_ln")) == [0, 2, 3, 4]
+
+
+def test_an_arm_that_fails_more_often_than_its_rival_does_not_win():
+    losses = [3.0 + 0.01 * seed for seed in range(12)]
+    ends = ["stuck", *["finished"] * 11]
+    both = trials(rows("keel", [loss - 0.1 for loss in losses], ends), rows("pre_ln", losses))
+    found = lower(both, "keel", than="pre_ln")
+    assert found.p < 0.05
+    assert found.verdict == "inconclusive"
+    assert "keel failed more often (1 of 12) than pre_ln (0 of 12)" in found.note
+    assert lower(both, "pre_ln", than="keel").verdict == "inconclusive"
+    assert higher(both, "pre_ln", than="keel").verdict == "inconclusive"
+    assert no_worse(both, "keel", than="pre_ln").verdict == "inconclusive"
 
 
 @pytest.mark.parametrize("check", [lower, higher, equivalent, no_worse])
@@ -106,14 +146,16 @@ def test_an_arm_that_does_not_train_is_worse_than_any_that_does():
     both = trials(rows("post_ln", [2.0] * 5, stuck), rows("pre_ln", BASE))
     found = lower(both, "pre_ln", than="post_ln")
     assert found.verdict == "holds"
-    assert found.ours == "pre_ln 3.01 vs post_ln does not train (4 stuck and 1 diverged of 5)"
-    assert lower(both, "post_ln", than="pre_ln").verdict == "fails"
+    ending = "pre_ln 3.01 vs post_ln does not train (4 stuck and 1 diverged of 5)"
+    assert found.ours == f"{ending} (Fisher's exact test of the shares: p 0.0079)"
+    assert lower(both, "post_ln", than="pre_ln").verdict == "reversed"
     assert higher(both, "post_ln", than="pre_ln").verdict == "holds"
-    assert equivalent(both, "post_ln", "pre_ln").verdict == "fails"
+    assert equivalent(both, "post_ln", "pre_ln").verdict == "reversed"
     assert fails_to_train(both, "post_ln").verdict == "holds"
-    assert trains(both, "post_ln").verdict == "fails"
-    assert fails_to_train(both, "pre_ln").verdict == "fails"
-    assert trains(both, "pre_ln").ours == "pre_ln: 5 of 5 seeds trained (5 finished)"
+    assert trains(both, "post_ln").verdict == "reversed"
+    assert fails_to_train(both, "pre_ln").verdict == "reversed"
+    assert trains(both, "pre_ln").ours == "pre_ln: 5 of 5 seeds trained (5 finished), share 95 % 48% to 100%"
+    assert fails_to_train(trials(rows("post_ln", BASE[:3], "stuck")), "post_ln").verdict == "inconclusive"
 
 
 def test_of_two_arms_that_do_not_train_none_is_lower():
@@ -136,7 +178,12 @@ def test_an_order_is_each_neighbor():
     mixed = rows("mix_ln", shifted(-0.04, NOISE[::-1]))
     three = trials(mixed, rows("pre_ln", shifted(-0.02)), rows("deepnorm", BASE))
     assert ordered(three, ["mix_ln", "pre_ln", "deepnorm"]).verdict == "holds"
-    assert ordered(three, ["pre_ln", "mix_ln", "deepnorm"]).verdict == "fails"
+    assert ordered(three, ["pre_ln", "mix_ln", "deepnorm"]).verdict == "a part failed"
+    found = ordered(three, ["pre_ln", "mix_ln", "deepnorm"])
+    assert [part.partition(": difference")[0] for part in found.parts] == [
+        "reversed: pre_ln 2.99 vs mix_ln 2.97",
+        "holds: mix_ln 2.97 vs deepnorm 3.01",
+    ], "each link with its own verdict, what decides first"
 
 
 def test_other_columns_are_compared_and_a_diverged_run_keeps_them_if_asked():
@@ -146,8 +193,8 @@ def test_other_columns_are_compared_and_a_diverged_run_keeps_them_if_asked():
     for row, count in zip(spiky + calm, [3, 4, 5, 9, 8, 0, 1, 0, 1, 0], strict=True):
         row["gradient_spikes"] = count
     both = trials(spiky, calm)
-    assert lower(both, "peri_ln", than="pre_ln", column="gradient_spikes").seeds == 3
-    found = lower(both, "peri_ln", than="pre_ln", column="gradient_spikes", any_status=True)
+    assert lower(both, "peri_ln", than="pre_ln", column="gradient_spikes", by=1.0).seeds == 3
+    found = lower(both, "peri_ln", than="pre_ln", column="gradient_spikes", by=1.0, any_status=True)
     assert (found.verdict, found.seeds) == ("holds", 5)
 
 

@@ -9,8 +9,8 @@ from synthetic_trials import rows, trials
 from lamina.errors import UserError
 from lamina.studies.catalog.study import Scale
 from lamina.studies.engine.verdicts import _reader
-from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims, lower
-from lamina.studies.judging.claims import Claim, unjudged
+from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims, lower, needs_scale
+from lamina.studies.judging.claims import Claim
 
 CLAIMS = '''
 """Mix-LN Table 1."""
@@ -59,30 +59,36 @@ def holding(p):
 
 
 def failing(p):
-    return lambda trials: Finding(verdict=Verdict.FAILS, ours="", p=p, seeds=5)
+    return lambda trials: Finding(verdict=Verdict.REVERSED, ours="", p=1.0, p_not=p, seeds=5)
 
 
-def test_holms_correction_is_over_the_claims_that_have_a_p():
-    one = trials(rows("pre_ln", BASE))
-    checks = [holding(0.01), holding(0.04), holding(None), holding(0.03)]
+def judged(*checks, looks=1):
     claims = [Claim(name=f"a/{i}", says="", paper="", check=check) for i, check in enumerate(checks)]
-    judged = judge(claims, one)
-    assert [each.p_holm for each in judged] == [pytest.approx(0.03), pytest.approx(0.06), None, pytest.approx(0.06)]
-    assert [each.verdict for each in judged] == ["holds", "inconclusive", "holds", "inconclusive"]
-    assert judged[1].note == "holds only before Holm's correction over the study's claims: p 0.04, corrected 0.06"
+    return judge(claims, trials(rows("pre_ln", BASE)), looks=looks)
 
 
-def test_seeds_that_were_added_after_a_look_cost_a_factor_of_the_corrected_p():
-    one = trials(rows("pre_ln", BASE))
-    checks = [holding(0.005), holding(0.02), holding(None), failing(0.9)]
-    claims = [Claim(name=f"a/{i}", says="", paper="", check=check) for i, check in enumerate(checks)]
-    judged = judge(claims, one, looks=2)
-    assert [each.p_holm for each in judged] == [pytest.approx(0.03), pytest.approx(0.08), None, 1.0]
-    assert [each.verdict for each in judged] == ["holds", "inconclusive", "holds", "fails"]
-    noted = "seeds were added after a look at the verdict: p corrected over the study's claims and 2 looks, 0.03"
-    assert judged[0].note == noted
-    assert "correction over the study's claims and 2 looks: p 0.02, corrected 0.08" in judged[1].note
-    assert judged[2].note == judged[3].note == ""
+def test_holms_correction_is_over_all_claims_those_without_a_test_too():
+    found = judged(holding(0.01), holding(0.04), holding(None), holding(0.03))
+    assert [each.p_holm for each in found] == [pytest.approx(0.04), pytest.approx(0.09), None, pytest.approx(0.09)]
+    assert [each.verdict for each in found] == ["holds", "inconclusive", "holds", "inconclusive"]
+    assert found[1].note == "'holds' only before Holm's correction over the study's claims: p 0.04, corrected 0.09"
+
+
+def test_a_claim_that_leaves_the_tests_makes_no_other_hold():
+    """Mix-drop's layers: the same trials gave `holds` when other claims had become untestable."""
+    tested, untested = judged(holding(0.03), holding(0.2)), judged(holding(0.03), lambda trials: needs_scale("gpu", ""))
+    assert tested[0].verdict == untested[0].verdict == "inconclusive"
+    assert untested[0].p_holm == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize("check", [holding, failing])
+def test_what_fails_is_corrected_as_what_holds(check):
+    found = judged(check(0.005), check(0.02), check(0.9), looks=2)
+    assert [each.p_holm for each in found] == [pytest.approx(0.03), pytest.approx(0.08), 1.0]
+    word = "holds" if check is holding else "reversed"
+    assert [each.verdict for each in found] == [word, "inconclusive", "inconclusive"]
+    assert found[0].note == "seeds were added after a look: p corrected over the study's claims and 2 looks, 0.03"
+    assert f"'{word}' only before Holm's correction over the study's claims and 2 looks: p 0.02" in found[1].note
 
 
 def test_a_claim_over_something_not_measured_is_one_line(file):
@@ -105,7 +111,7 @@ def test_a_claim_that_cannot_be_judged_takes_no_verdict_from_the_others(caplog):
     claims = [Claim(name=name, says="", paper="", check=check) for name, check in checks.items()]
     first, second, third = judge(claims, trials(rows("pre_ln", BASE)))
     assert first.verdict == "holds"
-    assert first.p_holm == pytest.approx(0.01), "only what was tested is corrected for"
+    assert first.p_holm == pytest.approx(0.03), "a claim that could not be tested stays in the family"
     assert second.verdict == third.verdict == "inconclusive"
     assert "a/wrong" in second.note
     assert "ValueError" in second.note
@@ -150,11 +156,6 @@ def test_a_users_file_runs_with_a_warning_and_the_packages_own_without(file, cap
 
 def test_outside_of_a_file_the_decorator_leaves_the_function_as_it_is():
     assert claim(says="x")(len) is len
-
-
-def test_claims_without_trials_say_why(file):
-    finding = Finding(verdict=Verdict.NOT_RUN, ours="", note="lamina study run mix-ppl")
-    assert [each.verdict for each in unjudged(load_claims(file(CLAIMS)), finding)] == ["not run yet"] * 2
 
 
 def test_a_claim_names_a_probe_with_or_without_its_options():

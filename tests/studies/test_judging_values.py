@@ -32,25 +32,24 @@ def raised(by):
 
 
 def test_values_are_paired_by_seed():
-    assert compare_values(VALUES, raised(0.05)).verdict == "holds"
-    assert compare_values(VALUES, raised(0.05), lower=False).verdict == "fails"
-    assert compare_values({**VALUES, 5: 100.0}, raised(0.05)).seeds == 5
+    assert compare_values(VALUES, raised(0.05), by=0.01).verdict == "holds"
+    assert compare_values(VALUES, raised(0.05), by=0.01, lower=False).verdict == "reversed"
+    assert compare_values({**VALUES, 5: 100.0}, raised(0.05), by=0.01).seeds == 5
     assert equivalent_values(VALUES, raised(0.0), within=0.01).verdict == "holds"
 
 
 def test_bounds():
     assert below(VALUES, 0.2).verdict == above(VALUES, 0.05).verdict == "holds"
-    assert below(VALUES, 0.05).verdict == above(VALUES, 0.2).verdict == "fails"
+    assert below(VALUES, 0.05).verdict == above(VALUES, 0.2).verdict == "reversed"
     assert below(VALUES, 0.1005).verdict == "inconclusive"
     assert below({0: 0.1, 1: 0.1}, 0.2).verdict == "inconclusive"
     assert below(VALUES, 0.2, name="angle").ours.startswith("angle 0.1 (95 % 0.09")
 
 
-def test_the_interval_of_a_bound_is_that_of_its_margin():
+def test_a_bound_is_tested_itself_and_not_zero():
     found = below(VALUES, 0.2)
-    assert found.margin is not None
-    assert found.interval is not None
-    assert found.interval[0] < found.margin < found.interval[1] < 0
+    assert found.interval[0] < found.margin < found.interval[1] < 0.2
+    assert found.p == pytest.approx(2 * stats.ttest_1samp(list(VALUES.values()), 0.2, alternative="less").pvalue)
 
 
 def test_an_exact_formula_allows_no_seed_to_miss_it():
@@ -67,7 +66,7 @@ def test_a_trend_needs_its_direction_and_more_than_the_seeds_spread():
     assert (found.verdict, found.margin) == ("holds", 1.0)
     assert found.p == pytest.approx(stats.ttest_1samp(slopes, 0).pvalue)
     assert found.ours == "gain 9.6, 19.2, 38.4 at 8, 16, 32: rising with tau 1.00 (5 seeds, p < 0.001)"
-    assert monotone(rising, rising=False).verdict == "fails"
+    assert monotone(rising, rising=False).verdict == "reversed"
     falling = {x: {seed: -value for seed, value in values.items()} for x, values in rising.items()}
     assert monotone(falling, rising=False).verdict == "holds"
     mixed = {x: {seed: x * (1 if seed else -1) for seed in range(5)} for x in (8, 16, 32)}
@@ -86,7 +85,7 @@ def test_a_seed_whose_value_is_not_finite_has_no_trend():
 def test_two_rankings():
     a = ranking("abcdef")
     assert same_order(a, {**a, "z": by_seeds(9)}).verdict == "holds"
-    assert same_order(a, ranking("fedcba")).verdict == "fails"
+    assert same_order(a, ranking("fedcba")).verdict == "reversed"
     assert same_order(a, ranking("fedcba")).seeds == 5
     short = ranking("abc")
     assert same_order(short, short).verdict == "inconclusive"
@@ -133,14 +132,15 @@ def test_equal_differences_of_counts_are_as_sure_as_their_number():
     """Not as an exact formula: 1 against 0 in each of three seeds is no proof."""
     for count, verdict in ((3, "inconclusive"), (5, "inconclusive"), (6, "holds")):
         none, one = dict.fromkeys(range(count), 0.0), dict.fromkeys(range(count), 1.0)
-        found = compare_values(none, one)
+        found = compare_values(none, one, by=0.1)
         assert found.p == pytest.approx(2.0 ** (1 - count))
         assert found.verdict == verdict
 
 
 def test_a_share_of_cases():
     assert fraction([True] * 9 + [False], at_least=0.9, name="layers").ours == "layers 9 of 10 (claimed: at least 90%)"
-    assert fraction([True, False], at_least=0.9).verdict == "fails"
+    assert fraction([True, False, True], at_least=0.9).verdict == "fails"
+    assert fraction([True, True], at_least=0.9).verdict == "inconclusive", "two cases are too few"
 
 
 def finding(verdict, p=None, ours="", seeds=5, margin=None, note=""):
@@ -149,10 +149,20 @@ def finding(verdict, p=None, ours="", seeds=5, margin=None, note=""):
 
 def test_all_of_is_as_strong_as_its_weakest_part():
     both = all_of(finding("holds", 0.01, margin=1.0), finding("holds", 0.04, "b", seeds=3, margin=2.0))
-    assert (both.verdict, both.p, both.margin, both.seeds, both.ours) == ("holds", 0.04, 2.0, 3, "b; holds")
-    assert all_of(finding("holds"), finding("inconclusive"), finding("fails")).verdict == "fails"
+    assert (both.verdict, both.p, both.margin, both.seeds, both.ours) == (
+        "holds",
+        0.04,
+        2.0,
+        3,
+        "holds: b; holds: holds",
+    )
+    assert all_of(finding("holds"), finding("inconclusive"), finding("fails")).verdict == "a part failed"
     nested = all_of(both, finding("fails", ours="c"))
-    assert nested.parts == ("c", "b", "holds")  # what decides comes first, and each finding stays a line of its own
+    assert nested.parts == (
+        "fails: c",
+        "holds: b",
+        "holds: holds",
+    )  # what decides comes first, and each finding stays a line of its own
     assert all_of(finding("holds"), finding("inconclusive")).verdict == "inconclusive"
     assert all_of(finding("holds"), needs_scale("gpu", "too shallow here")).verdict == "needs scale"
 
@@ -167,7 +177,8 @@ def test_any_of_pays_for_its_parts():
 
 
 def test_a_denied_claim_is_the_opposite_one():
-    assert (denied(finding("holds", 0.01)).verdict, denied(finding("holds", 0.01)).p) == ("fails", None)
+    opposite = denied(finding("holds", 0.01))
+    assert (opposite.verdict, opposite.p, opposite.p_not) == ("reversed", None, 0.01)
     assert denied(finding("fails")).verdict == "holds"
     assert denied(finding("inconclusive")).verdict == "inconclusive"
 
@@ -201,6 +212,6 @@ def test_the_layers_of_an_arm_that_has_not_learned_are_not_compared(statuses, se
     assert [len(values) for values in at_end] == [6, seeds]
     assert [len(values) for values in at_start] == [6, 6]
     if not seeds:
-        found = compare_values(*at_end, names=("rank: fusenorm", "rank: hybridnorm"))
+        found = compare_values(*at_end, by=0.1, names=("rank: fusenorm", "rank: hybridnorm"))
         assert found.verdict == "inconclusive"
         assert found.note == "fewer than 3 pairs of seeds; no run that has learned: hybridnorm"

@@ -30,12 +30,15 @@ Make = Callable[[random.Random, Passages], Item]
 _makers: dict[str, Make] = {}
 NAMES: dict[str, str] = {}
 """Each task's name, and its heading in a table."""
+CHANCES: dict[str, float] = {}
+"""By a task's name without ``lamina_``, the share that guessing gets right."""
 
 
-def _task(name: str, heading: str) -> Callable[[Make], Make]:
+def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
         _makers[f"lamina_{name}"] = make
         NAMES[f"lamina_{name}"] = heading
+        CHANCES[name] = 1 / choices
         return make
 
     return register
@@ -88,7 +91,7 @@ def blank(rng: random.Random, source: Passages) -> Item:
     return _shuffled(rng, f"Which word fits? {sentence.replace(right, '___')}", right, wrong)
 
 
-@_task("contains", "Contains")
+@_task("contains", "Contains", choices=2)
 def contains(rng: random.Random, source: Passages) -> Item:
     """Whether a sentence holds a word, yes and no equally often (BoolQ's form)."""
     sentence = ""

@@ -205,9 +205,9 @@ def studied(cause: Cause) -> list[str]:
     """What Lamina's own studies found about the changes, a sentence per claim that was decided."""
     from lamina.reports.results.verdicts import best
     from lamina.studies.engine.verdicts import all_verdicts
-    from lamina.studies.judging.findings import Verdict
+    from lamina.studies.judging.findings import FAILED, Verdict
 
-    decided = {Verdict.HOLDS, Verdict.FAILS, Verdict.INCONCLUSIVE}
+    decided = {Verdict.HOLDS, *FAILED, Verdict.INCONCLUSIVE}
     found: dict[str, Json] = {str(one["claim"]): one for one in best(all_verdicts(None))}
     chosen = [found[name] for name in cause.claims if name in found and found[name]["verdict"] in decided]
     return [_finding(one) for one in chosen if one["ours"]]
@@ -216,5 +216,6 @@ def studied(cause: Cause) -> list[str]:
 def _finding(one: Json) -> str:
     """A claim, its verdict, and its number if there is only one; the study's page has the others."""
     number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
-    verdict = "is inconclusive" if one["verdict"] == "inconclusive" else one["verdict"]
+    verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
+    verdict = "failed in a part" if one["verdict"] == "a part failed" else verdict
     return f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'

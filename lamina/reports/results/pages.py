@@ -23,9 +23,10 @@ PAPERS = {
     "field": "Others, and our own",
 }
 _HOW = (
-    "A verdict that rests on a difference in loss is paired over seeds, each arm at its own best learning rate, with "
-    "Holm's correction over the study's claims, and over the looks where seeds were added after one. Runs that "
-    "diverged or got stuck are counted and left out of means."
+    "A difference is paired over seeds, each arm at its own best learning rate, with Student's 95 % interval. What "
+    "holds and what fails is tested at the same level, with Holm's correction over all claims of the study, and over "
+    "the looks where seeds were added after one. Of losses and scores, runs that failed are ranked last. "
+    "[Methods](../methods.md) has the rules, those of power too."
 )
 _SCALE = (
     "**A verdict is about its scale and no more.** The papers train models hundreds to thousands of times larger than "

@@ -7,16 +7,19 @@ from collections.abc import Iterable, Sequence
 from lamina.core.json_types import Json
 from lamina.reports.notices import listed
 from lamina.reports.results.markdown import NONE, code, number, plain
-from lamina.studies.judging.findings import Verdict
+from lamina.studies.judging.findings import FAILED, Verdict
 
 MEANINGS = {
     Verdict.HOLDS: "our trials show it",
     Verdict.HOLDS_AT_ISO_LOSS: "our trials show it, and at equal loss of pretraining, too",
     Verdict.EXPLAINED: "our trials show it, but at equal loss of pretraining it is gone",
-    Verdict.FAILS: "our trials exclude it, at this scale",
+    Verdict.REVERSED: "our trials show the opposite, at this scale",
+    Verdict.EXCLUDED: "a difference as large as the smallest that counts is excluded, at this scale",
+    Verdict.PART_FAILED: "our trials show that a part of it is false; each link has its own verdict",
+    Verdict.FAILS: "a count of runs or a formula contradicts it, at this scale",
     Verdict.INCONCLUSIVE: "the difference is inside the spread over seeds",
-    Verdict.NEEDS_SCALE: "this scale cannot decide it; the note says which can",
-    Verdict.NOT_RUN: "nobody has trained it yet; the command is beside it",
+    Verdict.NEEDS_SCALE: "this scale cannot decide it; the note says why",
+    Verdict.NOT_RUN: "not all of its planned trials have been trained; the command is beside it",
 }
 
 
@@ -40,6 +43,9 @@ def _numbers(by_claim: Sequence[Json]) -> str:
             (Verdict.HOLDS, ("holds", "hold")),
             (Verdict.HOLDS_AT_ISO_LOSS, ("holds at iso-loss", "hold at iso-loss")),
             (Verdict.EXPLAINED, ("is explained by the loss", "are explained by the loss")),
+            (Verdict.REVERSED, ("is reversed", "are reversed")),
+            (Verdict.EXCLUDED, ("is excluded", "are excluded")),
+            (Verdict.PART_FAILED, ("has a part that failed", "have a part that failed")),
             (Verdict.FAILS, ("fails", "fail")),
             (Verdict.INCONCLUSIVE, ("is inconclusive", "are inconclusive")),
             (Verdict.NEEDS_SCALE, ("needs a larger scale", "need a larger scale")),
@@ -53,11 +59,11 @@ def _numbers(by_claim: Sequence[Json]) -> str:
 def best(verdicts: Iterable[Json]) -> list[Json]:
     """One verdict per claim: of the largest scale that decided it, else the one that says most."""
     undecided = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE]
-    order = [*undecided, Verdict.FAILS, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
+    order = [*undecided, *FAILED, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
     scales = ["cpu", "gpu", "paper"]
 
     def rank(one: Json) -> tuple[int, int]:
-        known = min(order.index(one["verdict"]), order.index(Verdict.FAILS)) if one["verdict"] in order else -1
+        known = min(order.index(one["verdict"]), order.index(FAILED[0])) if one["verdict"] in order else -1
         return known, scales.index(one["scale"]) if one["scale"] in scales else -1
 
     chosen: dict[str, Json] = {}
@@ -75,7 +81,10 @@ def summary(verdicts: Sequence[Json]) -> str:
         (Verdict.HOLDS, "Held"),
         (Verdict.HOLDS_AT_ISO_LOSS, "Held at equal loss, too"),
         (Verdict.EXPLAINED, "Explained by the loss"),
-        (Verdict.FAILS, "Did not hold"),
+        (Verdict.REVERSED, "The opposite"),
+        (Verdict.EXCLUDED, "Excluded"),
+        (Verdict.PART_FAILED, "Failed in a part"),
+        (Verdict.FAILS, "Contradicted"),
         (Verdict.INCONCLUSIVE, "Not decided by these trials"),
         (Verdict.NEEDS_SCALE, "Not decidable at this scale"),
         (Verdict.NOT_RUN, "Not run yet"),

@@ -119,6 +119,6 @@ def _settings(study: StudyFolder) -> str:
 
 _HOW = (
     "Differences are paired over seeds, each arm at its own best learning rate where the study tunes it; in brackets "
-    "the 95 % interval; p after Holm's correction over the claims of the study and, where seeds were "
+    "Student's 95 % interval; p after Holm's correction over the claims of the study and, where seeds were "
     "added after a look at the verdicts, over the looks."
 )

@@ -89,6 +89,11 @@ class Scale:
         return JOBS[self.job]
 
     @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        """The seeds by which each arm's rate is chosen; none where no rate is."""
+        return () if self.tuning is None else self.tuning.sweep(self.seeds)
+
+    @property
     def axis_names(self) -> tuple[str, ...]:
         """The axes that a row has a value on, beside those of the rate and the seed."""
         return (*self.axes, *((STAGE,) if self.stages else ()))

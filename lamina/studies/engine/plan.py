@@ -49,7 +49,7 @@ class Plan:
     def dry(self) -> dict[str, Settings]:
         """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
         scale, found = self.scale, {}
-        sweep = scale.seeds if scale.tuning is None else scale.tuning.sweep(scale.seeds)
+        sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
         for seed in dict.fromkeys((*sweep, *scale.seeds)):
             for arm in self.arms:
@@ -67,7 +67,7 @@ class Plan:
                     for rate in scale.rates or (None,):
                         wanted += self._chain(number, rate, seed)
             return list({(trial.key, *trial.values.values()): trial for trial in wanted}.values())
-        seeds = scale.tuning.sweep(scale.seeds)
+        seeds = scale.tuning_seeds
         rates = [self._rates(scale.tuning, number, seeds, result) for number, _ in enumerate(self.arms)]
         for seed in seeds:
             for number, (tried, _) in enumerate(rates):

@@ -37,7 +37,7 @@ from lamina.studies.record import STUDY, has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
 from lamina.studies.running import Executor
 from lamina.studies.trials import identity, measures
-from lamina.studies.trials.records import RESULTS, TABLES, Records, write_results, write_table
+from lamina.studies.trials.records import RESULTS, TABLES, Records, recorded_keys, write_results, write_table
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.trial import Trial
 from lamina.studies.workers import run_trials
@@ -213,7 +213,13 @@ def _run(
         write_results(folder, results)
         write_study(folder, {**header, "trials": sorted(outcome)})
         _write_tables(plan, results, store, folder)
-    write_json(folder / verdicts.CLAIMS, verdicts.judge_study(study, plan.scale, results, store))
+    ended = results[results["status"].isin(ENDED)] if "status" in results else results
+    judged = verdicts.judge_study(
+        *(study, plan.scale, results, store),
+        missing=0 if plan.scale.search is not None else len(results) - len(ended),
+        looks=len(verdicts.looks_of(settings.records_folder / record_name(settings), ended["key"].tolist())),
+    )
+    write_json(folder / verdicts.CLAIMS, judged)
     return results
 
 
@@ -265,6 +271,7 @@ def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool 
     if not whole and (records / verdicts.CLAIMS).is_file():
         return
     known = environment(0)  # before the records change: they are part of the repository
+    looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
     shutil.rmtree(records / TABLES, ignore_errors=True)
     records.mkdir(parents=True, exist_ok=True)
     for name in (RESULTS, verdicts.CLAIMS) if whole else (RESULTS,):
@@ -285,6 +292,7 @@ def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool 
             "revision": known["git_revision"],
             "versions": known["versions"],
             "machine": known["machine"],
+            **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
             "definition": read_mapping(study.file),
         },
     )

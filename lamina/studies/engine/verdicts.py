@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,15 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
+from lamina.jobs.sealed import read_sealed
 from lamina.studies.catalog.places import catalog_folder, names
 from lamina.studies.catalog.study import Scale, Study, read_study
 from lamina.studies.judging.claims import Claim, judge, load_claims
 from lamina.studies.judging.findings import Verdict
+from lamina.studies.judging.power import tested
 from lamina.studies.judging.trials import Reader, Trials
+from lamina.studies.record import STUDY
+from lamina.studies.trials.records import recorded_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,26 +31,51 @@ if TYPE_CHECKING:
 CLAIMS = "claims.json"
 
 
-def judge_study(study: Study, scale: Scale, results: pd.DataFrame, store: Store) -> list[Json]:
-    """The verdict on each of a study's claims. Raises UserError for a claim over something that was not measured."""
+def judge_study(
+    study: Study, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
+) -> list[Json]:
+    """The verdict on each of a study's claims.
+
+    ``missing``: how many of its planned trials have not ended. Nothing is judged before all have. ``looks``: how often
+    its verdicts were recorded, each time with other trials, this time included. Raises UserError for a claim over
+    something that was not measured.
+    """
     if not study.claims_file.is_file():
         return []
     claims = _load(study)
     if scale.needs:
-        judged = [
-            {"claim": claim.name, "says": claim.says, "verdict": str(Verdict.NEEDS_SCALE), "ours": "", "seeds": 0}
-            | {"paper": claim.paper, "note": scale.needs}
-            for claim in claims
-        ]
+        judged = [_unjudged(claim, Verdict.NEEDS_SCALE, scale.needs) for claim in claims]
+    elif missing:
+        note = f"{missing} of {len(results)} planned trials have not ended{_cost(results, missing)}"
+        judged = [_unjudged(claim, Verdict.NOT_RUN, note) for claim in claims]
     else:
-        trials = Trials(
-            results,
-            axes=list(scale.axis_names),
-            scale=scale.name,
-            measures=_reader(scale, store),
-        )
-        judged = [one.record() for one in judge(claims, trials, looks=scale.looks)]
+        axes = list(scale.axis_names)
+        rows = tested(results, axes, scale.tuning_seeds, scale.seeds)
+        trials = Trials(rows, axes=axes, scale=scale.name, measures=_reader(scale, store))
+        judged = [one.record() for one in judge(claims, trials, looks=max(looks, scale.looks))]
     return [{**one, **_provenance(study, scale)} for one in judged]
+
+
+def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
+    shared = {"claim": claim.name, "says": claim.says, "verdict": str(verdict), "ours": "", "seeds": 0}
+    return {**shared, "paper": claim.paper, "note": note}
+
+
+def _cost(results: pd.DataFrame, missing: int) -> str:
+    """What the trials that have not ended would cost, by those that have."""
+    seconds = float(results["seconds"].mean()) if "seconds" in results else float("nan")
+    return f" (about {missing * seconds / 60:.0f} core-minutes)" if seconds == seconds else ""
+
+
+def looks_of(record: Path, trials: Collection[str]) -> list[int]:
+    """The numbers of trials at which verdicts were recorded, with that of these trials, by their keys.
+
+    A record that shares no trial with them is of another experiment.
+    """
+    before: list[int] = []
+    if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
+        before = [int(each) for each in read_sealed(record / STUDY).get("looks", [])]
+    return sorted({*before, len(set(trials))})
 
 
 def _reader(scale: Scale, store: Store) -> Reader:

@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.core.python_files import guarded, run_file
 from lamina.errors import UserError
 from lamina.studies.judging.findings import Finding, Verdict
+from lamina.studies.judging.power import limited
 from lamina.studies.judging.statistics import ALPHA, holm
 from lamina.studies.judging.trials import NotMeasured, Trials
 
@@ -29,17 +30,23 @@ class Claim:
         says: the claim in one sentence.
         paper: the paper's own numbers.
         check: the function that judges trials.
+        exact: it is an identity of any model, under no rule of power.
     """
 
     name: str
     says: str
     paper: str
     check: Check
+    exact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A claim with its verdict after Holm's correction; ``record`` is its line in a study's verdicts."""
+    """A claim with its verdict after the correction for the study's claims and looks.
+
+    ``p`` is of what the verdict says, for or against the claim, and ``p_holm`` the corrected one. ``record`` is its
+    line in a study's verdicts.
+    """
 
     claim: str
     says: str
@@ -64,7 +71,7 @@ class Judged:
 _loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
 
 
-def claim(*, says: str, paper: str = "") -> Callable[[Check], Check]:
+def claim(*, says: str, paper: str = "", exact: bool = False) -> Callable[[Check], Check]:
     """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
 
     Its name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
@@ -72,6 +79,7 @@ def claim(*, says: str, paper: str = "") -> Callable[[Check], Check]:
     Args:
         says: the claim in one sentence.
         paper: the paper's own numbers, which stand beside ours.
+        exact: it is an identity of any model, however little it has learned.
     """
 
     def register(check: Check) -> Check:
@@ -79,7 +87,7 @@ def claim(*, says: str, paper: str = "") -> Callable[[Check], Check]:
         if _loading:
             if name in _loading[-1]:
                 raise UserError(f"claim {name!r}: defined twice (allowed: one function per claim)")
-            _loading[-1][name] = Claim(name=name, says=says, paper=paper, check=check)
+            _loading[-1][name] = Claim(name=name, says=says, paper=paper, check=check, exact=exact)
         return check
 
     return register
@@ -107,32 +115,36 @@ def load_claims(path: Path, *, trusted: bool = False) -> list[Claim]:
 
 
 def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Judged]:
-    """Run the claims' checks, and correct for their number.
+    """Run the claims' checks, hold them to the rules of power, and correct for their number.
 
-    Holm's correction is over all the study's claims that have a p value. One that holds only without it becomes
-    inconclusive. If seeds were added after the verdicts had been read, each look tests anew: the corrected p values are
-    multiplied by ``looks`` (Bonferroni). A claim that asks for what was not measured, or whose code fails, is
-    inconclusive, too, with a warning and a note that says why. Raises UserError if that is so of all claims.
+    The family is fixed: every claim is in Holm's correction, with p = 1 where it could not be tested. What holds and
+    what fails is corrected alike, each side in a family of its own at the same level. If seeds were added after the
+    verdicts had been read, each look tests anew: the corrected p values are multiplied by ``looks`` (Bonferroni). A
+    claim that asks for what was not measured, or whose code fails, is inconclusive, too, with a warning and a note that
+    says why. Raises UserError if that is so of all claims.
     """
     findings, errors = [], []
     for claim in claims:
+        part = trials.afresh()
         try:
-            findings.append(_find(claim, trials))
+            found = _find(claim, part)
+            findings.append(limited(found, trials.rows, trials.axes, part.reads, exact=claim.exact))
         except UserError as error:
             errors.append(error)
             logger.warning("%s", error)
             findings.append(Finding(verdict=Verdict.INCONCLUSIVE, ours="not judged", note=str(error)))
     if claims and len(errors) == len(claims):
         raise errors[0]
-    tested = [index for index, finding in enumerate(findings) if finding.p is not None]
-    adjusted = dict(zip(tested, holm([findings[index].p or 0.0 for index in tested]), strict=True))
-    corrected = {index: min(1.0, looks * p) for index, p in adjusted.items()}
-    return [_judged(claim, findings[index], corrected.get(index), looks) for index, claim in enumerate(claims)]
-
-
-def unjudged(claims: Sequence[Claim], finding: Finding) -> list[Judged]:
-    """The claims of a study whose trials say nothing: all have the one finding (needs scale, not run yet)."""
-    return [_judged(claim, finding, None) for claim in claims]
+    families = ([finding.p for finding in findings], [finding.p_not for finding in findings])
+    tested = [verdict not in (Verdict.NEEDS_SCALE, Verdict.NOT_RUN) for verdict in (each.verdict for each in findings)]
+    corrected = [
+        [
+            min(1.0, looks * p)
+            for p in holm([1.0 if p is None or not able else p for p, able in zip(ps, tested, strict=True)])
+        ]
+        for ps in families
+    ]
+    return [_judged(claim, finding, p, looks) for claim, finding, *p in zip(claims, findings, *corrected, strict=True)]
 
 
 def _find(claim: Claim, trials: Trials) -> Finding:
@@ -154,14 +166,17 @@ def _missing_measures(claim: Claim) -> Iterator[None]:
         ) from error
 
 
-def _judged(claim: Claim, finding: Finding, p_holm: float | None, looks: int = 1) -> Judged:
+def _judged(claim: Claim, finding: Finding, corrected: Sequence[float], looks: int) -> Judged:
     over = "the study's claims" + (f" and {looks} looks" if looks > 1 else "")
-    if finding.verdict.shown and p_holm is not None and p_holm >= ALPHA:
-        finding = replace(finding, verdict=Verdict.INCONCLUSIVE).noted(
-            f"holds only before Holm's correction over {over}: p {finding.p:.2g}, corrected {p_holm:.2g}"
-        )
-    elif finding.verdict.shown and p_holm is not None and looks > 1:
-        finding = finding.noted(f"seeds were added after a look at the verdict: p corrected over {over}, {p_holm:.2g}")
+    p, p_holm = (finding.p_not, corrected[1]) if finding.verdict.failed else (finding.p, corrected[0])
+    if p is not None and finding.verdict.decided:
+        if p_holm >= ALPHA:
+            word = finding.verdict.value
+            finding = finding.undecided(
+                f"'{word}' only before Holm's correction over {over}: p {p:.2g}, corrected {p_holm:.2g}"
+            )
+        elif looks > 1:
+            finding = finding.noted(f"seeds were added after a look: p corrected over {over}, {p_holm:.2g}")
     return Judged(
         claim=claim.name,
         says=claim.says,
@@ -171,8 +186,8 @@ def _judged(claim: Claim, finding: Finding, p_holm: float | None, looks: int = 1
         paper=claim.paper,
         margin=finding.margin,
         interval=finding.interval,
-        p=finding.p,
-        p_holm=p_holm,
+        p=p,
+        p_holm=None if p is None else p_holm,
         seeds=finding.seeds,
         note=finding.note,
     )

@@ -28,7 +28,7 @@ def at_stage(trials: Trials, stage: str) -> Trials:
 
 def trained(trials: Trials) -> Trials:
     """The trials that trained to the end; all of them, where nothing was trained. May be none."""
-    if "status" not in trials.table or trials.table["status"].isna().all():
+    if trials.statuses().isna().all():
         return trials
     present = [status for status in ENDED if status in trials.values("status")]
     return trials.where(status=present)
@@ -62,10 +62,7 @@ def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float
 
 def _has_learned(trials: Trials) -> bool:
     """Whether fewer than two thirds of the runs ended before they had learned."""
-    if "status" not in trials.table:
-        return True
-    short = int(trials.table["status"].eq(Status.SHORT.value).sum())
-    return short < MOST * len(trials)
+    return int(trials.statuses().eq(Status.SHORT.value).sum()) < MOST * len(trials)
 
 
 def rows(table: Frame, **values: object) -> Frame:

@@ -1,117 +1,98 @@
-"""The decision that all checks of a difference share, and the words for its numbers."""
+"""The decision that all checks of a mean share, and the words for its numbers."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict
-from lamina.studies.judging.statistics import ALPHA, equivalence_test, paired, t_test
+from lamina.studies.judging.statistics import ALPHA, p_above, t_interval
 
 BySeed = Mapping[int, float]
 
 
-def lower_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], by: float, higher: bool = False) -> Finding:
-    """Whether a is below b (``higher``: above it), from the differences a - b over the seeds that both have.
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Where a claim says that a mean lies: below a bound, above one, or between two.
 
-    Holds if the differences' 95 % interval lies on the claimed side of 0 and the paired t test's p is below .05.
-    Fails if a difference of ``by`` to the claimed side is excluded, by the interval and by a one-sided t test. Else,
-    and with fewer than 3 pairs, inconclusive.
+    Attributes:
+        below, above: the bounds.
+        least: the smallest distance beyond the bound that counts.
+        text: the claim in words, behind the numbers.
     """
-    seeds, differences = _differences(a, b)
-    if len(seeds) < TOO_FEW:
-        return _too_few(names, a, b, len(seeds))
-    found = paired(differences)
-    sign = -1.0 if higher else 1.0
-    low, high = sorted((sign * found.interval[0], sign * found.interval[1]))
-    signed = [sign * each for each in differences]
-    if high < 0 and found.p < ALPHA:
-        verdict = Verdict.HOLDS
-    elif low > -by and t_test(signed, mean=-by, alternative="greater") < ALPHA:
-        verdict = Verdict.FAILS
-    else:
-        verdict = Verdict.INCONCLUSIVE
-    return Finding(
-        verdict=verdict,
-        ours=_compared(names, [a[seed] for seed in seeds], [b[seed] for seed in seeds])
-        + f": difference {measured(found.mean, found.interval, len(seeds), found.p)}",
-        margin=found.mean,
-        interval=found.interval,
-        p=found.p,
-        seeds=len(seeds),
-        note="" if _agree(found.p, found.p_wilcoxon, len(seeds)) else f"Wilcoxon's test: {p_text(found.p_wilcoxon)}",
-    )
+
+    below: float = math.inf
+    above: float = -math.inf
+    least: float = 0.0
+    text: str = ""
+
+    def find(self, values: Sequence[float], *, name: str) -> Finding:
+        """The finding on the mean of at least three values, one per seed; an infinite one is of a run that failed.
+
+        Holds if a one-sided test at 2.5 % shows the mean inside each bound, and it lies inside by ``least``. Fails by
+        tests at the same level: `reversed` if the mean is shown to lie outside in the same way, `excluded` if it is
+        shown not to lie inside by ``least``. All p values are doubled. With an infinite value, Wilcoxon's signed ranks
+        and the median take the place of the t test and the mean.
+        """
+        known, center, slack = all(map(math.isfinite, values)), _center(values), 1e-9
+        # Each side turned and shifted so that the claim is: below 0.
+        sides = [(1.0, self.below)] if math.isfinite(self.below) else []
+        sides += [(-1.0, self.above)] if math.isfinite(self.above) else []
+        turned = [[sign * (value - bound) for value in values] for sign, bound in sides]
+        centers = [sign * (center - bound) for sign, bound in sides]
+        p = max(p_above([-value for value in side]) for side in turned)
+        reverse = min(p_above(side) for side in turned)
+        exclude = min(p_above([value + self.least for value in side]) for side in turned)
+        verdict, p_not = Verdict.INCONCLUSIVE, exclude
+        if p < ALPHA and max(centers) <= slack - self.least:
+            verdict = Verdict.HOLDS
+        elif reverse < ALPHA and max(centers) >= self.least - slack:
+            verdict, p_not = Verdict.REVERSED, reverse
+        elif exclude < ALPHA:
+            verdict = Verdict.EXCLUDED
+        interval = t_interval(values) if known else None
+        shown = p_not if verdict.failed else p
+        return Finding(
+            verdict=verdict,
+            ours=f"{name} {measured(center, interval, len(values), shown)}{self.text}".strip(),
+            margin=center,
+            interval=interval,
+            p=p,
+            p_not=p_not,
+            seeds=len(values),
+        )
 
 
-def equivalent_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], within: float) -> Finding:
-    """Whether a and b differ by less than ``within``: two one-sided tests (TOST) on the pairs.
+def pairs_in(region: Region, a: BySeed, b: BySeed, *, names: tuple[str, str]) -> Finding:
+    """The finding on the differences a - b over the seeds that both have.
 
-    Fails if the difference is larger by the same two tests' measure: its interval lies outside, and a one-sided t
-    test excludes the nearer bound.
+    An infinite value is of a run that did not train: the difference is infinite, and where both have one, the pair says
+    nothing. Too few pairs are inconclusive.
     """
-    seeds, differences = _differences(a, b)
+    seeds = [seed for seed in sorted(a.keys() & b.keys()) if not (math.isnan(a[seed]) or math.isnan(b[seed]))]
+    seeds = [seed for seed in seeds if a[seed] != b[seed] or math.isfinite(a[seed])]
     if len(seeds) < TOO_FEW:
-        return _too_few(names, a, b, len(seeds))
-    found = paired(differences)
-    p = equivalence_test(differences, within)
-    outside = min(found.interval) > within or max(found.interval) < -within
-    sign = math.copysign(1.0, found.mean)
-    larger = t_test([sign * each for each in differences], mean=within, alternative="greater")
-    if p < ALPHA and max(map(abs, found.interval)) < within:
-        verdict = Verdict.HOLDS
-    else:
-        verdict = Verdict.FAILS if outside and larger < ALPHA else Verdict.INCONCLUSIVE
-    return Finding(
-        verdict=verdict,
-        ours=_compared(names, [a[seed] for seed in seeds], [b[seed] for seed in seeds])
-        + f": difference {measured(found.mean, found.interval, len(seeds), p)}, claimed within {number(within)}",
-        margin=found.mean,
-        interval=found.interval,
-        p=p,
-        seeds=len(seeds),
-    )
+        return too_few(names, a, b, len(seeds))
+    differences = [float(a[seed]) - float(b[seed]) for seed in seeds]
+    if all(map(math.isfinite, differences)):
+        means = (number(mean([side[seed] for seed in seeds])) for side in (a, b))
+        return region.find(differences, name=f"{names[0]} {next(means)} vs {names[1]} {next(means)}: difference")
+    won = sum(difference < 0 for difference in differences)
+    name = f"{names[0]} vs {names[1]}, runs that failed last: lower in {won} of {len(seeds)} pairs, median difference"
+    return region.find(differences, name=name)
 
 
-def not_above_in_pairs(a: BySeed, b: BySeed, *, names: tuple[str, str], within: float) -> Finding:
-    """Whether a is at most ``within`` above b: a one-sided t test on the pairs, and the interval below ``within``.
-
-    Fails if the interval lies above ``within``, and the test to the other side says so, too.
-    """
-    seeds, differences = _differences(a, b)
-    if len(seeds) < TOO_FEW:
-        return _too_few(names, a, b, len(seeds))
-    found = paired(differences)
-    p = t_test(differences, mean=within, alternative="less")
-    if p < ALPHA and found.interval[1] < within:
-        verdict = Verdict.HOLDS
-    else:
-        above = t_test(differences, mean=within, alternative="greater") < ALPHA and found.interval[0] > within
-        verdict = Verdict.FAILS if above else Verdict.INCONCLUSIVE
-    return Finding(
-        verdict=verdict,
-        ours=_compared(names, [a[seed] for seed in seeds], [b[seed] for seed in seeds])
-        + f": difference {measured(found.mean, found.interval, len(seeds), p)}, claimed at most {number(within)}",
-        margin=found.mean,
-        interval=found.interval,
-        p=p,
-        seeds=len(seeds),
-    )
-
-
-def too_few(names: tuple[str, str], pairs: int) -> Finding:
-    """The finding of a comparison without enough pairs."""
-    return Finding(
+def too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
+    """The finding of a comparison without enough pairs, with the arms that have no value."""
+    empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
+    found = Finding(
         verdict=Verdict.INCONCLUSIVE,
         ours=f"{names[0]} vs {names[1]}: {seeds_text(pairs)} in common",
         seeds=pairs,
         note=f"fewer than {TOO_FEW} pairs of seeds",
     )
-
-
-def _too_few(names: tuple[str, str], a: BySeed, b: BySeed, pairs: int) -> Finding:
-    """The same, with the arm that has no value: none of its runs trained, or most ended before they had learned."""
-    empty = [name.rpartition(": ")[2] for name, values in zip(names, (a, b), strict=True) if not values]
-    found = too_few(names, pairs)
     return found.noted(f"no run that has learned: {', '.join(empty)}") if empty else found
 
 
@@ -120,10 +101,10 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def measured(value: float, interval: Sequence[float], seeds: int, p: float) -> str:
+def measured(value: float, interval: Sequence[float] | None, seeds: int, p: float) -> str:
     """A number with what it rests on: ``-0.013 (95 % -0.016 to -0.010, 5 seeds, p 0.001)``."""
-    low, high = (f"{end:.3g}" for end in interval)
-    return f"{value:.3g} (95 % {low} to {high}, {seeds_text(seeds)}, {p_text(p)})"
+    within = "" if interval is None else f"95 % {interval[0]:.3g} to {interval[1]:.3g}, "
+    return f"{value:.3g} ({within}{seeds_text(seeds)}, {p_text(p)})"
 
 
 def p_text(p: float) -> str:
@@ -141,15 +122,9 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _compared(names: tuple[str, str], a: Sequence[float], b: Sequence[float]) -> str:
-    return f"{names[0]} {number(mean(a))} vs {names[1]} {number(mean(b))}".strip()
-
-
-def _differences(a: BySeed, b: BySeed) -> tuple[list[int], list[float]]:
-    seeds = [seed for seed in sorted(set(a) & set(b)) if math.isfinite(a[seed]) and math.isfinite(b[seed])]
-    return seeds, [float(a[seed]) - float(b[seed]) for seed in seeds]
-
-
-def _agree(p: float, p_wilcoxon: float, pairs: int) -> bool:
-    """Whether the two tests agree, where Wilcoxon's can be significant at all: from 6 pairs on."""
-    return pairs < 6 or (p < ALPHA) == (p_wilcoxon < ALPHA)
+def _center(values: Sequence[float]) -> float:
+    """The mean; the median where a value is infinite."""
+    if all(map(math.isfinite, values)):
+        return mean(values)
+    low, high = statistics.median_low(values), statistics.median_high(values)
+    return (low + high) / 2 if low != -high or math.isfinite(low) else 0.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from lamina.studies.judging.statistics import ALPHA
 
 MOST, FEW = 2 / 3, 1 / 3  # shares of the seeds
 TOO_FEW = 3  # pairs of seeds below which a difference is not judged
@@ -16,15 +19,21 @@ class Verdict(StrEnum):
         HOLDS: the trials show it.
         HOLDS_AT_ISO_LOSS: they show it at equal loss of pretraining, too.
         EXPLAINED: they show it, and at equal loss of pretraining it is gone.
-        FAILS: the trials exclude it.
+        REVERSED: they show the opposite.
+        EXCLUDED: they exclude a difference as large as the smallest that counts.
+        PART_FAILED: they show that a part of it is false.
+        FAILS: a count or a formula contradicts it.
         INCONCLUSIVE: inside the seeds' spread.
-        NEEDS_SCALE: this scale cannot decide it; the note says which can.
-        NOT_RUN: its trials have not been trained.
+        NEEDS_SCALE: this scale cannot decide it; the note says why.
+        NOT_RUN: its trials have not been trained, or not all of them.
     """
 
     HOLDS = "holds"
     HOLDS_AT_ISO_LOSS = "holds at iso-loss"
     EXPLAINED = "explained by loss"
+    REVERSED = "reversed"
+    EXCLUDED = "excluded"
+    PART_FAILED = "a part failed"
     FAILS = "fails"
     INCONCLUSIVE = "inconclusive"
     NEEDS_SCALE = "needs scale"
@@ -33,12 +42,20 @@ class Verdict(StrEnum):
     @property
     def decided(self) -> bool:
         """Whether it is an answer."""
-        return self.shown or self == Verdict.FAILS
+        return self.shown or self.failed
 
     @property
     def shown(self) -> bool:
         """Whether the trials show what the claim says, for whatever reason."""
         return self in (Verdict.HOLDS, Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the trials show that the claim is false."""
+        return self in FAILED
+
+
+FAILED = (Verdict.REVERSED, Verdict.EXCLUDED, Verdict.PART_FAILED, Verdict.FAILS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +63,15 @@ class Finding:
     """A verdict and the numbers that it rests on.
 
     Attributes:
-        verdict: what the check decided, before Holm's correction over the study's claims.
+        verdict: what the check decided, before the correction for the study's claims and looks.
         ours: the numbers in one line.
-        parts: the same, a line for each finding that this one is made of; what decides comes first.
-        margin: the difference that was judged, or by how much a value lies above the claimed one, in the column's unit.
+        parts: the same, a line for each finding that this one is made of, with its own verdict; what decides first.
+        margin: the difference that was judged, or a value, in the column's unit.
         interval: the margin's 95 % interval.
-        p: two-sided, of no difference; None where the verdict rests on no test (a count of runs, an exact formula).
+        p: of what the claim says, one-sided and doubled; None where the verdict rests on no test (an exact formula).
+        p_not: of what contradicts it, in the same way.
         seeds: how many seeds the verdict rests on.
-        note: what a reader must know beside the numbers: runs left out, a rate at the sweep's edge.
+        note: what a reader must know beside the numbers: runs that failed, a rate at the sweep's edge.
     """
 
     verdict: Verdict
@@ -61,6 +79,7 @@ class Finding:
     margin: float | None = None
     interval: tuple[float, float] | None = None
     p: float | None = None
+    p_not: float | None = None
     seeds: int = 0
     note: str = ""
     parts: tuple[str, ...] = ()
@@ -69,9 +88,19 @@ class Finding:
         if not self.parts:
             object.__setattr__(self, "parts", (self.ours,))
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The parts as links of a larger claim: each with its verdict."""
+        linked = len(self.parts) > 1 or self.ours.startswith(f"{self.verdict}: ")
+        return self.parts if linked else (f"{self.verdict}: {self.ours}",)
+
     def noted(self, note: str) -> Finding:
         """The same finding with one more note."""
         return replace(self, note="; ".join(filter(None, [self.note, note])))
+
+    def undecided(self, note: str) -> Finding:
+        """The same numbers without a verdict, and why."""
+        return replace(self, verdict=Verdict.INCONCLUSIVE).noted(note)
 
 
 def needs_scale(scale: str, why: str) -> Finding:
@@ -80,60 +109,87 @@ def needs_scale(scale: str, why: str) -> Finding:
 
 
 def all_of(*findings: Finding) -> Finding:
-    """The conjunction: fails if one fails, holds if all hold.
+    """The conjunction: holds if all hold, and fails if one fails.
 
-    Its p is the largest of the parts' p: all of them must be significant (an intersection-union test). Margin and
+    That all hold has the largest of the parts' p (an intersection-union test). That one is false has the smallest times
+    the number of parts (Bonferroni): one that fails by its own p alone leaves the conjunction inconclusive. Margin and
     interval are those of the part that decides: the first that fails or is undecided, else the one of the largest p.
     """
     assert findings
-    undecided = (Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE)
-    for verdict in (Verdict.FAILS, *undecided, Verdict.EXPLAINED):
-        deciding = [finding for finding in findings if finding.verdict == verdict]
+    p, p_not = _largest([each.p for each in findings]), _smallest([each.p_not for each in findings])
+    failed = [each for each in findings if each.verdict.failed]
+    if failed:
+        kinds = {each.verdict for each in findings}
+        if len(kinds) == 1:  # all of them
+            p_not = _largest([each.p_not for each in findings])
+            return _joined(findings, failed[0], failed[0].verdict, p, p_not)
+        by_count = any(each.p_not is None for each in failed)
+        if by_count or p_not is None or p_not < ALPHA:
+            first = min(failed, key=lambda each: each.p_not or 0.0)
+            return _joined(findings, first, Verdict.PART_FAILED, p, None if by_count else p_not)
+        return _joined(findings, failed[0], Verdict.INCONCLUSIVE, p, p_not)
+    for verdict in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE, Verdict.EXPLAINED):
+        deciding = [each for each in findings if each.verdict == verdict]
         if deciding:
-            return _joined(findings, deciding[0], _largest_p(findings))
-    weakest = max(
-        [finding for finding in findings if finding.verdict == Verdict.HOLDS] or findings,
-        key=lambda finding: -1.0 if finding.p is None else finding.p,
-    )
-    return _joined(findings, weakest, _largest_p(findings))
+            return _joined(findings, deciding[0], verdict, p, p_not)
+    holding = [each for each in findings if each.verdict == Verdict.HOLDS] or list(findings)
+    weakest = max(holding, key=lambda each: -1.0 if each.p is None else each.p)
+    return _joined(findings, weakest, weakest.verdict, p, p_not)
 
 
 def any_of(*findings: Finding) -> Finding:
-    """The disjunction: holds if one holds, fails if all fail. Its p is the deciding part's times the number of parts.
+    """The disjunction: holds if one holds, fails if all fail.
 
-    Where one holds, its numbers stand alone. Where all fail, the p is the smallest times their number.
+    That one holds has its p times the number of parts. That all fail has the largest of their p.
     """
     assert findings
-    ps = [finding.p for finding in findings if finding.p is not None]
-    p = min(1.0, min(ps) * len(ps)) if ps else None
+    p, p_not = _smallest([each.p for each in findings]), _largest([each.p_not for each in findings])
     shown = (Verdict.HOLDS_AT_ISO_LOSS, Verdict.HOLDS, Verdict.EXPLAINED)
     for verdict in (*shown, Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE, Verdict.NOT_RUN):
-        deciding = [finding for finding in findings if finding.verdict == verdict]
+        deciding = [each for each in findings if each.verdict == verdict]
         if deciding:
-            best = min(deciding, key=lambda finding: 0.0 if finding.p is None else finding.p)
-            parts = (best,) if verdict in shown else findings
-            return _joined(parts, best, None if best.p is None else min(1.0, best.p * len(ps)))
-    return _joined(findings, findings[0], p)
+            best = min(deciding, key=lambda each: 0.0 if each.p is None else each.p)
+            tested = sum(each.p is not None for each in findings)
+            own = None if best.p is None else min(1.0, best.p * tested)
+            if verdict in shown and own is not None and own >= ALPHA:
+                return _joined(findings, best, Verdict.INCONCLUSIVE, own, p_not)
+            return _joined((best,) if verdict in shown else findings, best, verdict, own, p_not)
+    kinds = {each.verdict for each in findings}
+    return _joined(findings, findings[0], findings[0].verdict if len(kinds) == 1 else Verdict.FAILS, p, p_not)
 
 
 def denied(finding: Finding) -> Finding:
-    """The opposite claim: what held fails, and what failed holds. Without a p, which was that of the claim denied."""
-    opposite = Verdict.FAILS if finding.verdict.shown else Verdict.HOLDS
-    return replace(finding, verdict=opposite if finding.verdict.decided else finding.verdict, p=None)
+    """The opposite claim: what held is reversed, and what failed holds."""
+    verdict = finding.verdict
+    if verdict.decided:
+        verdict = Verdict.REVERSED if verdict.shown else Verdict.HOLDS
+    return replace(finding, verdict=verdict, p=finding.p_not, p_not=finding.p)
 
 
-def _largest_p(findings: tuple[Finding, ...]) -> float | None:
-    return max((finding.p for finding in findings if finding.p is not None), default=None)
+def _largest(ps: Sequence[float | None]) -> float | None:
+    return max((p for p in ps if p is not None), default=None)
 
 
-def _joined(findings: tuple[Finding, ...], deciding: Finding, p: float | None) -> Finding:
+def _smallest(ps: Sequence[float | None]) -> float | None:
+    """The smallest p times their number."""
+    known = [p for p in ps if p is not None]
+    return min(1.0, min(known) * len(known)) if known else None
+
+
+def _joined(
+    findings: Sequence[Finding], deciding: Finding, verdict: Verdict, p: float | None, p_not: float | None
+) -> Finding:
     notes = dict.fromkeys(note for finding in findings for note in finding.note.split("; ") if note)
-    parts = tuple(dict.fromkeys(part for finding in (deciding, *findings) for part in finding.parts))
+    several = len(findings) > 1
+    lines = (finding.lines if several else finding.parts for finding in (deciding, *findings))
+    parts = tuple(dict.fromkeys(line for each in lines for line in each))
     return replace(
         deciding,
+        verdict=verdict,
         ours="; ".join(parts),
         parts=parts,
         p=p,
+        p_not=p_not,
         seeds=min((finding.seeds for finding in findings if finding.seeds), default=0),
         note="; ".join(notes),
     )

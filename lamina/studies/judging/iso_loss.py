@@ -63,24 +63,21 @@ def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float,
 
     Returns:
         ``raw`` where it does not hold. Else: ``holds at iso-loss`` if our values are higher at equal loss, too;
-        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` where that is open. The first rests
-        on both tests, so its p is the larger one.
+        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` where that is open. The first two
+        rest on both tests, so their p is the larger one.
     """
     matched = at_loss(others, ours.losses)
     equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
     lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
     note = f"{lost} without a {names[1]} run of so low a loss, left out at equal loss" if lost > 0 else ""
-    joined = replace(raw, ours=f"{raw.ours}; {equal.ours}", parts=(*raw.parts, *equal.parts)).noted(
-        "; ".join(filter(None, [equal.note, note]))
-    )
+    parts = (*raw.lines, *equal.lines)
+    joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
     if raw.verdict != Verdict.HOLDS:
         return joined
-    if equal.verdict == Verdict.HOLDS:
-        p = max(p for p in (raw.p, equal.p, 0.0) if p is not None)
-        verdict = Verdict.HOLDS_AT_ISO_LOSS
+    if equal.verdict == Verdict.HOLDS or equal.verdict.failed:
+        verdict = Verdict.EXPLAINED if equal.verdict.failed else Verdict.HOLDS_AT_ISO_LOSS
+        p = max(raw.p or 0.0, (equal.p_not if equal.verdict.failed else equal.p) or 0.0)
         return replace(joined, verdict=verdict, margin=equal.margin, interval=equal.interval, p=p, seeds=equal.seeds)
-    if equal.verdict == Verdict.FAILS:
-        return replace(joined, verdict=Verdict.EXPLAINED, margin=equal.margin, interval=equal.interval)
     return joined.noted("whether it is more than the lower loss is open")
 
 

@@ -11,8 +11,7 @@ from typing import Protocol, cast
 
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
-_RESAMPLES = 9999
-_SEED = 20260130  # of the bootstrap's resamples: the same numbers give the same interval
+_DRAWS, _SEED = 2000, 20261123  # of the tau of means
 
 
 class _Test(Protocol):
@@ -22,103 +21,72 @@ class _Test(Protocol):
     pvalue: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Paired:
-    """The differences of two arms over the seeds that both have.
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean of at least two values."""
+    from scipy.special import stdtrit
 
-    Attributes:
-        count: the number of pairs.
-        mean, std: of the differences; the standard deviation has count - 1 in its denominator.
-        interval: 95 % bootstrap interval of the mean.
-        p: of the paired t test, two-sided; of the sign test, where all differences are equal (counts, shares).
-        p_wilcoxon: of Wilcoxon's signed-rank test, two-sided; with 5 pairs it cannot fall below 0.0625.
+    mean, error = _mean_and_error(values)
+    reach = float(stdtrit(len(values) - 1, 1 - ALPHA / 2)) * error
+    return mean - reach, mean + reach
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error."""
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
+
+
+def share_interval(count: int, runs: int) -> tuple[float, float]:
+    """The exact (Clopper-Pearson) 95 % interval of a share of runs."""
+    from scipy import stats
+
+    found = stats.binomtest(count, runs).proportion_ci(confidence_level=CONFIDENCE, method="exact")
+    return float(found.low), float(found.high)
+
+
+def share_above(count: int, runs: int, share: float) -> float:
+    """The exact one-sided p, doubled, that a share of runs lies above ``share``."""
+    from scipy import stats
+
+    return min(1.0, 2 * float(stats.binom.sf(count - 1, runs, share)))
+
+
+def shares_differ(counts: tuple[int, int], runs: tuple[int, int]) -> float:
+    """The two-sided p of Fisher's exact test that two shares of runs differ."""
+    from scipy import stats
+
+    table = [[count, total - count] for count, total in zip(counts, runs, strict=True)]
+    return float(cast(_Test, stats.fisher_exact(table)).pvalue)
+
+
+def p_above(values: Sequence[float]) -> float:
+    """The one-sided p, doubled, that the center of values lies above 0; the level is 2.5 % for each side.
+
+    Student's t test. Where a value is infinite (a run that did not train, ranked last), Wilcoxon's signed-rank test
+    with its exact distribution; where all are equal (counts, shares), the sign test.
     """
+    from scipy.special import stdtr
 
-    count: int
-    mean: float
-    std: float
-    interval: tuple[float, float]
-    p: float
-    p_wilcoxon: float
+    if all(map(math.isfinite, values)):
+        mean, error = _mean_and_error(values)
+        if error > 1e-12 * max(1.0, abs(mean)):
+            return min(1.0, 2 * float(stdtr(len(values) - 1, -mean / error)))
+    return min(1.0, 2 * _signed_ranks(values))
 
 
-def paired(differences: Sequence[float]) -> Paired:
-    """Statistics of at least two paired differences."""
+def _signed_ranks(values: Sequence[float]) -> float:
+    """The share of all signs of the values whose positive ranks add up to at least as much; zeros say nothing."""
     import numpy as np
     from scipy import stats
 
-    values = np.asarray(differences, dtype=float)
-    p_wilcoxon = float(cast(_Test, stats.wilcoxon(values)).pvalue) if values.any() else 1.0
-    return Paired(
-        count=len(values),
-        mean=float(values.mean()),
-        std=float(values.std(ddof=1)),
-        interval=bootstrap_interval(differences),
-        p=_equal_signs(differences) if _all_equal(differences) else t_test(differences),
-        p_wilcoxon=p_wilcoxon,
-    )
-
-
-def _all_equal(values: Sequence[float]) -> bool:
-    import numpy as np
-
-    return float(np.std(values)) <= 1e-12 * max(1.0, abs(float(np.mean(values))))
-
-
-def _equal_signs(differences: Sequence[float]) -> float:
-    """The two-sided sign test's p of differences that are all equal, as counts and shares may be."""
-    return 2.0 ** (1 - len(differences)) if any(differences) else 1.0
-
-
-def wilcoxon_greater(differences: Sequence[float]) -> float:
-    """The p of Wilcoxon's one-sided signed-rank test that differences lie above 0; 1 if all are 0."""
-    from scipy import stats
-
-    if not any(differences):
-        return 1.0
-    return float(cast(_Test, stats.wilcoxon(list(differences), alternative="greater")).pvalue)
-
-
-def bootstrap_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean, the same at each call.
-
-    With few values it is narrower than it should be (of 3 it covers the mean in three cases of four), so no check
-    rests on it alone.
-    """
-    import numpy as np
-    from scipy import stats
-
-    if len(values) < 2 or np.ptp(values) == 0:
-        return float(np.mean(values)), float(np.mean(values))
-    result = stats.bootstrap(
-        (np.asarray(values, dtype=float),),
-        np.mean,
-        confidence_level=confidence,
-        n_resamples=_RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(_SEED),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def t_test(values: Sequence[float], *, mean: float = 0.0, alternative: str = "two-sided") -> float:
-    """The t test's p that the values' mean is ``mean``. Values that are all equal are taken as exact: p is 0 or 1."""
-    import numpy as np
-    from scipy import stats
-
-    if _all_equal(values):
-        center = float(np.mean(values))
-        shown = {"two-sided": center != mean, "less": center < mean, "greater": center > mean}
-        return 0.0 if shown[alternative] else 1.0
-    with _quiet():
-        return float(cast(_Test, stats.ttest_1samp(values, mean, alternative=alternative)).pvalue)
-
-
-def equivalence_test(differences: Sequence[float], within: float) -> float:
-    """The p of two one-sided t tests (TOST) that the mean difference lies inside (-within, within)."""
-    return max(
-        t_test(differences, mean=-within, alternative="greater"), t_test(differences, mean=within, alternative="less")
-    )
+    known = np.asarray([value for value in values if abs(value) > 1e-12])
+    doubled = np.rint(2 * stats.rankdata(np.abs(known))).astype(int)  # ties have half ranks
+    ways = np.zeros(int(doubled.sum()) + 1)
+    ways[0] = 1.0
+    for rank in doubled:
+        ways[rank:] = ways[rank:] + ways[:-rank]
+    return float(ways[int(doubled[known > 0].sum()) :].sum() / ways.sum())
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -135,13 +103,32 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def kendall(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Kendall's tau-b and its two-sided p. Tau is 0 where one side is constant."""
+def kendall(a: Sequence[float], b: Sequence[float]) -> float:
+    """Kendall's tau-b; 0 where one side is constant."""
     from scipy import stats
 
     with _quiet():
-        result = cast(_Test, stats.kendalltau(a, b))
-    return (0.0, 1.0) if math.isnan(result.statistic) else (float(result.statistic), float(result.pvalue))
+        tau = float(cast(_Test, stats.kendalltau(a, b)).statistic)
+    return 0.0 if math.isnan(tau) else tau
+
+
+def tau_draws(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> list[float]:
+    """Kendall's tau between the arms' means, for draws of each mean from its t distribution over the arm's values.
+
+    An arm with one value is taken as known, one without a value ranks last.
+    """
+    import numpy as np
+
+    random = np.random.default_rng(_SEED)
+
+    def drawn(arm: Sequence[float]) -> list[float]:
+        if len(arm) < 2:
+            return [arm[0] if arm else math.inf] * _DRAWS
+        error = float(np.std(arm, ddof=1)) / math.sqrt(len(arm))
+        return (float(np.mean(arm)) + error * random.standard_t(len(arm) - 1, _DRAWS)).tolist()
+
+    sides = [np.transpose([drawn(arm) for arm in side]) for side in (a, b)]
+    return [kendall(one, other) for one, other in zip(*sides, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,11 @@
-"""Each arm's best learning rate, for studies that read a whole sweep and so tune none before."""
+"""Each arm's best learning rate, for studies that read a whole sweep and so tune none before.
+
+A rate that is chosen by the results of the runs that are then compared flatters its arm: `Trials.choose_rate` notes it,
+and the judge decides nothing by it.
+"""
 
 from __future__ import annotations
 
-from lamina.core.frames import Frame
 from lamina.studies.judging.checks import NOT_TRAINED
 from lamina.studies.judging.trials import Trials
 
@@ -11,19 +14,19 @@ def at_best_rates(trials: Trials) -> Trials:
     """The trials of every arm at the best rate of its sweep: the fewest runs lost, then the lowest mean loss."""
     keys: list[str] = []
     for arm in trials.arms() or [{}]:
-        table = trials.where(**arm).table
-        rate = best_rate(table)
-        keys += table.loc[table["learning_rate"] == rate, "key"].tolist()
+        of_arm = trials.where(**arm)
+        keys += map(str, of_arm.where(learning_rate=best_rate(of_arm)).values("key"))
     return trials.where(key=keys)
 
 
-def best_rate(table: Frame) -> float:
-    """The rate of a sweep's table at which the fewest runs diverged or got stuck, and of those the lowest mean loss."""
+def best_rate(trials: Trials) -> float:
+    """The rate at which the fewest of an arm's runs diverged or got stuck, and of those the lowest mean loss."""
+    trials.choose_rate()
 
-    def rank(rate: float) -> tuple[int, float]:
-        runs = table[table["learning_rate"] == rate]
-        lost = runs["status"].isin(NOT_TRAINED)
-        mean = float(runs.loc[~lost, "eval_loss"].mean())
+    def rank(rate: object) -> tuple[int, float]:
+        runs = trials.where(learning_rate=rate)
+        losses, lost = runs.rows["eval_loss"], runs.rows["status"].isin(NOT_TRAINED)
+        mean = float(losses[~lost].mean())
         return int(lost.sum()), mean if mean == mean else float("inf")
 
-    return min((float(rate) for rate in sorted(table["learning_rate"].unique())), key=rank)
+    return float(str(min(sorted(trials.values("learning_rate"), key=lambda rate: float(str(rate))), key=rank)))

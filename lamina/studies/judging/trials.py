@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.core.frames import Frame
@@ -21,6 +22,19 @@ class NotMeasured(LookupError):
     """A claim asks for something that its study does not measure; the judge makes it a UserError."""
 
 
+@dataclass
+class Reads:
+    """What a claim has read of its trials: the rules of power ask it.
+
+    Attributes:
+        columns: by a trial's key, the columns and tables of its end that were read; "*" is the whole row.
+        chose_rate: whether a learning rate was chosen by the results.
+    """
+
+    columns: dict[str, set[str]] = field(default_factory=dict)
+    chose_rate: bool = False
+
+
 class Trials:
     """The trials of a study, or a selection of them.
 
@@ -34,20 +48,51 @@ class Trials:
     """
 
     def __init__(
-        self, table: Frame, *, axes: Sequence[str], scale: str = "cpu", measures: Reader | None = None
+        self,
+        table: Frame,
+        *,
+        axes: Sequence[str],
+        scale: str = "cpu",
+        measures: Reader | None = None,
+        reads: Reads | None = None,
     ) -> None:
-        self.table, self.axes, self.scale = table.reset_index(drop=True), tuple(axes), scale
+        self._table, self.axes, self.scale = table.reset_index(drop=True), tuple(axes), scale
         self._measures = measures
+        self.reads = Reads() if reads is None else reads
+
+    @property
+    def table(self) -> Frame:
+        """The rows. Whoever takes them has read them whole (``reads``)."""
+        self._note("*")
+        return self._table
+
+    @property
+    def rows(self) -> Frame:
+        """The rows, for the judge: they do not count as read."""
+        return self._table
+
+    def choose_rate(self) -> None:
+        """Note that a learning rate was chosen by the results of these trials."""
+        self.reads.chose_rate = True
+
+    def afresh(self) -> Trials:
+        """The same trials, of which nothing has been read."""
+        return Trials(self._table, axes=self.axes, scale=self.scale, measures=self._measures)
+
+    def statuses(self) -> Frame:
+        """How each trial ended; all missing where nothing was trained."""
+        self._note("status")
+        return self._table["status"] if "status" in self._table else self._table["seed"].where(False)
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self._table)
 
     def where(self, **values: object) -> Trials:
         """The trials with these values in these columns; a list allows each of its values.
 
         Raises NotMeasured for a column or a value that no trial has.
         """
-        table = self.table
+        table = self._table
         for column, value in values.items():
             self._require_column(column)
             allowed = list(value) if isinstance(value, list | tuple | set) else [value]
@@ -59,14 +104,14 @@ class Trials:
 
     def tuned(self) -> Trials:
         """The trials of the study's own seeds at their arm's chosen learning rate; all, where the study tunes none."""
-        if "tuned" not in self.table:
+        if "tuned" not in self._table:
             return self
-        return self._of(self.table[self.table["tuned"].fillna(False).astype(bool)])
+        return self._of(self._table[self._table["tuned"].fillna(False).astype(bool)])
 
     @property
     def at_edge(self) -> bool:
         """Whether the best rate of an arm of these trials is at its sweep's edge: a better one may lie beyond it."""
-        return "at_edge" in self.table and bool(self.table["at_edge"].fillna(False).astype(bool).any())
+        return "at_edge" in self._table and bool(self._table["at_edge"].fillna(False).astype(bool).any())
 
     @property
     def arm_axes(self) -> tuple[str, ...]:
@@ -76,17 +121,17 @@ class Trials:
     def arms(self) -> list[dict[str, object]]:
         """The values of the arms' axes, one mapping per arm, in the table's order."""
         axes = list(self.arm_axes)
-        return [] if not axes else self.table[axes].drop_duplicates().to_dict("records")
+        return [] if not axes else self._table[axes].drop_duplicates().to_dict("records")
 
     def values(self, column: str) -> list[object]:
         """The values of a column, each once, in the table's order. Raises NotMeasured for an unknown column."""
         self._require_column(column)
-        return self.table[column].drop_duplicates().tolist()
+        return self._table[column].drop_duplicates().tolist()
 
     @property
     def seeds(self) -> list[int]:
         """The seeds, sorted."""
-        return sorted(int(seed) for seed in self.table["seed"].unique())
+        return sorted(int(seed) for seed in self._table["seed"].unique())
 
     def arm(self, arm: Arm) -> Trials:
         """The trials of one arm: text is a value of the axis ``placement``, else of the first axis that has it.
@@ -97,9 +142,9 @@ class Trials:
             return self.where(**arm)
         axes = list(dict.fromkeys([*sorted(self.arm_axes, key=lambda axis: axis != "placement"), "placement"]))
         for axis in axes:
-            if axis in self.table and arm in self.table[axis].tolist():
+            if axis in self._table and arm in self._table[axis].tolist():
                 return self.where(**{axis: arm})
-        present = [value for axis in axes if axis in self.table for value in self.table[axis].unique().tolist()]
+        present = [value for axis in axes if axis in self._table for value in self._table[axis].unique().tolist()]
         raise NotMeasured(f"the arm {arm!r}{nearest(arm, map(str, present))} (measured: {_listed(present)})")
 
     def by_seed(self, arm: Arm, column: str = "eval_loss") -> Frame:
@@ -110,7 +155,8 @@ class Trials:
         """
         rows = self.arm(arm)
         rows._require_column(column)
-        table = rows.table.set_index("seed")
+        rows._note(column)
+        table = rows._table.set_index("seed")
         if table.index.has_duplicates:
             columns = dict.fromkeys([*self.arm_axes, "learning_rate"])
             axes = [axis for axis in columns if axis in table and table[axis].nunique() > 1]
@@ -136,13 +182,15 @@ class Trials:
         import pandas as pd
 
         columns = dict.fromkeys([*self.axes, "placement", "learning_rate", "seed", "key"])
-        ahead = [column for column in columns if column in self.table]
+        ahead = [column for column in columns if column in self._table]
         frames = []
-        for row in self.table.to_dict("records"):
+        for row in self._table.to_dict("records"):
             frame = None if self._measures is None else self._measures(str(row["key"]), name, at)
             if frame is None:
                 continue
             frame = frame.rename(columns={column: f"{name}_{column}" for column in ahead if column in frame})
+            if at != "init":
+                self.reads.columns.setdefault(str(row["key"]), set()).add(f"{at}/{name}")
             own = pd.DataFrame({column: [row[column]] * len(frame) for column in ahead}, index=frame.index)
             frames.append(pd.concat([own, frame], axis=1))
         if not frames:
@@ -151,11 +199,15 @@ class Trials:
         return pd.concat(frames, ignore_index=True)
 
     def _of(self, table: Frame) -> Trials:
-        return Trials(table, axes=self.axes, scale=self.scale, measures=self._measures)
+        return Trials(table, axes=self.axes, scale=self.scale, measures=self._measures, reads=self.reads)
+
+    def _note(self, column: str) -> None:
+        for key in self._table.get("key", ()):
+            self.reads.columns.setdefault(str(key), set()).add(column)
 
     def _require_column(self, column: str) -> None:
-        if column not in self.table:
-            raise NotMeasured(f"the column {column!r}{nearest(column, map(str, self.table.columns))}")
+        if column not in self._table:
+            raise NotMeasured(f"the column {column!r}{nearest(column, map(str, self._table.columns))}")
 
 
 def label(arm: Arm) -> str:

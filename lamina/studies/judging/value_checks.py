@@ -5,45 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from lamina.studies.judging.differences import (
-    BySeed,
-    equivalent_in_pairs,
-    lower_in_pairs,
-    mean,
-    measured,
-    number,
-    p_text,
-    seeds_text,
-)
+from lamina.studies.judging.differences import BySeed, Region, mean, number, p_text, pairs_in, seeds_text
 from lamina.studies.judging.findings import TOO_FEW, Finding, Verdict
-from lamina.studies.judging.statistics import ALPHA, bootstrap_interval, kendall, t_test
+from lamina.studies.judging.statistics import ALPHA, kendall, p_above, tau_draws
 
-_SEED, _RESAMPLES = 20261123, 999  # of the bootstrap of a tau
+_RANKED = 5  # arms below which a ranking says little
 
 
 def compare_values(
-    a: BySeed, b: BySeed, *, lower: bool = True, by: float = 0.0, names: tuple[str, str] = ("a", "b")
+    a: BySeed, b: BySeed, *, by: float, lower: bool = True, names: tuple[str, str] = ("a", "b")
 ) -> Finding:
     """Whether a lies below b (``lower=False``: above it), paired over the seeds that both have.
 
-    It fails if a difference of ``by`` to the claimed side is excluded; with the default, if the reverse is shown.
+    ``by``: the smallest difference that counts, in the values' unit.
     """
-    return lower_in_pairs(a, b, names=names, by=by, higher=not lower)
+    region = Region(below=0.0, least=by) if lower else Region(above=0.0, least=by)
+    return pairs_in(region, a, b, names=names)
 
 
 def equivalent_values(a: BySeed, b: BySeed, *, within: float, names: tuple[str, str] = ("a", "b")) -> Finding:
     """Whether a and b, paired over the seeds, differ by less than ``within`` (two one-sided tests)."""
-    return equivalent_in_pairs(a, b, names=names, within=within)
+    region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
+    return pairs_in(region, a, b, names=names)
 
 
 def below(values: BySeed, limit: float, *, name: str = "") -> Finding:
     """Whether the values' mean lies below a limit: one-sided in both directions, at 2.5 % each."""
-    return _bounded(values, limit, name=name, sign=1.0)
+    return _bounded(values, Region(below=limit, text=f", claimed below {number(limit)}"), name)
 
 
 def above(values: BySeed, limit: float, *, name: str = "") -> Finding:
     """Whether the values' mean lies above a limit."""
-    return _bounded(values, limit, name=name, sign=-1.0)
+    return _bounded(values, Region(above=limit, text=f", claimed above {number(limit)}"), name)
 
 
 def close(
@@ -71,9 +64,8 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
     """Whether values by seed rise (or fall) with x, where ``values`` maps each x to them.
 
     Holds if Kendall's tau between x and value, averaged over the seeds, is at least ``at_least`` in the claimed
-    direction, and a t test over the seeds of the slope (of value over the rank of x) has p below .05. Fails if mean tau
-    and slope are in the other direction, and a one-sided t test of the slope says so. Seeds that lack an x, or a finite
-    value there, are left out.
+    direction, and a one-sided t test at 2.5 % over the seeds of the slope (of value over the rank of x) says so; it is
+    reversed if both are so in the other direction. Seeds that lack an x, or a finite value there, are left out.
     """
     xs = sorted(values)
     seeds = sorted(set.intersection(*({s for s, v in values[x].items() if math.isfinite(v)} for x in xs)))
@@ -84,19 +76,21 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
         note = f"fewer than {TOO_FEW} seeds with all of {places}"
         return Finding(verdict=Verdict.INCONCLUSIVE, ours=text, seeds=len(seeds), note=note)
     sign = 1 if rising else -1
-    tau = mean([kendall(xs, [sign * values[x][seed] for x in xs])[0] for seed in seeds])
+    tau = mean([kendall(xs, [sign * values[x][seed] for x in xs]) for seed in seeds])
     slopes = [_slope([sign * values[x][seed] for x in xs]) for seed in seeds]
-    p = t_test(slopes)
-    if tau >= at_least and mean(slopes) > 0 and p < ALPHA:
+    p, p_not = p_above(slopes), p_above([-slope for slope in slopes])
+    verdict = Verdict.INCONCLUSIVE
+    if tau >= at_least and p < ALPHA:
         verdict = Verdict.HOLDS
-    else:
-        reverse = tau < 0 and t_test(slopes, alternative="less") < ALPHA
-        verdict = Verdict.FAILS if reverse else Verdict.INCONCLUSIVE
+    elif tau <= -at_least and p_not < ALPHA:
+        verdict = Verdict.REVERSED
+    shown = p_text(p_not if verdict.failed else p)
     return Finding(
         verdict=verdict,
-        ours=f"{text}: {'rising' if rising else 'falling'} with tau {tau:.2f} ({seeds_text(len(seeds))}, {p_text(p)})",
+        ours=f"{text}: {'rising' if rising else 'falling'} with tau {tau:.2f} ({seeds_text(len(seeds))}, {shown})",
         margin=tau,
         p=p,
+        p_not=p_not,
         seeds=len(seeds),
     )
 
@@ -104,27 +98,31 @@ def monotone(values: Mapping[float, BySeed], *, rising: bool = True, name: str =
 def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: float = 0.6, name: str = "") -> Finding:
     """Whether two mappings of arm to values by seed rank their arms alike: Kendall's tau of the means.
 
-    Holds if tau is at least ``at_least``, with p < .05. Fails if tau's 95 % interval lies below ``at_least``: a
-    bootstrap over the seeds of each mapping, the same ones in all arms. An arm without a value ranks last.
+    Holds if tau is shown to be at least ``at_least``, and is reversed if it is shown to be below, each at 2.5 %: from
+    the tau of means that are drawn from their t distributions. An arm without a value ranks last.
     """
     arms = sorted(a.keys() & b.keys())
     seeds = min(len(set().union(*one.values())) for one in (a, b))
-    if len(arms) < TOO_FEW or seeds < TOO_FEW:
-        few = f"fewer than {TOO_FEW} arms" if len(arms) < TOO_FEW else f"fewer than {TOO_FEW} seeds"
+    if len(arms) < _RANKED or seeds < TOO_FEW:
+        few = f"fewer than {_RANKED} arms" if len(arms) < _RANKED else f"fewer than {TOO_FEW} seeds"
         return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} {len(arms)} arms".strip(), note=few, seeds=seeds)
-    tau, p = kendall(*([_center(one[arm].values()) for arm in arms] for one in (a, b)))
-    low, high = _interval_of_tau(*([one[arm] for arm in arms] for one in (a, b)))
-    if tau >= at_least and p < ALPHA:
-        verdict = Verdict.HOLDS
-    else:
-        verdict = Verdict.FAILS if high < at_least else Verdict.INCONCLUSIVE
+    tau = kendall(*([_center(one[arm].values()) for arm in arms] for one in (a, b)))
+    draws = sorted(tau_draws(*([list(one[arm].values()) for arm in arms] for one in (a, b))))
+    count = len(draws)
+    low, high = draws[round(ALPHA / 2 * count)], draws[round((1 - ALPHA / 2) * count) - 1]
+    p, p_not = (
+        min(1.0, 2 * (1 + sum(map(misses, draws))) / (1 + count))
+        for misses in (lambda draw: draw < at_least - 1e-9, lambda draw: draw >= at_least - 1e-9)
+    )
+    verdict = Verdict.HOLDS if p < ALPHA else Verdict.REVERSED if p_not < ALPHA else Verdict.INCONCLUSIVE
     return Finding(
         verdict=verdict,
         ours=f"{name} Kendall's tau {tau:.2f} over {len(arms)} arms (95 % {low:.2f} to {high:.2f}, "
-        f"{seeds_text(seeds)}, {p_text(p)})".strip(),
+        f"{seeds_text(seeds)}, {p_text(p_not if verdict.failed else p)}), claimed at least {at_least:g}".strip(),
         margin=tau,
         interval=(low, high),
         p=p,
+        p_not=p_not,
         seeds=seeds,
     )
 
@@ -132,17 +130,19 @@ def same_order(a: Mapping[str, BySeed], b: Mapping[str, BySeed], *, at_least: fl
 def fraction(flags: Iterable[bool], *, at_least: float, name: str = "", seeds: int = 0) -> Finding:
     """Whether a share of cases (layers, pairs, steps) is at least ``at_least``; a count, without a test.
 
-    Without a case, inconclusive.
+    With fewer than 3 cases, inconclusive.
     """
     cases = [bool(flag) for flag in flags]
     if not cases:
         return Finding(verdict=Verdict.INCONCLUSIVE, ours=f"{name} no case".strip(), note="nothing to count")
-    share = sum(cases) / len(cases)
+    share, few = sum(cases) / len(cases), len(cases) < TOO_FEW
+    verdict = Verdict.HOLDS if share >= at_least else Verdict.FAILS
     return Finding(
-        verdict=Verdict.HOLDS if share >= at_least else Verdict.FAILS,
+        verdict=Verdict.INCONCLUSIVE if few else verdict,
         ours=f"{name} {sum(cases)} of {len(cases)} (claimed: at least {at_least:.0%})".strip(),
         margin=share,
         seeds=seeds,
+        note=f"fewer than {TOO_FEW} cases" if few else "",
     )
 
 
@@ -154,51 +154,19 @@ def _slope(values: Sequence[float]) -> float:
     )
 
 
-def _bounded(values: BySeed, limit: float, *, name: str, sign: float) -> Finding:
+def _bounded(values: BySeed, region: Region, name: str) -> Finding:
     numbers = [float(value) for value in values.values() if math.isfinite(value)]
-    sides = "below" if sign > 0 else "above"
     if len(numbers) < TOO_FEW:
         return Finding(
             verdict=Verdict.INCONCLUSIVE,
-            ours=f"{name} {', '.join(map(number, numbers)) or 'no value'}, claimed {sides} {number(limit)}".strip(),
+            ours=f"{name} {', '.join(map(number, numbers)) or 'no value'}{region.text}".strip(),
             seeds=len(numbers),
             note=f"fewer than {TOO_FEW} seeds",
         )
-    interval = bootstrap_interval(numbers)
-    p = t_test(numbers, mean=limit)
-    nearest, farthest = sorted((sign * interval[0], sign * interval[1]), reverse=True)
-    if nearest < sign * limit and p < ALPHA:
-        verdict = Verdict.HOLDS
-    else:
-        verdict = Verdict.FAILS if farthest > sign * limit and p < ALPHA else Verdict.INCONCLUSIVE
-    return Finding(
-        verdict=verdict,
-        ours=f"{name} {measured(mean(numbers), interval, len(numbers), p)}, claimed {sides} {number(limit)}".strip(),
-        margin=mean(numbers) - limit,
-        interval=(interval[0] - limit, interval[1] - limit),
-        p=p,
-        seeds=len(numbers),
-    )
+    return region.find(numbers, name=name)
 
 
 def _center(values: Iterable[float]) -> float:
     """The mean; infinite without a value."""
     known = list(values)
     return mean(known) if known else math.inf
-
-
-def _interval_of_tau(a: Sequence[BySeed], b: Sequence[BySeed]) -> tuple[float, float]:
-    """The 95 % bootstrap interval of Kendall's tau between the arms' means."""
-    import numpy as np
-
-    draws = np.random.default_rng(_SEED)
-    taus = []
-    for _ in range(_RESAMPLES):
-        means = []
-        for arms in (a, b):
-            seeds = sorted(set().union(*arms))
-            drawn = [seeds[place] for place in draws.integers(len(seeds), size=len(seeds))]
-            means.append([_center(arm[seed] for seed in drawn if seed in arm) for arm in arms])
-        taus.append(kendall(*means)[0])
-    low, high = np.quantile(taus, [ALPHA / 2, 1 - ALPHA / 2])
-    return float(low), float(high)

@@ -91,6 +91,14 @@ def _filled(row: Json, other: Json) -> Json:
     return {**other, **{name: value for name, value in row.items() if value is not None or name not in other}}
 
 
+def recorded_keys(record: Path) -> list[str]:
+    """The keys of the trials in one study's record; none without one."""
+    import pandas as pd
+
+    path = record / RESULTS
+    return pd.read_csv(path.absolute(), dtype={"key": str})["key"].tolist() if path.is_file() else []
+
+
 def write_results(folder: Path, results: pd.DataFrame) -> None:
     """Write a study's rows."""
     folder.mkdir(parents=True, exist_ok=True)
