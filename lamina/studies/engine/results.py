@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.studies.engine.plan import Plan
 from lamina.studies.trials.jobs import JOBS
 from lamina.studies.trials.store import Store
 from lamina.studies.trials.trial import Trial
+from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,6 +70,30 @@ def _values(plan: Plan, trial: Trial) -> Json:
     """A trial's value on each axis: a setting's value as it is written, or a label."""
     axes = plan.scale.axes
     return {axis: axes[axis][label].get(axis, label) if axis in axes else label for axis, label in trial.values.items()}
+
+
+def with_bigrams(results: pd.DataFrame, plan: Plan, store: Store) -> pd.DataFrame:
+    """The rows, those of runs that were stored without ``bigram_entropy`` with it: from the text that they read."""
+    lacking = results["bigram_entropy"].isna() if "bigram_entropy" in results else results["key"].notna()
+    keys = set(results.loc[lacking, "key"])
+    found = {
+        trial.key: _bigrams(trial)
+        for trial in plan.wanted(store.result)
+        if trial.key in keys and trial.job == "pretrain"
+    }
+    return results.assign(bigram_entropy=results.get("bigram_entropy", math.nan)).assign(
+        bigram_entropy=lambda table: table["bigram_entropy"].fillna(table["key"].map(found))
+    )
+
+
+def _bigrams(trial: Trial) -> float:
+    from lamina.training.objectives.bigram import bigram_entropy  # it loads torch
+
+    try:
+        found = bigram_entropy(cast(PretrainSettings, trial.settings))
+    except UserError:  # the text is not on this machine
+        found = None
+    return math.nan if found is None else found
 
 
 def measured_table(results: pd.DataFrame, store: Store, measure: str) -> pd.DataFrame | None:

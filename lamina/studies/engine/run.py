@@ -30,7 +30,7 @@ from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import run_plan
 from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.results import measured_table, results_table
+from lamina.studies.engine.results import measured_table, results_table, with_bigrams
 from lamina.studies.engine.searched import run_search
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.record import STUDY, has_study, stored_study, write_study
@@ -209,7 +209,7 @@ def _run(
         finally:
             write()
         failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
-        results = results_table(plan, store, failed)
+        results = with_bigrams(results_table(plan, store, failed), plan, store)
         write_results(folder, results)
         write_study(folder, {**header, "trials": sorted(outcome)})
         _write_tables(plan, results, store, folder)

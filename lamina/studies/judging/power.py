@@ -65,21 +65,22 @@ def limited(finding: Finding, results: Frame, axes: Sequence[str], reads: Reads,
     return finding
 
 
-def _unlearned(rows: Frame, results: Frame, arms: Sequence[str]) -> Iterator[str]:
-    if "bigram_entropy" not in results or "eval_loss" not in results:
+def _unlearned(rows: Frame, results: Frame, arms: list[str]) -> Iterator[str]:
+    if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
-    for name, part in _each(rows, [*arms, "learning_rate"]):
+    several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
+    short = []
+    for name, part in _each(rows, [*arms, "learning_rate"] if several else arms):
         if STAGE in part and part["bigram_entropy"].isna().all():  # the models that the stage began with
             root = results[results["bigram_entropy"].notna() & results["seed"].isin(part["seed"])]
-            part = root[(root[arms] == part[arms].iloc[0]).all(axis=1) & root["tuned"].astype(bool)] if arms else root
-        trained = part[part["status"].isin(TRAINED)]
-        lost = part["status"].isin(NOT_TRAINED).sum()
-        gap = (trained["eval_loss"] - trained["bigram_entropy"]).dropna()
-        if len(gap) and lost < MOST * (lost + len(trained)) and gap.mean() >= 0:
-            yield (
-                f"{name} has not learned more than a table of bigrams: loss {trained['eval_loss'].mean():.3f} against "
-                f"{trained['bigram_entropy'].mean():.3f}"
-            )
+            part = root[(root[arms] == part[arms].iloc[0]).all(axis=1) & root["tuned"].astype(bool)]
+        trained = part[part["status"].isin(TRAINED)].dropna(subset=["eval_loss", "bigram_entropy"])
+        lost = int(part["status"].isin(NOT_TRAINED).sum())
+        loss, bigrams = trained["eval_loss"].mean(), trained["bigram_entropy"].mean()
+        if lost < MOST * (lost + len(trained)) and loss >= bigrams:
+            short.append(f"{name} {loss:.3f} ({bigrams:.3f})")
+    if short:
+        yield f"not past the loss of a table of bigrams (in brackets): {', '.join(short)}"
 
 
 def _by_chance(rows: Frame, arms: Sequence[str], reads: Reads) -> Iterator[str]:
