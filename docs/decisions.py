@@ -1,7 +1,8 @@
 """Writes docs/which-placement.md from docs/decisions.yaml and the verdicts of the studies: ``python docs/results.py``.
 
-Each piece of advice hangs on one claim, and is on the page only with the verdict that it is written for. So a new
-record changes the page, and an old sentence cannot outlive its verdict.
+Each sentence of advice names the claims that it rests on, and is on the page only while all of them have the verdict
+that it is written for; each of these verdicts stands behind it, with its claim. So a new record changes the page, an
+old sentence cannot outlive its verdict, and none stands beside the verdict of another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import yaml
 from lamina.core.json_types import Json
 from lamina.reports.results.markdown import number, plain
 from lamina.reports.results.verdicts import best
-from lamina.studies.judging.findings import Verdict
+from lamina.studies.judging.findings import FAILED, Verdict
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "which-placement.md"
@@ -22,12 +23,13 @@ Question: TypeAlias = Json
 _WRITTEN_FOR = {  # the sentence of a rule that a verdict puts on the page
     Verdict.HOLDS: "holds",
     Verdict.HOLDS_AT_ISO_LOSS: "holds",
-    Verdict.FAILS: "fails",
     Verdict.EXPLAINED: "explained",
+    **dict.fromkeys(FAILED, "fails"),
 }
 _UNDECIDED = (
     ("Seen, but explained by a lower loss of pretraining", (Verdict.EXPLAINED,)),
-    ("Tried, and still open", (Verdict.INCONCLUSIVE, Verdict.NEEDS_SCALE)),
+    ("Tried, and still open", (Verdict.INCONCLUSIVE,)),
+    ("Not decidable by models as small as these", (Verdict.NEEDS_SCALE,)),
     ("Not tried yet", (Verdict.NOT_RUN,)),
 )
 _GENERATED = "<!-- Made from docs/decisions.yaml and studies/records by `make results-docs`. -->"
@@ -61,29 +63,36 @@ one of these studies again, on your text or at a larger scale, see [Run and writ
 def _introduction(scale: str) -> str:
     return f"""# Which placement should I use?
 
-Every sentence of advice on this page ends with the verdict that it rests on. {scale} Take the advice as
-what to compare first, not as what to ship."""
+Every sentence of advice on this page ends with the verdict of the claim that it rests on ([methods](methods.md)).
+{scale} Take the advice as what to compare first, not as what to ship."""
 
 
 def _advice(question: Question, known: dict[str, Json]) -> list[str]:
     """The sentences whose claims have the verdict that they are written for, each with its link."""
     sentences = []
     for rule in question["rules"]:
-        one = known[rule["claim"]]
-        if text := _sentence(rule, one):
-            sentences.append(f"{text} ({_evidence(one)})")
+        if text := _sentence(rule, claims := _claims(rule, known)):
+            sentences.append(f"{text} ({'; '.join(map(_evidence, claims))})")
     return sentences
 
 
-def _sentence(rule: Json, one: Json) -> str:
-    """What a rule says for the verdict that its claim has; empty if it says nothing."""
-    return rule.get(_WRITTEN_FOR.get(one["verdict"], ""), "")
+def _claims(rule: Json, known: dict[str, Json]) -> list[Json]:
+    """The claims that a rule's sentences rest on: one, or several that must have the same verdict."""
+    names = rule["claim"] if isinstance(rule["claim"], list) else [rule["claim"]]
+    return [known[name] for name in names]
+
+
+def _sentence(rule: Json, claims: list[Json]) -> str:
+    """What a rule says for the verdict of its claims: under the verdict's own name, or a kind of verdict's."""
+    said = {rule.get(one["verdict"], rule.get(_WRITTEN_FOR.get(one["verdict"], ""), "")) for one in claims}
+    return said.pop() if len(said) == 1 else ""
 
 
 def _section(question: Question, advice: list[str], known: dict[str, Json]) -> str:
     parts = [f"## {question['if']}"]
     parts += ["\n".join(f"- {sentence}" for sentence in advice)] if advice else [question["else"]]
-    claims = [known[rule["claim"]] for rule in question["rules"] if not _sentence(rule, known[rule["claim"]])]
+    ruled = [(rule, _claims(rule, known)) for rule in question["rules"]]
+    claims = [one for rule, claims in ruled if not _sentence(rule, claims) for one in claims]
     for head, verdicts in _UNDECIDED:
         if here := [one for one in claims if one["verdict"] in verdicts]:
             parts.append(f"{head}: {'; '.join(_open(one) for one in here)}.")
@@ -92,7 +101,7 @@ def _section(question: Question, advice: list[str], known: dict[str, Json]) -> s
 
 def _evidence(one: Json) -> str:
     """The verdict as a link, and what it rests on."""
-    facts = [f"[{one['verdict']}](results/{one['study']}.md)"]
+    facts = [f"[{one['verdict']}](results/{one['study']}.md)", f"`{one['claim']}`"]
     interval, parts = one.get("interval"), one.get("parts") or []
     if interval and len(parts) == 1:  # of several parts the margin is the closest one's
         compared, _, more = str(parts[0]).partition(": difference")

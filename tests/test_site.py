@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lamina.studies.judging.findings import FAILED
+
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = r"""["']?(?:https?:)?//"""
 FROM_A_SERVER = re.compile(rf"(?:src|srcset)={_OUTSIDE}|<link[^>]*href={_OUTSIDE}|url\({_OUTSIDE}")
@@ -158,13 +160,21 @@ def advice(verdict, monkeypatch, tmp_path, *, explained="", **more):
     return module.page([one("a/b", verdict, paper="+3", **more)], "Small.")
 
 
+UNDECIDED = (
+    ("inconclusive", "Tried, and still open"),
+    ("needs scale", "Not decidable by models as small as these"),
+    ("not run yet", "Not tried yet"),
+)
+
+
 def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
     measured = {"parts": ["a 1 vs b 2: difference -0.5"], "margin": -0.5, "interval": [-0.7, -0.3], "seeds": 5}
     held = advice("holds", monkeypatch, tmp_path, **measured)
-    assert "Take A. ([holds](results/a.md), a 1 vs b 2, difference −0.5, 95 % −0.7 to −0.3, 5 seeds)" in held
+    assert "Take A. ([holds](results/a.md), `a/b`, a 1 vs b 2, difference −0.5, 95 % −0.7 to −0.3, 5 seeds)" in held
     assert "Leave A." not in held
-    assert "Leave A. ([fails](results/a.md)" in advice("fails", monkeypatch, tmp_path)
-    for verdict, head in (("inconclusive", "Tried, and still open"), ("not run yet", "Not tried yet")):
+    for verdict in ("fails", "reversed", "excluded", "a part failed"):
+        assert f"Leave A. ([{verdict}](results/a.md)" in advice(verdict, monkeypatch, tmp_path)
+    for verdict, head in UNDECIDED:
         undecided = advice(verdict, monkeypatch, tmp_path)
         assert "Nothing is decided here yet. Measure it." in undecided
         assert f"{head}: [a/b says](results/a.md)" in undecided
@@ -177,14 +187,32 @@ def test_advice_is_on_the_page_only_with_its_verdict(monkeypatch, tmp_path):
     assert "Seen, but" not in written, "once is enough"
 
 
+def test_advice_that_rests_on_two_claims_stands_beside_the_verdicts_of_both(monkeypatch, tmp_path):
+    module = loaded("decisions")
+    rule = {"claim": ["a/b", "c"], "holds": "Take A.", "reversed": "Take B."}
+    rules = yaml.safe_dump([{"if": "Speed", "else": "Measure it.", "rules": [rule]}])
+    (tmp_path / "decisions.yaml").write_text(rules, encoding="utf-8")
+    monkeypatch.setattr(module, "HERE", tmp_path)
+
+    def page(*verdicts):
+        return module.page([one(c, v, paper="") for c, v in zip(("a/b", "c"), verdicts, strict=True)], "Small.")
+
+    assert "Take A. ([holds](results/a.md), `a/b`; [holds](results/c.md), `c`)" in page("holds", "holds")
+    assert "Take B. ([reversed](results/a.md), `a/b`; [reversed](results/c.md), `c`)" in page("reversed", "reversed")
+    for verdicts in (("holds", "inconclusive"), ("holds", "reversed")):
+        assert "Take" not in page(*verdicts), "a sentence outlives the verdict of neither"
+
+
 def test_advice_is_about_claims_of_the_catalog():
     from lamina.studies.engine.verdicts import all_verdicts
 
     claims = {verdict["claim"] for verdict in all_verdicts()}
     questions = yaml.safe_load((ROOT / "docs" / "decisions.yaml").read_text("utf-8"))
     rules = [rule for question in questions for rule in question["rules"]]
-    assert {rule["claim"] for rule in rules} <= claims
-    assert all({"claim", "holds"} <= set(rule) <= {"claim", "holds", "fails", "explained"} for rule in rules)
+    named = [rule["claim"] if isinstance(rule["claim"], list) else [rule["claim"]] for rule in rules]
+    assert {claim for each in named for claim in each} <= claims
+    allowed = {"claim", "holds", "fails", "explained", *map(str, FAILED)}
+    assert all({"claim", "holds"} <= set(rule) <= allowed for rule in rules)
     assert all(set(question) == {"if", "else", "rules"} for question in questions)
 
 

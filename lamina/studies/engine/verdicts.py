@@ -61,7 +61,7 @@ def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
     return {**shared, "paper": claim.paper, "note": note}
 
 
-def _cost(results: pd.DataFrame, missing: int) -> str:
+def _cost(results: Frame, missing: int) -> str:
     """What the trials that have not ended would cost, by those that have."""
     seconds = float(results["seconds"].mean()) if "seconds" in results else float("nan")
     return f" (about {missing * seconds / 60:.0f} core-minutes)" if seconds == seconds else ""
