@@ -19,7 +19,7 @@ from lamina.jobs.files import read_result
 from lamina.jobs.manifest import MANIFEST
 from lamina.jobs.model_folder import model_folder
 from lamina.jobs.status import Status
-from lamina.probes.engine.loading import config_of, load
+from lamina.probes.engine.loading import config_of, load, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +118,30 @@ def _named_apart(found: list[Candidate]) -> list[Candidate]:
     return apart
 
 
-def candidate_config(path: str) -> PreTrainedConfig:
-    """The configuration of a checkpoint. Raises UserError where there is none; its weights are not read."""
+def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
+    """The configuration of a checkpoint, which has weights and the tokenizer that the settings need.
+
+    Raises UserError if not; the weights are not read.
+    """
     with _about_models():
-        folder = model_folder(path)
-        return config_of(path if folder == Path(path) else folder)
+        config = config_of(_source(path))
+        own = tokenizer_of(_source(path))
+    tokenizer = _tokenizer(own, path, settings)
+    if settings.chat_template and settings.tasks and not tokenizer.chat_template:
+        raise UserError(f"chat_template: the tokenizer of {path!r} has none (allowed: a model or --tokenizer with one)")
+    return config
+
+
+def _source(path: str) -> str | Path:
+    folder = model_folder(path)
+    return path if folder == Path(path) else folder
+
+
+def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSettings) -> PreTrainedTokenizerBase:
+    tokenizer = own if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
+    if tokenizer is None:
+        raise UserError(f"tokenizer: {path!r} holds none (allowed: --tokenizer with one)")
+    return tokenizer
 
 
 @contextmanager
@@ -142,16 +161,13 @@ def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreT
             than the model.
     """
     with _about_models():
-        folder = model_folder(path)
-        loaded = load(path if folder == Path(path) else folder, dtype=settings.dtype, device=device)
+        loaded = load(_source(path), dtype=settings.dtype, device=device)
     model = loaded.model
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
     if loaded.notes:
         raise UserError(f"models: {path!r}: {loaded.notes[0]} (allowed: a checkpoint with all its weights)")
-    tokenizer = loaded.tokenizer if settings.tokenizer is None else load_tokenizer(settings.tokenizer)
-    if tokenizer is None:
-        raise UserError(f"tokenizer: {path!r} holds none (allowed: --tokenizer with one)")
+    tokenizer = _tokenizer(loaded.tokenizer, path, settings)
     check_vocabulary(model, tokenizer, path)
     return model, tokenizer
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.errors import UserError, one_line
-from lamina.evaluation.candidates import Candidate, candidate_config, load_candidate
+from lamina.evaluation.candidates import Candidate, check_candidate, load_candidate
 from lamina.evaluation.items import item_table
 from lamina.evaluation.perplexity import documents_of, perplexity
 from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, number_of, scores_of, to_rows
@@ -77,7 +77,7 @@ class Evaluating:
             torch.set_num_threads(self.settings.threads)
         for candidate in self.candidates:
             if not candidate.left_out:
-                config = candidate_config(candidate.path)
+                config = check_candidate(candidate.path, self.settings)
                 refuse_scores(config, f"models: {candidate.path!r}")
                 if PERPLEXITY in self.units:
                     window_of(self.settings, config)
@@ -198,6 +198,7 @@ class Evaluating:
                 held[record["model"], record["unit"]] = record
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("%s: %s: it is computed again", path, one_line(error))
+        whole = set(digests.intact(self.folder, "items/*/*.parquet"))
         taken = set(self.numbers.values())
         for place, candidate in enumerate(self.candidates):
             if candidate.name not in self.numbers:
@@ -205,7 +206,12 @@ class Evaluating:
                 taken.add(self.numbers[candidate.name])
             for unit in self.units:
                 record = held.get((candidate.name, unit))
-                if record is not None and record.get("state") == self._state(candidate, unit):
+                if record is None or record.get("state") != self._state(candidate, unit):
+                    continue
+                path = self._file("items", candidate.name, unit, ".parquet")
+                if unit != PERPLEXITY and path not in whole:
+                    logger.warning("%s is missing or damaged: it is computed again", path)
+                else:
                     self.records[candidate.name, unit] = record
 
     def scores(self) -> dict[tuple[str, Wanted], Score]:

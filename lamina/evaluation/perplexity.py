@@ -17,6 +17,7 @@ from lamina.data import Corpus
 from lamina.errors import UserError
 
 UNSCORED = -100  # cross_entropy's ignore_index
+ROWS = 1024  # predictions whose logits are in float64 at a time
 
 
 class Progress(Protocol):
@@ -34,7 +35,8 @@ class Perplexity:
     Attributes:
         nll: the negative log-likelihood of the whole text, nats.
         tokens: tokens, each scored once.
-        words: as lm-evaluation-harness counts them: the parts between stretches of white space.
+        words: as lm-evaluation-harness counts them: the parts between stretches of white space, an empty one where a
+            text begins or ends with white space.
         bytes: of the text in UTF-8.
         documents: texts scored, each on its own.
     """
@@ -142,9 +144,9 @@ def _nll(model: PreTrainedModel, batch: list[Window], padding: int) -> float:
         labels[row, size - len(one.targets) : size] = torch.tensor(one.targets)
     scored = labels != UNSCORED
     logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
-    chosen = logits[scored.to(model.device)].float()
-    losses = F.cross_entropy(chosen, labels[scored].to(model.device), reduction="none")
-    return float(losses.cpu().double().sum())
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # which mps does not have
+    rows = zip(logits[scored.to(logits.device)].split(ROWS), labels[scored].to(logits.device).split(ROWS), strict=True)
+    return sum(float(F.cross_entropy(chosen.to(exact), ids, reduction="sum")) for chosen, ids in rows)
 
 
 def documents_of(corpus: str, text_field: str, limit: int | None) -> Iterator[str]:

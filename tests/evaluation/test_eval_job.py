@@ -290,3 +290,37 @@ def test_a_reward_model_is_not_evaluated(model, text, tmp_path):
     with pytest.raises(UserError, match="LaminaForSequenceClassification, which gives scores"):
         lamina.eval(models=[str(folder)], corpus=str(text), output=str(tmp_path / "out"), bar=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "cut", "deleted"])
+def test_damaged_items_are_made_again(model, data_dir, tmp_path, damage):
+    out = tmp_path / "out"
+    given = {"models": str(model), "tasks": "quiz", "data_dir": str(data_dir), "output": str(out), "bar": False}
+    before = lamina.evaluate(**given)["units"][0]["scores"]
+    (file,) = out.glob("items/*/quiz.parquet")
+    whole = file.read_bytes()
+    if damage == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(bytes(len(whole)) if damage == "zeroed" else whole[:100])
+    assert lamina.evaluate(output=str(out), resume=True, bar=False)["units"][0]["scores"] == before
+    assert len(pd.read_parquet(file)) == 20
+
+
+@pytest.mark.parametrize(
+    ("missing", "given", "says"),
+    [
+        ("model.safetensors", {}, "models: .* holds no weights"),
+        ("tokenizer", {}, "tokenizer: .* holds none"),
+        (None, {"tokenizer": "no/such/tokenizer"}, "tokenizer: .*no/such/tokenizer"),
+        (None, {"chat_template": True}, "chat_template: the tokenizer of .* has none"),
+    ],
+)
+def test_what_a_model_lacks_is_said_before_the_folder_is_touched(model, data_dir, tmp_path, missing, given, says):
+    place, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(model, place, ignore=shutil.ignore_patterns("manifest.json"))
+    for file in place.glob(f"{missing}*"):
+        file.unlink()
+    with pytest.raises(UserError, match=says):
+        lamina.evaluate(models=str(place), tasks="quiz", data_dir=str(data_dir), output=str(out), bar=False, **given)
+    assert not out.exists()

@@ -58,6 +58,19 @@ def config_of(path: str | Path) -> PreTrainedConfig:
         return read_config(source, "checkpoint", **more)
 
 
+def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint that ``load`` takes, None without one; its weights are not read.
+
+    Raises UserError for a folder without weights.
+    """
+    source, _, more = _located(path)
+    folder = Path(source)
+    if folder.is_dir() and not more and not any(any(folder.glob(f"*.{kind}*")) for kind in ("safetensors", "bin")):
+        raise UserError(f"checkpoint: {str(path)!r} holds no weights (allowed: *.safetensors, *.bin or *.gguf in it)")
+    with local_when_unreachable():
+        return _tokenizer(source, more)
+
+
 def _located(path: str | Path) -> tuple[str, Path | None, Json]:
     """What transformers loads for a path, the run's folder, and further arguments for transformers."""
     name, run = str(path), None
