@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaNorm, current_key
+from lamina.modeling.modeling_lamina import LaminaNorm, Residual, current_key
 from lamina.modeling.parts import body_of
 from lamina.training.execution.processes import Processes
 
 STATES = "states.safetensors"
+_SCALARS = "_lamina_scalars"
 
 
 def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bool) -> None:
@@ -35,21 +36,55 @@ def shard(model: PreTrainedModel, processes: Processes, device: str, *, bf16: bo
 
     The optimizer's weights stay in float32. With ``bf16`` the blocks' matrices are gathered in bfloat16 and their
     gradients reduced in float32, which is what autocast computes in one process; norms, learned scales and the stream
-    stay in float32 (a bfloat16 embedding would make the stream bfloat16).
+    stay in float32 (a bfloat16 embedding would make the stream bfloat16). Learned scalars become vectors of one
+    element, for FSDP2 can't shard a scalar; checkpoints and models hold them as scalars.
     """
     mesh = init_device_mesh(device, (processes.size,))
+    float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    _scalars_to_vectors(model)
     for block in body_of(model, "parallel").layers:
         norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, LaminaNorm) and m.weight is not None]
-        norm_weights = {id(norm.weight) for norm in norms}
-        matrices = all(p.ndim >= 2 or id(p) in norm_weights for p in block.parameters())
-        if bf16 and matrices:
+        sublayers = [m for m in block.modules() if isinstance(m, Residual)]
+        scales = {id(p) for sublayer in sublayers for p in sublayer.parameters(recurse=False)}
+        small = scales | {id(norm.weight) for norm in norms}
+        if bf16 and all(p.ndim >= 2 or id(p) in small for p in block.parameters()):
             if norms:  # one unit, so that one all-gather serves all of them
-                fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+                fully_shard(norms, mesh=mesh, mp_policy=float32)
+            if scales:  # the block's unit has what is left: the scales
+                fully_shard([sublayer.module for sublayer in sublayers], mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=float32 if scales else policy)
         else:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def _scalars_to_vectors(model: nn.Module) -> None:
+    names = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        scalar = model.get_parameter(name)
+        vector = nn.Parameter(scalar.detach().reshape(1), requires_grad=scalar.requires_grad)
+        setattr(model.get_submodule(owner), own_name, vector)
+    setattr(model, _SCALARS, frozenset(names))
+
+
+def _scalars(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that are scalars in an unsharded model, but vectors in this one."""
+    return getattr(model, _SCALARS, frozenset())
+
+
+def _scalar(vector: torch.Tensor) -> torch.Tensor:
+    """A copy, on every process, of the one element of a sharded tensor."""
+    return (vector.full_tensor() if isinstance(vector, DTensor) else vector).detach().reshape(())
+
+
+def _set_scalar(vector: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Set the one element of a sharded tensor, in place."""
+    part = vector.to_local() if isinstance(vector, DTensor) else vector
+    with torch.no_grad():
+        part.fill_(value.item())  # most processes' part is empty
+    return vector
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -65,20 +100,30 @@ def reshard(model: nn.Module) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict without the second name of a tied weight; its tensors are the model's own."""
+    """The state dict without the second name of a tied weight. Its tensors are the model's own, or copies of scalars.
+
+    All processes of a sharded model must call it, and ``set_scalars`` after changing the tensors.
+    """
     reshard(model)
     tied: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), name)
     first, second = set(tied.values()), {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in model.state_dict().items() if name in first or name not in second}
+    tensors = {name: value for name, value in model.state_dict().items() if name in first or name not in second}
+    return tensors | {name: _scalar(tensors[name]) for name in sorted(_scalars(model))}
+
+
+def set_scalars(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set the sharded scalars of a model to those of ``model_tensors``; does nothing to a model without any."""
+    for name in _scalars(model):
+        _set_scalar(model.get_parameter(name), tensors[name])
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A sharded model's whole tensors, on the first process's CPU (empty elsewhere); all processes must call it."""
     reshard(model)
     state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return state
+    return {name: value.reshape(()) if name in _scalars(model) else value for name, value in state.items()}
 
 
 @contextmanager
@@ -154,7 +199,7 @@ def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], Json]:
     """An optimizer's state by parameter name: the tensors that can be sharded, and the rest (step counts, settings)."""
     reshard(model)
-    names = _names(model)
+    names, scalars = _names(model), _scalars(model)
     tensors: dict[str, torch.Tensor] = {}
     rest: Json = {"state": {}, "groups": []}
     for group in optimizer.param_groups:
@@ -169,7 +214,10 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch
                             f"trainer.optim: its {key} does not have its weight's shape, so it can't be saved sharded "
                             "(allowed with --parallel fsdp2: optimizers like adamw_torch)"
                         )
-                    tensors[f"{name}/{key}"] = value
+                    if name in scalars:
+                        rest["state"][name][key] = _scalar(value).cpu()
+                    else:
+                        tensors[f"{name}/{key}"] = value
                 else:
                     rest["state"][name][key] = value
     return tensors, rest
@@ -180,7 +228,7 @@ def load_optimizer(
 ) -> None:
     """Load the state that ``optimizer_tensors`` returned into an optimizer. Raises UserError if the weights differ."""
     reshard(model)
-    names = _names(model)
+    names, scalars = _names(model), _scalars(model)
     stored_state = {current_key(name): entries for name, entries in rest["state"].items()}
     state: dict[int, Json] = {}
     groups: list[Json] = []
@@ -198,6 +246,9 @@ def load_optimizer(
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):
             entries = dict(stored_state[name])
+            for key, value in entries.items() if name in scalars else ():
+                if isinstance(value, torch.Tensor) and key != "step":
+                    entries[key] = _set_scalar(torch.zeros_like(parameter).detach(), value)
             for entry in by_name.get(name, ()):
                 shape = stored[entry]
                 tensor = torch.zeros_like(parameter) if shape == parameter.shape else torch.zeros(shape)

@@ -80,6 +80,7 @@ def read_model(trainer: Trainer, processes: Processes, checkpoint: Path) -> None
     tensors = sharding.model_tensors(model)
     processes.together(lambda: sharding.check_shapes(tensors, files, checkpoint))
     sharding.read_tensors(tensors, files, alone=not sharding.is_sharded(model))
+    sharding.set_scalars(model, tensors)
 
 
 def _tensor_files(checkpoint: Path, folder: str) -> list[Path]:

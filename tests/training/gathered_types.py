@@ -1,0 +1,45 @@
+"""Run by torchrun: the type in which each placement's parameters are gathered for a forward pass sharded in bf16."""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+import lamina
+from lamina.training.checkpointing.sharding import shard
+from lamina.training.execution.processes import Processes
+
+
+def gathered(placement):
+    ids = torch.arange(8).reshape(1, 8)
+    model = lamina.build("llama-nano", placement, num_layers=2, hidden_size=16, num_heads=2, profile_ids=ids)
+    wholes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    processes = Processes(rank=distributed.get_rank(), size=distributed.get_world_size(), parallel="fsdp2")
+    shard(model, processes, "cpu", bf16=True)
+    types = {}
+    for name, module in model.named_modules():
+        for own, _ in module.named_parameters(recurse=False):
+
+            def see(module, *_, own=own, name=name):
+                whole = getattr(module, own)
+                assert whole.numel() == wholes[f"{name}.{own}"]
+                types[f"{name}.{own}"] = str(whole.dtype)
+
+            module.register_forward_pre_hook(see)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids).logits.sum().backward()
+    return types
+
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    path = Path(sys.argv[1])
+    types = {placement: gathered(placement) for placement in json.loads(path.read_text())}
+    if distributed.get_rank() == 0:
+        path.with_suffix(".types").write_text(json.dumps(types))
+    distributed.barrier()
+    distributed.destroy_process_group()
