@@ -32,6 +32,7 @@ def writing(path: Path) -> Iterator[Path]:
     fails, the temporary file is deleted and ``path`` stays as it was. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # a link would be followed
     try:
         yield temporary
         digests.replace(temporary, path)

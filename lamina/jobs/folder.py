@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -118,10 +120,16 @@ def recover(folder: Path) -> None:
 def _sweep(folder: Path) -> None:
     for pattern in _DRAFTS:
         for draft in folder.glob(pattern):
-            shutil.rmtree(draft, ignore_errors=True) if draft.is_dir() else draft.unlink(missing_ok=True)
+            _delete(draft)
     for draft in folder.glob(".*"):
-        if re.fullmatch(r"\..+\.\d+", draft.name) and draft.is_file():  # write_text's
+        if re.fullmatch(r"\..+\.\d+", draft.name) and (draft.is_file() or draft.is_symlink()):  # write_text's
             draft.unlink(missing_ok=True)
+
+
+def _delete(draft: Path) -> None:
+    """Delete a file, a link or a folder; not what a link leads to."""
+    is_folder = draft.is_dir() and not draft.is_symlink()
+    shutil.rmtree(draft, ignore_errors=True) if is_folder else draft.unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -140,9 +148,13 @@ def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
 
     Content that --overwrite moved aside is put back or deleted on entry (after a kill) and on exit.
 
-    Raises UserError if another process holds the lock. Without ``fcntl`` (Windows) it locks nothing.
+    Raises UserError if another process holds the lock, or if what lies apart from the folder's content is a link.
+    Without ``fcntl`` (Windows) it locks nothing.
     """
     _make(folder)
+    for name in replaced.APART:
+        if (folder / name).is_symlink():
+            raise _is_link(folder / name)
     with _flock(folder, wait):
         replaced.resolve(folder, failed=True)
         failed = True
@@ -185,7 +197,8 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
         yield
         return
     deadline = time.monotonic() + wait
-    with (folder / replaced.LOCK).open("w") as file:
+    file = _open_lock(folder / replaced.LOCK)
+    try:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,3 +210,21 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
                     ) from None
                 time.sleep(0.2)
         yield
+    finally:
+        os.close(file)
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor of the lock file, which is never emptied: a hard link may be somebody's own file."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path) from None
+        if error.errno == errno.EISDIR:
+            raise UserError(f"output: {str(path)!r} is a folder (allowed: a file of Lamina's own, or none)") from None
+        raise
+
+
+def _is_link(path: Path) -> UserError:
+    return UserError(f"output: {str(path)!r} is a link (allowed: no link there, or another folder)")

@@ -70,6 +70,7 @@ class Ledger:
         # The first line says how many follow; the last one names no file: each file is as its line says.
         text = "".join(whole._append(name, entry) for name, entry in [("", (len(entries), "")), *entries, ("", None)])
         temporary = self.folder / f".{LEDGER}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)  # a link would be followed
         try:
             temporary.write_text(text, encoding="utf-8")
             sync(temporary)

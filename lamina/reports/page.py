@@ -63,6 +63,7 @@ def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, se
         plotly=packed_plotly() if with_figures else "",
     )
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # a link would be followed
     partial.write_text(page, encoding="utf-8")
     sync(partial)
     os.replace(partial, path)

@@ -40,6 +40,7 @@ def screenshot(page: Path, target: Path, width: int = 1200, height: int = 1600, 
             last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
             raise UserError(f"screenshot: {Path(browser).name} made no picture ({last[0]})")
         partial = target.with_name(f"{target.name}.partial")
+        partial.unlink(missing_ok=True)  # a link would be followed
         shutil.copyfile(picture, partial)
         os.replace(partial, target)
     return target

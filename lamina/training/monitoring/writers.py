@@ -161,8 +161,9 @@ class NoWriter:
 def set_aside(path: Path, *, copy: bool = False) -> None:
     """Move (or copy) a damaged file of a run to NAME.damaged, where nothing reads it, and log that."""
     aside = path.with_name(f"{path.name}.damaged")
-    if aside.is_dir():
+    if aside.is_dir() and not aside.is_symlink():
         shutil.rmtree(aside)
+    aside.unlink(missing_ok=True)  # a link would be followed
     if copy:
         shutil.copyfile(path, aside)
     else:
