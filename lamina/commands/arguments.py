@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -78,11 +79,15 @@ class Parser(ArgumentParser):
         self.full_help = False
         return text
 
-    def _typed(self, flag: str) -> str:
-        """The value of a flag as the user typed it; empty if it isn't on the command line."""
-        after = [w for before, w in zip(self.words, self.words[1:], strict=False) if before == flag]
-        joined = [word.partition("=")[2] for word in self.words if word.startswith(f"{flag}=")]
-        return [*after, *joined][-1] if after or joined else ""
+    def _typed(self, flag: str, value: str) -> str:
+        """A flag's value as the user typed it: the first that reads as ``value``, else ``value``."""
+        typed = [
+            after if before == flag else before.partition("=")[2]
+            for before, after in zip(self.words, [*self.words[1:], ""], strict=True)
+            if before == flag or before.startswith(f"{flag}=")
+        ]
+        same = [word for word in typed if _reads_as(word, value)]
+        return [*same, value][0]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         """Raise UserError instead of printing the usage."""
@@ -106,8 +111,15 @@ class Parser(ArgumentParser):
                 str(a.option_strings[-1]): getattr(a, "_typehint", None) for a in self._actions if a.option_strings
             }
             allowed = _kind_names(kinds.get(f"--{name}")).replace("--FLAG", f"--{name}")
-            raise UserError(f"--{name}: {self._typed(f'--{name}') or value[1]!r} (allowed: {allowed})")
+            raise UserError(f"--{name}: {self._typed(f'--{name}', value[1])!r} (allowed: {allowed})")
         raise UserError(line)
+
+
+def _reads_as(word: str, value: str) -> bool:
+    """Whether the parser shows a word of the command line as ``value``: 1e2 as 100.0, true as True."""
+    with contextlib.suppress(ValueError):
+        return float(word) == float(value)
+    return word.casefold() == value.casefold() or (not word and value == "None")
 
 
 def _kind_names(kind: Any) -> str:

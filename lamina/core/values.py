@@ -72,6 +72,14 @@ def number(
     raise UserError(f"{name}: {_shown(value)} (allowed: a number {span})")
 
 
+def steps_or_share(name: str, value: object, *, open_low: bool = False) -> float:
+    """The value, where it is a share of all steps below 1 (``open_low``: not 0), or a whole number of steps."""
+    span = number(name, value, 0.0, open_low=open_low)
+    if span >= 1 and span != int(span):
+        raise UserError(f"{name}: {_shown(value)} (allowed: a share of all steps below 1, or a whole number of steps)")
+    return span
+
+
 def is_finite(value: object) -> TypeGuard[int | float]:
     """Whether the value is a number that a float holds: no bool, NaN, infinity or whole number beyond 1e308."""
     if isinstance(value, bool) or not isinstance(value, int | float):

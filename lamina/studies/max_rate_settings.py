@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lamina.core.initializers import SAME
 from lamina.core.json_types import Json
+from lamina.core.values import steps_or_share
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, SeedSettings, WorkerSettings
 from lamina.jobs.settings import above, at_least, changed, not_below, setting
@@ -40,7 +42,9 @@ class RisingSettings(RunSettings):
         0.5, "a spike is a loss that stays this many nats above the lowest smoothed loss ...", above(0.0)
     )
     spike_patience: float = setting(
-        0.05, "... for this long, in steps (1 or more) or as a share of all steps (below 1)", above(0.0)
+        0.05,
+        "... for this long, in steps (1 or more) or as a share of all steps (below 1)",
+        partial(steps_or_share, open_low=True),
     )
     plateau_margin: float = setting(
         0.05, "a plateau: the smoothed loss does not fall by this many nats ...", not_below(0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lamina.core.json_types import Json
-from lamina.core.values import comma_separated, mapping, one_of, path, place, text
+from lamina.core.values import comma_separated, mapping, one_of, path, place, steps_or_share, text
 from lamina.core.width_schemes import SCHEMES
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import BatchSettings, TextSettings
@@ -124,12 +124,12 @@ class ScheduleSettings(StepSettings):
     )
     min_learning_rate: float = setting(0.1, "the schedule's end, as a share of the peak", between(0.0, 1.0))
     warmup: float = setting(
-        0.1, "linear warm-up, in steps (1 or more) or as a share of all steps (below 1)", not_below(0.0)
+        0.1, "linear warm-up, in steps (1 or more) or as a share of all steps (below 1)", steps_or_share
     )
     decay: float = setting(
         0.2,
         "with wsd, how long the rate falls at the end, in steps (1 or more) or as a share of all steps (below 1)",
-        not_below(0.0),
+        steps_or_share,
     )
     decay_shape: DecayShape = setting("linear", "with wsd, how the rate falls: linear, 1-sqrt or cosine")
 

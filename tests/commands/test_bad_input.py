@@ -160,6 +160,27 @@ def test_a_number_that_yaml_takes_for_text_is_a_number(tmp_path, corpus):
     assert "learning_rate: 0.001" in (tmp_path / "out" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--steps", "ten", "--steps", "4"], "ten"),
+        (["--steps", "4", "--steps", "ten"], "ten"),
+        (["--steps=ten", "--steps", "4"], "ten"),
+        (["--steps", "4.5", "--steps=4"], "4.5"),
+        (["--steps", "1e2", "--steps", "4"], "1e2"),
+        (["--steps", "", "--steps", "4"], ""),
+        (["--steps", "true", "--steps", "4"], "true"),
+    ],
+)
+def test_of_an_option_given_twice_the_invalid_value_is_named(refused, words, value):
+    assert refused("pretrain", *words) == f"lamina: --steps: {value!r} (allowed: a whole number)"
+
+
+def test_an_invalid_value_of_the_file_is_named_and_not_that_of_the_command_line(refused, tmp_path):
+    (tmp_path / "job.yaml").write_text("steps: ten\n")
+    assert "'ten'" in refused("pretrain", "--config", tmp_path / "job.yaml", "--steps", "4")
+
+
 def test_the_command_line_wins_over_the_file(tmp_path, corpus):
     path = tmp_path / "c.yaml"
     path.write_text("seed: 5\nsteps: 3\n")

@@ -1,13 +1,17 @@
 """The settings records: every field said once, its flag, key, check and command line derived from that."""
 
+import importlib
 import inspect
+import math
+import pkgutil
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
+import lamina
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings, at_least, changed, setting
 from lamina.preflights.settings import PreflightSettings
@@ -124,6 +128,42 @@ def test_two_records_do_not_share_a_mapping():
     one = Job()
     one.to_dict()["options"]["k"] = 1
     assert Job().options == {} == one.options
+
+
+def numeric_settings():
+    """Each number that any command's settings have: its record, name and kinds."""
+    for module in pkgutil.walk_packages(lamina.__path__, "lamina."):
+        if "settings" in module.name:
+            importlib.import_module(module.name)
+    found, records = {}, [Settings]
+    for record in records:
+        records += record.__subclasses__()
+        if record.command_name and record.__module__.startswith("lamina."):
+            for name in record.names():
+                kinds = set(get_args(record.kind(name)) or (record.kind(name),))
+                if kinds & {int, float} and str not in kinds:
+                    found.setdefault((name, record.check_of(name)), (record, kinds))
+    return [(record, name, kinds) for (name, _), (record, kinds) in found.items()]
+
+
+NUMERIC = numeric_settings()
+SPANS = [(record, name) for record, name, _ in NUMERIC if "share of all steps" in record.help(name)]
+
+
+@pytest.mark.parametrize(("record", "name", "kinds"), NUMERIC)
+def test_a_numeric_setting_takes_neither_text_nor_a_boolean_nor_what_is_not_a_number(record, name, kinds):
+    meaningless = [True, False, "", "3", math.nan, math.inf, -math.inf, -1, 10**400, *([2.5] if int in kinds else [])]
+    for value in meaningless:
+        with pytest.raises(UserError, match=rf"^{name}: "):
+            record.check_of(name)(name, value)
+
+
+@pytest.mark.parametrize(("record", "name"), SPANS)
+def test_a_span_of_steps_is_a_share_or_a_whole_number(record, name):
+    check = record.check_of(name)
+    assert [check(name, span) for span in (0.25, 1, 2.0, 100)] == [0.25, 1, 2.0, 100]
+    with pytest.raises(UserError, match=f"^{name}: 2.5 .allowed: a share of all steps below 1, or a whole number"):
+        check(name, 2.5)
 
 
 def test_settings_load_no_heavy_library():
