@@ -28,5 +28,5 @@ setup(
         (f"share/lamina/{folder.as_posix()}", [str(file) for file in sorted(folder.iterdir()) if file.suffix in KEPT])
         for folder in FOLDERS
         if folder.name != "__pycache__"
-    ]
+    ],
 )

@@ -41,6 +41,13 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def nearest_file(name: str, files: Iterable[str]) -> str:
+    """The same hint for a missing file: what stands before the suffix is compared, since others share that."""
+    whole = {file.partition(".")[0]: file for file in files}
+    match = difflib.get_close_matches(name.partition(".")[0], whole, n=1, cutoff=0.6) if len(name) <= 100 else []
+    return f"; did you mean {whole[match[0]]!r}?" if match else ""
+
+
 def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:
     """The error for a name that is not in a list: names the field, the value, the nearest name and all allowed ones."""
     names = sorted(allowed)

@@ -11,7 +11,7 @@ from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
 from lamina.core.values import comma_separated, path, text
-from lamina.errors import UserError, nearest, shortened
+from lamina.errors import UserError, nearest_file, shortened
 from lamina.jobs.aliases import suggestion
 from lamina.jobs.folder import Resume, in_use, refuse
 from lamina.jobs.kinds import refuse_other_kind
@@ -21,6 +21,7 @@ from lamina.placements.resolution import check_spec, split_specs
 from lamina.probes.engine.listing import check_probes
 
 _READ = ("from_model", "checkpoint", "reward_model", "models")  # settings that name saved models
+_ROWS = r"\.(jsonl|ndjson|json)(\.(gz|xz|zst))?$"  # the names of files with examples
 _NO_FILE = ("mnist", "noise")  # data sets of images, which have names of their own
 
 
@@ -119,7 +120,8 @@ def _refuse_missing(name: str, place: str) -> None:
 
     if name == "data":
         if ":" not in place and not (path := Path(place).expanduser()).exists():
-            hint = nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
+            beside = os.listdir(path.parent) if path.parent.is_dir() else ()
+            hint = nearest_file(path.name, (name for name in beside if re.search(_ROWS, name)))
             raise UserError(f"data: {place!r}: no such file{hint} (allowed: a .jsonl or .json file, hf:NAME)")
         return
     for part in parse_mix(place) or [place]:

@@ -1,6 +1,7 @@
 """The kinds of jobs, and which kind of job a folder is of.
 
-environment.json holds a folder's kind. A folder older than kinds is known by a file that only its kind of job writes.
+environment.json holds a folder's kind. Where it is damaged or older than kinds, a folder is known by a file, or by a
+setting of its config.yaml, that only its kind of job writes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.PREFLIGHT, ("preflight.json",)),
     (Kind.STUDY, ("study.yaml", ".study.yaml")),
 )
+# The same for a setting in config.yaml, which a run of pretraining also writes.
+_SETTINGS = (
+    (Kind.RLHF, "reward_clip"),
+    (Kind.SFT, "loss_on"),
+    (Kind.DPO, "beta"),
+    (Kind.REWARD, "lora_rank"),
+)
 
 
 _COMMANDS = {
@@ -57,6 +65,11 @@ def refuse_other_kind(folder: Path, command: str) -> None:
     if kind is None or command in (owners := _COMMANDS.get(kind, (str(kind),))):
         return
     wrote = "lamina.watch" if kind is Kind.WATCHED else " or ".join(f"lamina {owner}" for owner in owners)
+    if _stored(folder) is None:
+        raise UserError(
+            f"output: {str(folder / ENVIRONMENT)!r} does not say which job wrote the folder; its other files are "
+            f"{wrote}'s, so lamina {command} can't resume it (allowed: that file as it was, or a new folder)"
+        )
     raise UserError(
         f"output: {str(folder)!r} was written by {wrote}, so lamina {command} can't resume it (allowed: the folder of "
         f"a lamina {command}, or a new one)"
@@ -65,17 +78,32 @@ def refuse_other_kind(folder: Path, command: str) -> None:
 
 def kind_of(folder: Path) -> Kind | None:
     """The kind of job a folder is of; None if no job of Lamina's has written into it."""
-    stored = _mapping(folder / ENVIRONMENT).get("kind")
-    if stored in set(Kind):
-        return Kind(stored)
+    if (stored := _stored(folder)) is not None:
+        return stored
     for kind, names in _MARKS:
         if any((folder / name).is_file() for name in names):
             return kind
     if isinstance(_mapping(folder / "result.json").get("probes"), dict):
         return Kind.PROBING
-    if (folder / "result.json").is_file() or (folder / "config.yaml").is_file():
-        return Kind.RUN
-    return None
+    settings = _names(folder / "config.yaml")
+    for kind, name in _SETTINGS:
+        if name in settings:
+            return kind
+    return Kind.RUN if any((folder / name).is_file() for name in ("result.json", "config.yaml")) else None
+
+
+def _stored(folder: Path) -> Kind | None:
+    """The kind that environment.json names; None where it is missing or damaged, or older than kinds."""
+    stored = _mapping(folder / ENVIRONMENT).get("kind")
+    return Kind(stored) if stored in set(Kind) else None
+
+
+def _names(path: Path) -> set[str]:
+    """The settings of a config.yaml, one to a line."""
+    try:
+        return {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
+    except (OSError, ValueError):
+        return set()
 
 
 def _mapping(path: Path) -> dict[str, object]:

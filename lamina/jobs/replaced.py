@@ -64,8 +64,7 @@ def resolve(folder: Path, *, failed: bool) -> None:
         drop(folder)
         return
     if (folder / REPLACED).is_dir():
-        for child in _content(folder):
-            shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+        clear(folder)
         os.replace(folder / REPLACED, folder / REPLACING)
     for child in sorted((folder / REPLACING).iterdir()):
         os.replace(child, folder / child.name)
@@ -74,6 +73,12 @@ def resolve(folder: Path, *, failed: bool) -> None:
     logger.warning(
         "%s: the content that --overwrite was to replace is back: the new run left no checkpoint and no result", folder
     )
+
+
+def clear(folder: Path) -> None:
+    """Delete all that the work in a folder has written. The caller holds the folder's lock."""
+    for child in _content(folder):
+        shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
 
 def drop(folder: Path) -> None:

@@ -80,7 +80,8 @@ def tune(
                 lambda: _run(job, processes, resume=resumes, bar=bar and processes.first),
                 opened.folder,
                 processes,
-                seconds,
+                resumes=resumes,
+                seconds=seconds,
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +113,15 @@ def _number(named: str, reward: object) -> float:
     value: object = reward
     if isinstance(reward, np.generic) or (isinstance(reward, torch.Tensor) and reward.numel() == 1):
         value = reward.item()
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise UserError(f"reward_function: {named!r} returned {one_line(repr(reward))} (allowed: a finite number)")
+    if isinstance(value, bool | int | float):
+        with suppress(OverflowError):  # of an integer that no float can hold
+            if math.isfinite(value):
+                return float(value)
+    try:
+        shown = one_line(repr(reward))
+    except Exception:  # of the user's object; of an integer of more than 4,300 digits, too
+        shown = f"a {type(reward).__name__} that can't be printed"
+    raise UserError(f"reward_function: {named!r} returned {shown} (allowed: a finite number)")
 
 
 def _parts(named: str) -> tuple[Path, str]:

@@ -84,7 +84,7 @@ def pretrain(
             seconds = float((earlier or {}).get("seconds") or 0.0)
             modes = {"make_guard": guard, "resume": resumes, "bar": bar}
             run = partial(_run, resolved, splits, processor, processes, **modes)
-            return recorded(run, job.folder, processes, seconds)
+            return recorded(run, job.folder, processes, resumes=resumes, seconds=seconds)
 
 
 def _open(settings: PretrainSettings | Mapping[str, Any], *, resume: Resume, overwrite: bool) -> Job[PretrainSettings]:

@@ -14,7 +14,7 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings, at_least, setting
 from lamina.jobs.status import ENDED, Status, severity
 
-POLICY = ResumePolicy(what="job", free={"output", "threads"}, before={"mode": "old"}, decided={"mode"})
+POLICY = ResumePolicy(what="job", free={"output", "threads"}, before={"mode": "old"}, decided={"mode": "auto"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_pa
     card = HubCard.load(tmp_path / "run" / "model" / "README.md")
     assert card.data.pipeline_tag == "text-generation"
     assert card.data.base_model is None, "the hub refuses a card with a folder there"
-    assert f"Trained with Lamina, from `{base}`." in card.content
+    assert f"Trained with Lamina, from `{base.name}`." in card.content
     assert {"lamina", "keel"} <= set(card.data.tags)
     assert f"| held-out loss | `{result['eval_loss']:.4f}` |" in card.content
     assert "| examples to train on | `9` |" in card.content
@@ -40,6 +40,11 @@ def test_a_fine_tuned_model_says_what_it_was_tuned_from_and_on_what(base, tmp_pa
     assert "lamina sft --from-model" in card.content
     files = json.loads((tmp_path / "run" / "model" / "manifest.json").read_text())["files"]
     assert {"README.md", "placement.svg"} <= set(files)
+    for file in files:
+        for folder in (tmp_path, base.parent):
+            assert str(folder).encode() not in (tmp_path / "run" / "model" / file).read_bytes(), (
+                "a folder of the machine"
+            )
     assert uploads == []
 
 

@@ -97,3 +97,12 @@ def test_a_model_of_images_is_no_start_and_that_is_the_reason(given, tmp_path):
     for job in JOBS:
         with pytest.raises(UserError, match=r"^from: '.*vit' is a vit model, which writes no text"):
             JOBS[job](given(job, from_model=str(tmp_path / "vit")), bar=False)
+
+
+def test_a_missing_file_is_taken_for_one_with_a_similar_name_only(given, tmp_path):
+    for name in ("prompts.jsonl", "instructions.jsonl.gz", "nothing.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"nothing\.jsonl': no such file \(allowed"):
+        lamina.sft(**given("sft", data=str(tmp_path / "nothing.jsonl")))
+    with pytest.raises(UserError, match=r"no such file; did you mean 'instructions\.jsonl\.gz'"):
+        lamina.sft(**given("sft", data=str(tmp_path / "instruction.jsonl")))

@@ -202,6 +202,30 @@ def test_a_reward_may_be_a_number_of_numpy_or_torch(policy, tmp_path, number):
 
 
 @pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("None", "None"),
+        ("10**400", "1000"),
+        ("10**5000", "a int that can't be printed"),
+        ("float('nan')", "nan"),
+        ("'1'", "'1'"),
+        ("[0.5]", r"\[0\.5\]"),
+        ("1 / 0", ""),
+    ],
+)
+def test_a_reward_that_is_no_number_is_one_line_and_leaves_the_folder_free(policy, tmp_path, capsys, returned, shown):
+    file = tmp_path / "rewards.py"
+    file.write_text(f"def any(prompt, answer, row):\n    return {returned}\n")
+    with pytest.raises(
+        UserError, match=f"^reward_function:? '.*any' (returned {shown}|raised ZeroDivisionError)"
+    ) as error:
+        policy(reward_model=..., reward_function=f"{file}:any")
+    assert "\n" not in str(error.value)
+    file.write_text("def any(prompt, answer, row):\n    return 1\n")
+    assert policy(reward_model=..., reward_function=f"{file}:any", steps=1)[1]["status"] == "finished"
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"reward_model": ...}, "reward_model: none given"),

@@ -7,6 +7,7 @@ import torch
 from posttraining.tiny import sorting, write_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
@@ -93,6 +94,22 @@ def test_an_interrupted_run_resumes_as_if_nothing_had_happened(tuned):
     losses = [[{k: r.get(k) for k in kept} for r in records(f) if "loss" in r] for f in (whole, part)]
     assert losses[0] == losses[1]
     assert tuned("part", resume=True)[1] == resumed
+
+
+@pytest.mark.parametrize("damage", [lambda text: text.replace('  "versions": {\n', ""), lambda text: "", None])
+def test_a_run_resumes_though_its_environment_is_damaged(tuned, damage, caplog):
+    """What the run computes, and which job it is, can be read in config.yaml and its checkpoints."""
+    folder, first = tuned(pause_step=3)
+    environment = folder / "environment.json"
+    text = environment.read_text()
+    environment.unlink() if damage is None else environment.write_text(damage(text))
+    assert kind_of(folder) is Kind.SFT
+    with pytest.raises(UserError, match=r"environment\.json' does not say which .* lamina sft's, so lamina dpo"):
+        lamina.dpo(output=str(folder), resume=True)
+    resumed = lamina.sft(output=str(folder), resume=True, pause_step=None, bar=False)
+    assert (first["status"], resumed["status"], resumed["steps"]) == ("interrupted", "finished", 6)
+    assert damage is None or "environment.json" in caplog.text
+    assert json.loads(environment.read_text())["kind"] == "sft"
 
 
 def test_lora_trains_few_weights_and_leaves_an_adapter_that_peft_reads(tuned, base):

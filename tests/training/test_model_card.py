@@ -1,16 +1,21 @@
 """The card of a trained model, and its way to the hub: only if asked for, never without a token."""
 
 import json
+import re
 from dataclasses import replace
 
 import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard as HubCard
 from training.tiny_runs import result
+from transformers import LlamaConfig
 
+from lamina import build
 from lamina.errors import UserError
+from lamina.modeling.building import make_plan
 from lamina.training import pretrain as pretraining
 from lamina.training.checkpointing import hub
+from lamina.training.checkpointing.model_card import ModelCard
 
 PLAIN = {"precision": "fp32", "compile": "off"}
 
@@ -61,6 +66,30 @@ def test_a_name_cannot_break_out_of_its_cell(tiny, tmp_path, corpus):
     pretraining.pretrain(replace(tiny(**PLAIN), corpus=str(odd)), bar=False)
     row = next(r for r in (tmp_path / "run/model/README.md").read_text().splitlines() if r.startswith("| corpus"))
     assert row.endswith("a \\| b 'c'.txt` |")
+
+
+def test_a_placements_name_and_the_machines_folders_stay_out_of_a_card(tmp_path):
+    """A placement's name comes from somebody's YAML; the hub cleans what a card holds, other viewers do not."""
+    name = "pl <script>alert(1)</script> [x](javascript:1)"
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = build(LlamaConfig(vocab_size=61, **sizes), replace(make_plan("pre_ln", 2), placement=name))
+    card = ModelCard(
+        head="causal_lm",
+        data={"corpus": "/home/me/a b.txt:0.7,/home/me/c.txt:0.3", "data": "hf:GAIR/lima"},
+        result={},
+        command="lamina sft --from-model /home/me/base --placement '/home/me/p.yaml(alpha=1)' --data 'my rows.jsonl'",
+        base_model="/home/me/base",
+    )
+    card.write(model, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "/home" not in text
+    assert "| corpus | `a b.txt:0.7,c.txt:0.3` |" in text
+    assert "| data | `hf:GAIR/lima` |" in text
+    assert "lamina sft --from-model base --placement 'p.yaml(alpha=1)' --data 'my rows.jsonl'" in text
+    outside = re.sub(r"```.*?```|`[^`\n]*`", "", HubCard(text).content, flags=re.DOTALL)
+    assert not re.search(r"<script|[^\\]\[x", outside), outside
+    assert "&lt;script&gt;" in outside
+    assert "<script" not in (tmp_path / "placement.svg").read_text()
 
 
 def test_a_model_is_pushed_when_it_is_asked_for(trained, token, uploads):

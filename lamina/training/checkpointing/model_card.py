@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from huggingface_hub import ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -37,7 +40,7 @@ class ModelCard:
         head: the name of the model's head in ``HEADS``.
         data: name and value of each fact about the data, in their order.
         result: of the run, as result.json holds it.
-        command: the command line that trains the model again.
+        command: the command line that trains the model again; the card leaves out this machine's folders.
         base_model: the model that the training began with, if any: a folder, or a name on the hub.
         measures: the title and the format of each measure to print; None for those of pretraining.
     """
@@ -58,26 +61,28 @@ class ModelCard:
     def text(self, model: PreTrainedModel, plan: Plan) -> str:
         """The card as Markdown, with the fields in front that the hub reads."""
         backbone = backbone_of(model.config)
+        tag = plan.placement if re.fullmatch(r"\w+", plan.placement) else "custom"
         fields = ModelCardData(
             library_name="transformers",
             pipeline_tag=_PIPELINES[self.head],
-            tags=["lamina", plan.placement or "custom", backbone.model_type],
+            tags=["lamina", tag, backbone.model_type],
             base_model=self.base_model if _is_on_hub(self.base_model) else None,
         ).to_yaml()
         auto, size = HEADS[self.head].auto_class, sum(weight.numel() for weight in model.parameters())
         sizes = f"{plan.num_layers} blocks, width {backbone.hidden_size}, {size:,} parameters"
-        trained = "Trained with Lamina" + (f", from {_code(self.base_model)}" if self.base_model else "")
+        trained = "Trained with Lamina" + (f", from {_code(_named(self.base_model))}" if self.base_model else "")
+        drawn = text(plan).replace("`", "'")
         lines = [
             *("---", fields, "---", ""),
-            f"# {title_of(plan)} on {backbone.model_type}",
+            f"# {_plain(title_of(plan))} on {backbone.model_type}",
             *("", f"A model with the norm placement {_code(plan.placement)}: {sizes}. {trained}."),
-            *("", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", text(plan), "```"),
+            *("", "## Placement", "", f"![Where the norms sit]({DIAGRAM})", "", "```text", drawn, "```"),
             *_source(plan),
-            *("", "## Data", "", *_table("data", "", self.data)),
+            *("", "## Data", "", *_table("data", "", {title: _named(fact) for title, fact in self.data.items()})),
             *("", "## Results", "", *_table("measure", "value", self._results())),
             *("", "## Use", "", "```python", "import lamina  # or trust_remote_code=True below"),
             *(f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")', "```"),
-            *("", "## Training", "", "```bash", self.command, "```", ""),
+            *("", "## Training", "", "```bash", _command(self.command), "```", ""),
             "Versions: " + ", ".join(f"{name} {version}" for name, version in _versions().items()),
         ]
         return "\n".join(lines) + "\n"
@@ -113,12 +118,27 @@ def _source(plan: Plan) -> list[str]:
         source = find(plan.placement).source
     except ValueError:  # one's own placement, from a file
         return []
-    return ["", f"Source: {source}"]
+    return ["", f"Source: {_plain(source)}"]
 
 
 def _table(name: str, value: str, rows: Mapping[str, object]) -> list[str]:
     cells = [f"| {key} | {_code(content)} |" for key, content in rows.items()]
     return [f"| {name} | {value} |", "| --- | --- |", *cells]
+
+
+def _named(value: object) -> str:
+    """A value without the folders of this machine: of each absolute path in it, the name."""
+    return re.sub(r"(?<![^\s=:,;('\"])/[^:,;()'\"]*", lambda path: PurePath(path[0]).name, str(value))
+
+
+def _command(line: str) -> str:
+    """A command line, the same of each of its words."""
+    return " ".join(shlex.quote(" ".join(_named(word).split())) for word in shlex.split(line))
+
+
+def _plain(value: str) -> str:
+    """A text as Markdown that shows it as it is: no HTML, no markup."""
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(value.split()), quote=False))
 
 
 def _code(value: object) -> str:

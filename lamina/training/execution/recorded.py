@@ -9,12 +9,17 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full, full_disk, write_json
+from lamina.jobs.replaced import clear
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import GONE, Processes, lost_another
 
 
-def recorded(run: Callable[[], Json], folder: Path, processes: Processes, seconds: float) -> Json:
-    """Run, and write result.json unless a UserError ends it. ``seconds``: the run's time before it was resumed."""
+def recorded(run: Callable[[], Json], folder: Path, processes: Processes, *, resumes: bool, seconds: float) -> Json:
+    """Run, and write result.json unless a UserError ends it.
+
+    A new run that a UserError ends before its first record leaves the folder as empty as it was. ``seconds``: the run's
+    time before it was resumed.
+    """
     began = time.monotonic()
 
     def write(result: Json) -> Json:
@@ -28,6 +33,8 @@ def recorded(run: Callable[[], Json], folder: Path, processes: Processes, second
     except KeyboardInterrupt:
         return write({"status": str(Status.INTERRUPTED), "reason": "stopped at once"})
     except UserError:
+        if processes.first and not resumes and not (folder / "metrics.jsonl").is_file():
+            clear(folder)
         raise
     except Exception as error:
         if disk_full(error):
