@@ -43,7 +43,7 @@ class SequencesSettings(Settings):
 
     group = "data"
 
-    sequences: int = setting(64, "maximum number of blocks", at_least(1))
+    sequences: int | None = setting(None, "maximum number of blocks", at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,9 @@ class AngularDistance(DirectionsProbe):
             where an encoder's tokenizer ends texts in one; "all" (Mix-LN Eq 8, over 256K tokens): every token;
             "first": the first one, the class token of most encoders and vision models. By default the last one for
             text, and all of them for images and while a model trains, where sequences are few.
-        tokens_per_batch: with "all", how many tokens of a batch are kept until its last layer is seen (by default as
-            many as fit a quarter of the model's own memory; the page says so if these are not all).
+        tokens_per_batch: with "all", how many tokens of a batch are kept until its last layer is seen (by default all
+            of your own text, and of a corpus as many as fit a quarter of the model's own memory; the page says so if
+            these are not all).
     """
 
     name = "angular_distance"

@@ -16,12 +16,13 @@ from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, heat_map, lines
-from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.structure.outputs import Args, Kwargs, Output
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
+_SEQUENCES = 16  # of a corpus, by default
 _FARTHEST = 9000.0  # old models mask by adding -10,000
 _aten = torch.ops.aten
 _SOFTMAX = {_aten._softmax.default, _aten._safe_softmax.default}
@@ -53,19 +54,25 @@ class Attention(Probe):
     source = "attention sinks: Xiao et al. 2023; entropy collapse: Zhai et al. 2023; logit growth: Dehghani et al. 2023"
     over_steps = ("entropy_share", "max_logit", "first_token_share")
 
-    def __init__(self, sequences: int = 16):
-        """``sequences``: how many to measure (0: all). Raises UserError unless it is a whole number from 0."""
-        self.sequences = check_sequences(self.name, sequences)
+    def __init__(self, sequences: int | None = None):
+        """``sequences``: how many to measure (0: all; by default all of your own text, 16 of a corpus).
+
+        Raises UserError unless it is a whole number from 0.
+        """
+        self.sequences = check_most(self.name, "sequences", sequences)
 
     def cost(self, context: Context) -> float:
-        return 2.0 * context.tokens(self.sequences)
+        return 2.0 * context.tokens(context.most(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         self._samples: dict[int, Running] = {}
         self._largest: dict[int, torch.Tensor] = {}
 
+    def measured(self, context: Context) -> Sample:
+        return sample_of(context.first(context.most(self.sequences, _SEQUENCES)))
+
     def finish(self, context: Context) -> pd.DataFrame:
-        batches = context.first(self.sequences)
+        batches = context.first(context.most(self.sequences, _SEQUENCES))
         for number, inputs in enumerate(batches):
             context.progress(number, len(batches), self.name)
             inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}

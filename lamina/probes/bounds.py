@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +15,8 @@ from lamina.errors import UserError
 from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
-from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.layer_calls import Extent, frozen, record_layer_calls
+from lamina.probes.engine.registry import Probe, Sample, probe, sample_of
 from lamina.probes.last_layer import LastLayer, last_layer_sides
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ _STATEMENTS = {
 @probe
 class Bounds(Probe):
     """The papers' statements on this model: one row per side and one of their ratio (metric left, right, ratio; role =
-    the statement). Means over ``sequences`` texts of ``tokens`` tokens, with their standard error.
+    the statement). Means over ``sequences`` texts of ``tokens`` tokens (0: all; by default all of your own text, 1 text
+    of 32 tokens of a corpus), with their standard error.
 
     Roles at the last layer, sublayer feed_forward (Peri-LN Prop 3.1; the equations are for one entry of the gradient
     and a toy whose logits are the layer's output; here the whole matrix' gradient of the model's own loss is, see
@@ -69,41 +71,47 @@ class Bounds(Probe):
         "Peri-LN (arXiv 2502.02732) Prop 3.1, C.1-C.3; FuseNorm (SpanNorm, arXiv 2601.22580) Thm 1, Eq 9, 13, 19-21"
     )
 
-    def __init__(self, sequences: int = 1, tokens: int = 32, constant: float = 1.0, tolerance: float = 1e-2):
-        for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 2)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"bounds: option {name!r} is {value!r} (allowed: a whole number of at least {least})")
+    def __init__(
+        self,
+        sequences: int | None = None,
+        tokens: int | None = None,
+        constant: float = 1.0,
+        tolerance: float = 1e-2,
+    ):
         if isinstance(constant, bool) or not isinstance(constant, int | float) or not 0 < constant < math.inf:
             raise UserError(f"bounds: option 'constant' is {constant!r} (allowed: a number above 0)")
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
             raise UserError(f"bounds: option 'tolerance' is {tolerance!r} (allowed: a number between 0 and 1)")
-        self.sequences, self.tokens = sequences, tokens
+        self.extent = Extent(self.name, sequences, tokens)
+        self._inputs: list[dict[str, torch.Tensor]] = []
         self.constant, self.tolerance = float(constant), float(tolerance)
         self._rows: list[tuple[int, str, str, int, str, float, float]] = []
 
     def cost(self, context: Context) -> float:
-        return 150.0 * self.sequences * self.tokens
+        return 150.0 * self.extent.tokens_of(context)
+
+    def measured(self, context: Context) -> Sample:
+        return sample_of(self._inputs)
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Measure both sides on the first tokens of the first texts."""
         import pandas as pd
 
         self._rows = []
-        inputs = short_inputs(context, self.sequences, self.tokens)
+        self._inputs = self.extent.inputs(context)
         try:
-            self._last_layer(context, inputs)
+            self._last_layer(context)
         except UserError as error:  # no dense feed-forward, or no head with a loss: FuseNorm's statements need neither
             context.notes.append(f"bounds: Proposition 3.1 is left out: {error}")
         with context.eager_attention(), frozen(context.model):
-            self._blocks(context, record_layer_calls(context, inputs))
+            self._blocks(context)
         return pd.DataFrame(self._rows, columns=COLUMNS)
 
-    def _last_layer(self, context: Context, inputs: dict[str, torch.Tensor]) -> None:
+    def _last_layer(self, context: Context) -> None:
         last = LastLayer.of(context)
         role, layer = f"peri_ln_{last.statement}", last.site.index
         left, right, worst = [], [], (0.0, 0.0, -math.inf)
-        for number in range(len(next(iter(inputs.values())))):
-            sequence = {name: value[number : number + 1] for name, value in inputs.items()}
+        for sequence in _one_by_one(self._inputs):
             sides = last_layer_sides(context, last, sequence)
             left.append(sides.left)
             right.append(sides.right)
@@ -115,20 +123,32 @@ class Bounds(Probe):
         for metric, value in zip(("left", "right", "ratio"), worst, strict=True):
             self._rows.append((layer, "feed_forward", f"{role}_token", 0, metric, value, math.nan))
 
-    def _blocks(self, context: Context, blocks: Sequence[LayerCall]) -> None:
+    def _blocks(self, context: Context) -> None:
         variances: dict[str, list[Sides]] = {}
-        plain: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        for block in blocks:
-            for sides in variance_sides(block, len(blocks), self.constant):
-                self._add(sides)
-                if sides.role == "fusenorm_eq_21":
-                    variances.setdefault(sides.sublayer, []).append(sides)
-            if fused(block):
-                for sides in jacobian_sides(block, self.tolerance):
-                    self._add(sides)
-            if unnormed(block):
-                plain.append((block.site.index, *identity_distance(block, self.tolerance)))
-            context.progress(block.site.index + 1, len(blocks), "bounds")
+        measured: list[list[Sides]] = []
+        distances: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
+        for number, inputs in enumerate(self._inputs):
+            measured.append([])
+            distances.append([])
+            blocks = record_layer_calls(context, inputs)
+            for block in blocks:
+                measured[-1] += variance_sides(block, len(blocks), self.constant)
+                if fused(block):
+                    measured[-1] += jacobian_sides(block, self.tolerance)
+                if unnormed(block):
+                    distances[-1].append((block.site.index, *identity_distance(block, self.tolerance)))
+                done = number * len(blocks) + block.site.index + 1
+                context.progress(done, len(self._inputs) * len(blocks), "bounds")
+        for parts in zip(*measured, strict=True):
+            left, right = (torch.cat([getattr(part, side) for part in parts]) for side in ("left", "right"))
+            sides = replace(parts[0], left=left, right=right)
+            self._add(sides)
+            if sides.role == "fusenorm_eq_21":
+                variances.setdefault(sides.sublayer, []).append(sides)
+        plain = [
+            (parts[0][0], torch.cat([part[1] for part in parts]), torch.cat([part[2] for part in parts]))
+            for parts in zip(*distances, strict=True)
+        ]
         for kind, group in variances.items():
             left = torch.stack([sides.left for sides in group]).mean(0)
             self._add(Sides(-1, kind, "fusenorm_eq_21", left, group[0].right))
@@ -202,6 +222,12 @@ class Bounds(Probe):
                         f"{slope:.2g} ± {error:.2g}; the paper has {expected:g})."
                     )
         return text
+
+
+def _one_by_one(inputs: Sequence[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    for each in inputs:
+        for row in range(len(next(iter(each.values())))):
+            yield {name: value[row : row + 1] for name, value in each.items()}
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.registry import Probe
+from lamina.probes.engine.registry import Probe, Sample, sample_of
 from lamina.probes.structure.outputs import Output
 from lamina.probes.structure.sites import Point, SublayerSite
 
@@ -25,8 +25,9 @@ class Directions:
     """Unit vectors of the states x^0 ... x^N at the chosen tokens of one batch, float32.
 
     One state is read once and written once; nothing else of it stays. ``all`` keeps a batch's real tokens as far as
-    ``tokens_per_batch`` allows; where that is None, as far as they fit a quarter of the model's own memory (at least
-    64 MiB), else so many positions of every sequence, drawn anew for each batch.
+    ``tokens_per_batch`` allows; where that is None, all of the user's own text, and of a corpus as far as they fit a
+    quarter of the model's own memory (at least 64 MiB), else so many positions of every sequence, drawn anew for each
+    batch.
     """
 
     def __init__(self, context: Context, tokens: str | None, tokens_per_batch: int | None):
@@ -39,6 +40,8 @@ class Directions:
         self._batches: Sequence[Mapping[str, torch.Tensor]] = context.batches
         self._bytes = max(sum(p.numel() * p.element_size() for p in context.model.parameters()) // 4, _SMALLEST_BUDGET)
         self._batch_number = 0
+        self.compared = 0  # tokens
+        self._whole = context.whole
         self._chosen: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
         self._vectors = torch.zeros(0)
@@ -97,6 +100,7 @@ class Directions:
     def end(self) -> None:
         """End the batch."""
         self._batch_number += 1
+        self.compared += int(self._counts().sum())
 
     def _counts(self) -> torch.Tensor:
         batch, _, tokens, _ = self._vectors.shape
@@ -112,7 +116,7 @@ class Directions:
         self._mask = self._chosen = None
         if self.tokens == "all":
             limit = self.limit or max(batch, self._bytes // (4 * channels * self.states))
-            if (each := max(1, limit // batch)) < tokens:
+            if (each := max(1, limit // batch)) < tokens and (self.limit or not self._whole):
                 generator = torch.Generator().manual_seed(self._batch_number)
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
                 self._chosen = chosen.to(state.device)
@@ -188,6 +192,9 @@ class DirectionsProbe(Probe):
 
     def points(self) -> Mapping[int, Point]:
         return self._states
+
+    def measured(self, context: Context) -> Sample:
+        return Sample(sample_of(context.batches[: context.forwards]).sequences, self._directions.compared)
 
     def see(self, key: int, value: torch.Tensor) -> None:
         self._directions.see(key, value)

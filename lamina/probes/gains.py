@@ -12,7 +12,7 @@ from torch import nn
 from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.registry import Probe, Sample, probe
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
@@ -63,6 +63,9 @@ class Gains(Probe):
                 figure = lines(rows, "layer", "value", color="norm", title=title, y_title=metric.replace("_", " "))
                 drawn.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
         return drawn
+
+    def measured(self, context: Context) -> Sample:
+        return Sample(0, 0)  # of the weights alone
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         text = []

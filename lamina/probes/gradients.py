@@ -18,11 +18,12 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.parameters import places, shared_layers
-from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.spikes import spike_scores
 from lamina.probes.structure.hooks import watch
 
 _CHUNK = 2**20
+_SEQUENCES = 16  # of a corpus, by default
 
 
 @probe
@@ -55,18 +56,21 @@ class Gradients(Probe):
     source = "Peri-LN Fig 4, 5, 7; Mix-LN Fig 3, 6a; FuseNorm Fig 7; OLMo 2 Sec 3.1 (spike score)"
     over_steps = ("gradient_norm", "gradient_variance")
 
-    def __init__(self, sequences: int = 16):
-        """``sequences``: how many the loss is averaged over (0: all).
+    def __init__(self, sequences: int | None = None):
+        """``sequences``: how many the loss is averaged over (0: all; by default all of your own text, 16 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
-        self.sequences = check_sequences(self.name, sequences)
+        self.sequences = check_most(self.name, "sequences", sequences)
 
     def cost(self, context: Context) -> float:
-        return 3.5 * context.tokens(self.sequences)
+        return 3.5 * context.tokens(context.most(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         context.check_head()
+
+    def measured(self, context: Context) -> Sample:
+        return sample_of(context.first(context.most(self.sequences, _SEQUENCES)))
 
     def finish(self, context: Context) -> pd.DataFrame:
         states = [_Moments() for _ in range(context.structure.num_layers + 1)]
@@ -75,7 +79,7 @@ class Gradients(Probe):
         self._note(context)
         groups: dict[tuple[int, str, str], _Moments] = {}
         with _fresh_gradients(parameters.values()), torch.enable_grad():
-            correction = _accumulate(context, states, context.first(self.sequences))
+            correction = _accumulate(context, states, context.first(context.most(self.sequences, _SEQUENCES)))
             for name, parameter in parameters.items():
                 moments = _Moments()
                 moments.add(parameter.grad, parameter.numel())

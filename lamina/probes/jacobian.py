@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.block_norms import block_norms, log10_total_norm
+from lamina.probes.directions import once
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.layer_calls import LayerCall, frozen, record_layer_calls, short_inputs
-from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
+from lamina.probes.engine.registry import Probe, Sample, probe, sample_of
 from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
 from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectral_norm, typical_stretch
 
@@ -31,6 +33,14 @@ _PATHS = {
     "keel": "residual path, from gains and scales (Keel Eq 14-19)",
     "fusenorm": "residual path, from sigma (FuseNorm Eq 10, 11, 16)",
 }
+
+
+def _mean(metric: str, values: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """The mean over sequences and its standard error; of how a search ended, the worst."""
+    if metric in ("iterations", "residual"):
+        return float(torch.stack([*values]).max()), math.nan
+    every = torch.cat([*values])
+    return float(every.mean()), float(every.std() / len(every) ** 0.5) if len(every) > 1 else math.nan
 
 
 @probe
@@ -59,6 +69,13 @@ class JacobianProbe(Probe):
     Rows of the model (layer -1): role jacobian: log10_total, log10 ||dx^N/dx^0||_2, the true norm that the product
         bounds; and each role's log10_product over all layers.
 
+    Args:
+        sequences: how many are measured (0: all; by default all of your own text, 1 of a corpus).
+        tokens: how many of each (0: all; by default all of your own text, 32 of a corpus).
+        tolerance: relative error of a norm at which its search ends.
+        iterations: the most products of a search.
+        total: whether to find the norm of the product of all blocks, too.
+
     A gradient that passes backward is stretched by the same norms, since J and J^T share their singular values.
     """
 
@@ -72,33 +89,53 @@ class JacobianProbe(Probe):
 
     def __init__(
         self,
-        sequences: int = 1,
-        tokens: int = 32,
+        sequences: int | None = None,
+        tokens: int | None = None,
         tolerance: float = 1e-2,
         iterations: int = 100,
         total: bool = True,
     ):
-        for name, value, least in (("sequences", sequences, 1), ("tokens", tokens, 2), ("iterations", iterations, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"jacobian: option {name!r} is {value!r} (allowed: a whole number of at least {least})")
+        if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+            raise UserError(f"jacobian: option 'iterations' is {iterations!r} (allowed: a whole number of at least 1)")
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
             raise UserError(f"jacobian: option 'tolerance' is {tolerance!r} (allowed: a number between 0 and 1)")
         if not isinstance(total, bool):
             raise UserError(f"jacobian: option 'total' is {total!r} (allowed: true, false)")
-        self.sequences, self.tokens, self.total = sequences, tokens, total
+        self.extent, self.total = Extent(self.name, sequences, tokens), total
         self.options: dict[str, Any] = {"tolerance": float(tolerance), "iterations": iterations}
-        self._rows: list[tuple[int, str, str, int, str, float, float]] = []
+        self._values: dict[tuple[int, str, str, str, int], list[torch.Tensor]] = {}
+        self._added: Counter[tuple[int, str, str, str]] = Counter()
+        self._inputs: list[dict[str, torch.Tensor]] = []
         self._unfinished = 0
 
     def cost(self, context: Context) -> float:
-        return 400.0 * self.sequences * self.tokens
+        return 400.0 * self.extent.tokens_of(context)
+
+    def measured(self, context: Context) -> Sample:
+        return sample_of(self._inputs)
 
     def finish(self, context: Context) -> pd.DataFrame:
         """Run the layers one by one on the first ``sequences`` texts' first ``tokens`` tokens."""
         import pandas as pd
 
-        self._rows, self._unfinished = [], 0
-        inputs = short_inputs(context, self.sequences, self.tokens)
+        self._values, self._unfinished = {}, 0
+        self._inputs = self.extent.inputs(context)
+        for number, inputs in enumerate(self._inputs):
+            self._measure(context, inputs, f"Jacobians of {number + 1}/{len(self._inputs)}")
+        sequences, tokens = self.measured(context)
+        length = f" of {tokens / sequences:g} tokens each" if tokens else ""
+        context.notes.append(f"Jacobians: over {sequences} sequences{length}, all tokens jointly.")
+        if self._unfinished:
+            context.notes.append(
+                f"Jacobians: {self._unfinished} norms had not converged to {self.options['tolerance']:g} after "
+                f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
+            )
+        rows = [(*key[:3], 0, key[3], *_mean(key[3], values)) for key, values in self._values.items()]
+        return pd.DataFrame(rows, columns=COLUMNS)
+
+    def _measure(self, context: Context, inputs: dict[str, torch.Tensor], label: str) -> None:
+        """The values of some sequences at once."""
+        self._added.clear()
         with context.eager_attention(), frozen(context.model):
             blocks = record_layer_calls(context, inputs)
             wirings = [wirings_of(block.site) for block in blocks]
@@ -107,8 +144,9 @@ class JacobianProbe(Probe):
             logs: dict[str, torch.Tensor] = {}
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
-                context.notes.append(
-                    f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found."
+                once(
+                    context.notes,
+                    f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.",
                 )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
                 norms = self._block(block, path=not bare)
@@ -121,21 +159,13 @@ class JacobianProbe(Probe):
                     logs[role] = logs.get(role, 0.0) + norm.log10()
                     if role != "identity":
                         self._add(block.site.index, "block", role, "log10_product", logs[role])
-                context.progress(block.site.index + 1, len(blocks), "Jacobians")
+                context.progress(block.site.index + 1, len(blocks), label)
             for role in [role for role in _PATHS if role in logs]:
                 self._add(-1, "model", role, "log10_product", logs[role])
             if self.total:
                 total, search = log10_total_norm(blocks, **self.options)
                 self._add(-1, "model", "jacobian", "log10_total", total)
                 self._search(-1, "model", "jacobian", search)
-        shape = tuple(blocks[0].stream.shape[:-1])
-        context.notes.append(f"Jacobians: over {shape[0]} sequences of {shape[1]} tokens each, all tokens jointly.")
-        if self._unfinished:
-            context.notes.append(
-                f"Jacobians: {self._unfinished} norms had not converged to {self.options['tolerance']:g} after "
-                f"{self.options['iterations']} products: they are lower bounds (see the metric residual)."
-            )
-        return pd.DataFrame(self._rows, columns=COLUMNS)
 
     def _block(self, block: LayerCall, *, path: bool) -> dict[str, torch.Tensor]:
         """The norms of a block by role, [sequences]; with ``path`` that of the residual path, too."""
@@ -173,14 +203,15 @@ class JacobianProbe(Probe):
         return 10 ** factor.log10().flatten(1).mean(1)
 
     def _add(self, layer: int, sublayer: str, role: str, metric: str, values: torch.Tensor) -> None:
-        """A row of the mean over sequences."""
-        error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else math.nan
-        self._rows.append((layer, sublayer, role, 0, metric, float(values.mean()), error))
+        """Values of a row, one per sequence."""
+        place = (layer, sublayer, role, metric)
+        self._values.setdefault((*place, self._added[place]), []).append(values)
+        self._added[place] += 1  # a layer may have several feed-forwards
 
     def _search(self, layer: int, sublayer: str, role: str, norm: SpectralNorm) -> None:
         self._unfinished += not norm.converged
-        self._rows.append((layer, sublayer, role, 0, "iterations", float(norm.iterations), math.nan))
-        self._rows.append((layer, sublayer, role, 0, "residual", float(norm.residual.max()), math.nan))
+        self._add(layer, sublayer, role, "iterations", torch.tensor(float(norm.iterations)))
+        self._add(layer, sublayer, role, "residual", norm.residual.max())
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         """The norm by layer, the distance to the identity, and the cumulative products."""

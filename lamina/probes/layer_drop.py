@@ -17,7 +17,7 @@ from lamina.probes import harm, paired
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure
-from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
 from lamina.probes.structure.forward import forward
 from lamina.probes.structure.hooks import watch
@@ -26,6 +26,8 @@ from lamina.probes.suffixes import Suffixes
 
 METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16
+_SEQUENCES = 4  # of a corpus, by default
+_PRECISION = 0.05  # likewise
 
 
 @probe
@@ -59,8 +61,9 @@ class LayerDrop(Probe):
         score: your own measure in place of the loss (Python only): a callable from the model to a number.
         higher_is_better: whether a higher score is better.
         standard_error: text is added until each layer's standard error is at most this share of its loss increase, or
-            of 0.1 nats where that is more (0: all text).
-        sequences: at most how many the loss is measured on (0: all); each costs half a pass per layer.
+            of 0.1 nats where that is more (0: all text; by default all of your own, 0.05 for a corpus).
+        sequences: at most how many the loss is measured on (0: all; by default all of your own text, 4 of a corpus);
+            each costs half a pass per layer.
     """
 
     name = "layer_drop"
@@ -79,8 +82,8 @@ class LayerDrop(Probe):
         limit: int | None = None,
         score: Callable[[nn.Module], float] | None = None,
         higher_is_better: bool = True,
-        standard_error: float = 0.05,
-        sequences: int = 4,
+        standard_error: float | None = None,
+        sequences: int | None = None,
     ):
         if not isinstance(block, int) or isinstance(block, bool) or block < 1:
             raise UserError(f"block: {block!r} (allowed: a number of layers, 1 or more)")
@@ -92,12 +95,13 @@ class LayerDrop(Probe):
             raise UserError(f"score: {score!r} (allowed, in Python: a callable that takes the model)")
         if score is not None and task is not None:
             raise UserError("score: cannot be combined with task (allowed: one of them)")
-        if not isinstance(standard_error, int | float) or not 0 <= standard_error < 1:
+        if standard_error is not None and (not isinstance(standard_error, int | float) or not 0 <= standard_error < 1):
             raise UserError(f"standard_error: {standard_error!r} (allowed: a share from 0 to below 1)")
         self.block, self.metrics = block, METRICS if metric == "all" else (metric,)
         self.meanings, self._wants_all = MEANINGS if meaning == "all" else (meaning,), meaning == "all"
         self.score, self.higher_is_better, self.tolerance = score, higher_is_better, standard_error
-        self.sequences = check_sequences(self.name, sequences)
+        self.sequences = check_most(self.name, "sequences", sequences)
+        self._read: list[Mapping[str, torch.Tensor]] = []
         self.task = None
         if task is not None:
             from lamina.probes.tasks import Task
@@ -105,7 +109,12 @@ class LayerDrop(Probe):
             self.task = Task(str(task), include_path=include_path, metric=task_metric, limit=limit)
 
     def cost(self, context: Context) -> float:
-        return 0.8 * context.structure.num_layers * len(self.meanings) ** 0.5 * context.tokens(self.sequences)
+        return (
+            0.8
+            * context.structure.num_layers
+            * len(self.meanings) ** 0.5
+            * context.tokens(context.most(self.sequences, _SEQUENCES))
+        )
 
     def begin(self, context: Context) -> None:
         if self.score is None:
@@ -127,7 +136,11 @@ class LayerDrop(Probe):
             self.meanings = (REMOVE,)
             context.notes.append(f"layer_drop: only 'remove', the sub-layers of {ranges(bare)} were not found.")
 
+    def measured(self, context: Context) -> Sample | None:
+        return sample_of(self._read) if self._read else None  # a score's and a task's texts are their own
+
     def finish(self, context: Context) -> pd.DataFrame:
+        self._read = []
         starts = range(context.structure.num_layers - self.block + 1)
         with torch.no_grad():
             rows = self._scored(context, starts) if self.score or self.task else self._losses(context, starts)
@@ -139,7 +152,8 @@ class LayerDrop(Probe):
         angles = AngularDistance()
         angles.begin(context)
         prepare_loss(context)
-        batches = context.first(self.sequences)
+        batches = context.first(context.most(self.sequences, _SEQUENCES))
+        precision = self.tolerance if self.tolerance is not None else 0.0 if context.whole else _PRECISION
         for number, batch in enumerate(batches):
             inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
             with Suffixes(context, partial(self._sequences, context, inputs)) as passes:
@@ -154,9 +168,8 @@ class LayerDrop(Probe):
                     for meaning in self.meanings:
                         result = bare if meaning == BRANCH and bare is not None else plain
                         dropped[start, meaning] += result.tolist()
-            if len(whole) >= _MIN_SEQUENCES and self.tolerance and self._precise(whole, dropped):
-                if number + 1 < len(batches):
-                    context.notes.append(f"layer_drop: {len(whole)} sequences were enough.")
+            self._read = batches[: number + 1]
+            if len(whole) >= _MIN_SEQUENCES and _precise(whole, dropped, precision):
                 break
         rows: list[tuple] = []
         for metric in self.metrics:
@@ -175,10 +188,6 @@ class LayerDrop(Probe):
     def _sequences(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss of each sequence [batch]."""
         return context.token_losses(inputs).double().mean(1)
-
-    def _precise(self, whole: list[float], dropped: Mapping[tuple[int, str], list[float]]) -> bool:
-        pairs = [paired.increase(whole, losses) for losses in dropped.values()]
-        return all(error <= self.tolerance * max(abs(value), 0.1) for value, error in pairs)
 
     def _scored(self, context: Context, starts: range) -> list[tuple]:
         name = "score" if self.task is None else "accuracy" if self.task.metric.startswith("acc") else self.task.metric
@@ -211,6 +220,11 @@ class LayerDrop(Probe):
 
     def sentences(self, frame: Frame) -> Sequence[str]:
         return harm.sentences(frame)
+
+
+def _precise(whole: list[float], dropped: Mapping[tuple[int, str], list[float]], precision: float) -> bool:
+    pairs = [paired.increase(whole, losses) for losses in dropped.values()]
+    return precision > 0 and all(error <= precision * max(abs(value), 0.1) for value, error in pairs)
 
 
 def prepare_loss(context: Context) -> None:

@@ -19,7 +19,7 @@ from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.losses import logits_of, masked_positions
-from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.structure.forward import forward
 from lamina.probes.structure.hooks import watch
@@ -27,6 +27,7 @@ from lamina.probes.structure.outputs import Args, Output, refill
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
+_TOKENS = 1024  # of a corpus, by default
 _TRIED = 8  # tokens on which the tail is compared with the model itself
 
 
@@ -55,14 +56,14 @@ class LogitLens(Probe):
     over_steps = ("cross_entropy", "top1_agreement")
     needs = frozenset({"tokens"})
 
-    def __init__(self, tokens: int = 1024):
-        """``tokens``: about how many predicted tokens to measure, in whole sequences; 0: all.
+    def __init__(self, tokens: int | None = None):
+        """``tokens``: about how many predicted tokens to measure, in whole sequences (0: all; by default all of your
+        own text, 1,024 of a corpus).
 
         Raises UserError unless it is a whole number from 0.
         """
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-            raise UserError(f"logit_lens: option 'tokens' is {tokens!r} (allowed: a whole number, 0 for all)")
-        self.tokens = tokens
+        self.tokens = check_most(self.name, "tokens", tokens)
+        self._read: list[Mapping[str, torch.Tensor]] = []
 
     def cost(self, context: Context) -> float:
         head = context.structure.head
@@ -70,7 +71,9 @@ class LogitLens(Probe):
         share = (
             weight.numel() / max(1, sum(p.numel() for p in context.model.parameters())) if weight is not None else 0.5
         )
-        return (1 + 1.5 * share * context.structure.num_layers) * (self.tokens or context.tokens())
+        return (1 + 1.5 * share * context.structure.num_layers) * (
+            context.most(self.tokens, _TOKENS) or context.tokens()
+        )
 
     def begin(self, context: Context) -> None:
         model: Any = context.model
@@ -90,22 +93,27 @@ class LogitLens(Probe):
             )
         self._tail = Tail(context, ids[:, :_TRIED])
 
+    def measured(self, context: Context) -> Sample:
+        return sample_of(self._read)
+
     def finish(self, context: Context) -> pd.DataFrame:
         count = context.structure.num_layers + 1
-        running, tokens_read = Running(), 0
+        running, tokens_read, most = Running(), 0, context.most(self.tokens, _TOKENS)
+        self._read = []
         batches = context.batches[: context.forwards or len(context.batches)]
         total = sum(b["input_ids"].numel() for b in batches)
         for inputs in batches:
             for row in range(len(inputs["input_ids"])):
-                context.progress(tokens_read, min(self.tokens or total, total), "logit lens")
+                context.progress(tokens_read, min(most or total, total), "logit lens")
                 sequence = {name: tensor[row : row + 1].to(context.device) for name, tensor in inputs.items()}
                 sums, predicted = self._sequence(context, sequence)
                 if predicted:
                     running.add((sums / predicted).unsqueeze(0))
                 tokens_read += predicted
-                if self.tokens and tokens_read >= self.tokens:
+                self._read.append(sequence)
+                if most and tokens_read >= most:
                     break
-            if self.tokens and tokens_read >= self.tokens:
+            if most and tokens_read >= most:
                 break
         if not running.count:
             raise UserError("logit_lens: no token to predict (allowed: sequences of at least 2 tokens)")

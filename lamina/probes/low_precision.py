@@ -15,7 +15,7 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, check_sequences, probe
+from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.removal import roots_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.magnitudes import as_tokens
@@ -31,6 +31,7 @@ _FLOATS = {
 }
 # The smallest |x| that FP8 rounds out of range: half a step above the largest value, which rounds to the even one.
 _FP8_EDGE = {"fp8_e4m3": (464.0, False), "fp8_e5m2": (61440.0, True)}
+_SEQUENCES = 4  # of a corpus, by default
 FORMATS = (*_FLOATS, "int8_tensor", "int8_token")
 
 
@@ -80,7 +81,7 @@ class LowPrecision(Probe):
     - share_lost: the share of elements that are not 0 and come back as 0. overflow_share: the share that comes back as
       inf (fp16, and fp8 unscaled).
     - layer -1, role "state": loss, of the model as it is (format "none") and with all its states x^0 ... x^N rounded,
-      in nats per token over the first batch; loss_increase: the difference. Only of language models.
+      in nats per token; loss_increase: the difference. Only of language models.
 
     Trap: INT8 per tensor divides by the largest |x|, so one massive activation (Sun et al. 2024) leaves no steps
     for all other elements, while BF16 keeps its relative precision. relative_error hides it, since that activation is
@@ -93,9 +94,11 @@ class LowPrecision(Probe):
     source = "OCP 8-bit floating point (e4m3, e5m2); absmax INT8: Dettmers et al. 2022; Peri-LN Fig 11 (FP16's limit)"
     over_steps = ("token_error",)
 
-    def __init__(self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int = 4):
+    def __init__(
+        self, fp8_scaling: Literal["tensor", "none"] = "tensor", loss: bool = True, sequences: int | None = None
+    ):
         """``fp8_scaling``: scale each tensor to FP8's largest value, or cast as it is. ``loss``: measure the loss, too.
-        ``sequences``: how many have their tensors rounded, in whole batches (0: all).
+        ``sequences``: how many are measured, in whole batches (0: all; by default all of your own text, 4 of a corpus).
 
         Raises UserError for any other value.
         """
@@ -103,14 +106,15 @@ class LowPrecision(Probe):
             raise UserError(f"low_precision: option 'fp8_scaling' is {fp8_scaling!r} (allowed: tensor, none)")
         if not isinstance(loss, bool):
             raise UserError(f"low_precision: option 'loss' is {loss!r} (allowed: true, false)")
-        self.sequences = check_sequences(self.name, sequences)
+        self.sequences = check_most(self.name, "sequences", sequences)
         self.scaled, self.loss = fp8_scaling == "tensor", loss
 
     def cost(self, context: Context) -> float:
-        return 12.0 * context.tokens(self.sequences)
+        return 12.0 * context.tokens(context.most(self.sequences, _SEQUENCES))
 
     def begin(self, context: Context) -> None:
         self._context, self._batch, self._sequences = context, 0, 0
+        self._most = context.most(self.sequences, _SEQUENCES)
         self._places: dict[tuple, Point] = {}
         for state, point in context.structure.states().items():
             self._places[state, "block", "state", 0] = point
@@ -154,7 +158,19 @@ class LowPrecision(Probe):
         self._batch += 1
 
     def _enough(self) -> bool:
-        return bool(self.sequences) and self._sequences >= self.sequences
+        return bool(self._most) and self._sequences >= self._most
+
+    def _batches(self, context: Context) -> Sequence[Mapping[str, torch.Tensor]]:
+        """The whole batches that are measured."""
+        batches, sequences = context.batches[: context.forwards], 0
+        for number, batch in enumerate(batches):
+            if self._most and sequences >= self._most:
+                return batches[:number]
+            sequences += sample_of([batch]).sequences
+        return batches
+
+    def measured(self, context: Context) -> Sample:
+        return sample_of(self._batches(context))
 
     def standard_error(self) -> float | None:
         if self._enough():
@@ -176,7 +192,7 @@ class LowPrecision(Probe):
             if _may_overflow(kind, self.scaled):
                 rows.append((*key, kind, "overflow_share", overflowed, math.nan))
         if self.loss:
-            rows += _losses(context, self.scaled)
+            rows += _losses(context, self._batches(context), self.scaled)
         columns = ["layer", "sublayer", "role", "index", "format", "metric", "value", "standard_error"]
         return pd.DataFrame(rows, columns=columns)
 
@@ -238,21 +254,31 @@ def _norms(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([whole, each if valid is None else each.where(valid, math.nan)], dim=1)
 
 
-def _losses(context: Context, scaled: bool) -> Iterator[tuple]:
-    inputs = {name: tensor.to(context.device) for name, tensor in context.batches[0].items()}
+def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], scaled: bool) -> Iterator[tuple]:
     place = (-1, "model", "state", 0)
     try:
         with torch.no_grad():
-            plain = float(context.loss(inputs))
+            plain = _loss(context, batches)
     except UserError as error:
         context.notes.append(f"low_precision: no loss: {error}")
         return
     yield (*place, "none", "loss", plain, math.nan)
     for kind in FORMATS:
         with torch.no_grad(), changed_states(context, lambda x, kind=kind: _like(x, kind, scaled)):
-            value = float(context.loss(inputs))
+            value = _loss(context, batches)
         yield (*place, kind, "loss", value, math.nan)
         yield (*place, kind, "loss_increase", value - plain, math.nan)
+
+
+def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
+    """The mean over the predicted tokens of all batches."""
+    total = predicted = 0.0
+    for batch in batches:
+        losses = context.token_losses({name: tensor.to(context.device) for name, tensor in batch.items()})
+        if len(batches) == 1:
+            return float(losses.mean())
+        total, predicted = total + float(losses.double().sum()), predicted + losses.numel()
+    return total / predicted
 
 
 @contextmanager

@@ -36,8 +36,9 @@ class Similarity(DirectionsProbe):
 
     Args:
         tokens: "all" (default), "last" or "first" token of each sequence.
-        tokens_per_batch: how many tokens of a batch are kept until its last layer is seen (by default as many as fit
-            a quarter of the model's own memory; the page says so if these are not all). Pairs of states need both.
+        tokens_per_batch: how many tokens of a batch are kept until its last layer is seen (by default all of your own
+            text, and of a corpus as many as fit a quarter of the model's own memory; the page says so if these are not
+            all). Pairs of states need both.
     """
 
     name = "similarity"

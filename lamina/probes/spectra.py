@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, probe
+from lamina.probes.engine.registry import Probe, check_most, probe, sample_of
 from lamina.probes.ranks import Covariance, spectral_utilisation
 from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import Point
@@ -59,7 +60,8 @@ class Spectra(Probe):
     D_ff they are refused (``few_tokens``: refuse | warn). One matrix of D_ff x D_ff in float64 is held for each layer
     and role; where they would take more than ``memory`` GiB, layers take turns in repeated passes over the same text.
     Experts have no ranks here: each sees few tokens. The covariances take the first batches until they have
-    ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text).
+    ``tokens_per_channel`` tokens for each channel of the feed-forward (0: all text; by default all of your own, 4 of a
+    corpus).
     """
 
     name = "spectra"
@@ -67,22 +69,20 @@ class Spectra(Probe):
     summary = "eigenvalues of the embedding, condition numbers of the feed-forward's weights, ranks of its activations"
     source = "FuseNorm (SpanNorm, arXiv 2601.22580) Fig 8, 10, 11; Jha & Reagen (arXiv 2510.00537)"
 
-    def __init__(self, few_tokens: str = "refuse", memory: float = 1.0, tokens_per_channel: int = 4):
+    def __init__(self, few_tokens: str = "refuse", memory: float = 1.0, tokens_per_channel: int | None = None):
         if few_tokens not in ("refuse", "warn"):
             raise UserError(f"spectra: option 'few_tokens' is {few_tokens!r} (allowed: refuse, warn)")
         if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
             raise UserError(f"spectra: option 'memory' is {memory!r} (allowed: GiB, a number above 0)")
-        if isinstance(tokens_per_channel, bool) or not isinstance(tokens_per_channel, int) or tokens_per_channel < 0:
-            raise UserError(
-                f"spectra: option 'tokens_per_channel' is {tokens_per_channel!r} (allowed: a whole number, 0 for all)"
-            )
-        self.tokens_per_channel = tokens_per_channel
+        self._option = check_most(self.name, "tokens_per_channel", tokens_per_channel)
+        self.tokens_per_channel = _ENOUGH
         self.few_tokens, self.memory = few_tokens, float(memory)
         self._groups: list[dict[Key, Point]] = []
         self._covariances: dict[Key, Covariance] = {}
         self._ranks: dict[Key, dict[str, float]] = {}
         self._widths: dict[int, int] = {}
         self._tokens = 0
+        self._batches: Counter[Key] = Counter()  # that a covariance took
 
     def cost(self, context: Context) -> float:
         return 2.0 * min(context.tokens(), 8192)
@@ -90,6 +90,8 @@ class Spectra(Probe):
     def begin(self, context: Context) -> None:
         """Decide which covariances each pass gathers. Raises UserError if there is too little text for the ranks."""
         self._groups, self._covariances, self._ranks, self._widths, self._tokens = [], {}, {}, {}, 0
+        self._batches = Counter()
+        self.tokens_per_channel = context.most(self._option, _ENOUGH)
         points: dict[Key, Point] = {}
         for site in context.structure.layers:
             for sublayer in site.sublayers:
@@ -160,6 +162,7 @@ class Spectra(Probe):
         if self._full(key):
             return  # each token costs the width squared
         covariance.add(value)
+        self._batches[key] += 1
         self._tokens = max(self._tokens, covariance.count)
 
     def _full(self, key: Key) -> bool:
@@ -183,7 +186,13 @@ class Spectra(Probe):
         if self._groups and self._tokens_suffice(context, self._tokens):
             rows += self._rank_rows(context)
         self._covariances = {}
-        return pd.DataFrame(rows, columns=COLUMNS)
+        frame = pd.DataFrame(rows, columns=COLUMNS)
+        ranks = frame["role"].isin(["pre", "post"])
+        sequences = sample_of(context.batches[: max(self._batches.values(), default=0)]).sequences
+        return frame.assign(sequences=ranks * sequences, tokens=ranks * self._tokens)
+
+    def measured(self, context: Context) -> None:
+        """None: the weights' rows are of no text."""
 
     def _rank_rows(self, context: Context) -> list[Row]:
         self._reduce()

@@ -70,7 +70,7 @@ def test_the_last_token_is_the_default_for_text():
     inputs = small_inputs(model)
     frame = probe(model, "angular_distance", inputs["input_ids"])["angular_distance"]
     assert_same(measured(frame), naive(model, inputs, [8, 8]))
-    assert list(frame.columns) == ["start", "size", "metric", "value", "standard_error"]
+    assert list(frame.columns) == ["start", "size", "metric", "value", "standard_error", "sequences", "tokens"]
     assert len(frame) == 6 + 3
 
 

@@ -340,7 +340,17 @@ def test_a_model_without_a_head_keeps_the_statements_about_depth():
 def test_means_over_sequences_have_standard_errors_and_sentences_their_numbers():
     probe = Bounds(sequences=3, tokens=8)
     frame = measured(probe, context_of(lamina_model("peri_ln", num_layers=3), sequences=3, tokens=8))
-    assert list(frame.columns) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+    assert list(frame.columns) == [
+        "layer",
+        "sublayer",
+        "role",
+        "index",
+        "metric",
+        "value",
+        "standard_error",
+        "sequences",
+        "tokens",
+    ]
     assert frame[(frame.role == "peri_ln_c2") & (frame.metric == "left")].standard_error.item() > 0
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'right', 'peri_ln_c2', 2):.3g}" in said
@@ -368,7 +378,7 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
 
 
 @pytest.mark.parametrize(
-    ("option", "wrong"), [("sequences", 0), ("tokens", 1), ("constant", -1), ("constant", math.inf), ("tolerance", 1)]
+    ("option", "wrong"), [("sequences", -1), ("tokens", 1), ("constant", -1), ("constant", math.inf), ("tolerance", 1)]
 )
 def test_bad_options_are_named(option, wrong):
     with pytest.raises(UserError, match=f"bounds: option '{option}'"):

@@ -234,7 +234,17 @@ def test_images():
 def test_a_sentence_and_two_figures():
     probe = JacobianProbe()
     frame = measured(probe, context_of(lamina_model("post_ln")))
-    assert list(frame.columns) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+    assert list(frame.columns) == [
+        "layer",
+        "sublayer",
+        "role",
+        "index",
+        "metric",
+        "value",
+        "standard_error",
+        "sequences",
+        "tokens",
+    ]
     said = " ".join(probe.sentences(frame))
     assert f"10^{value(frame, 'log10_total', 'jacobian'):.2f}" in said
     assert len(probe.figures(frame)) == 2
@@ -249,7 +259,7 @@ def test_no_power_is_minus_zero():
 
 @pytest.mark.parametrize(
     ("option", "wrong"),
-    [("sequences", 0), ("tokens", 1), ("tokens", 2.5), ("iterations", 0), ("tolerance", 0), ("total", 3)],
+    [("sequences", -1), ("tokens", 1), ("tokens", 2.5), ("iterations", 0), ("tolerance", 0), ("total", 3)],
 )
 def test_bad_options_are_named(option, wrong):
     with pytest.raises(UserError, match=f"jacobian: option '{option}'"):

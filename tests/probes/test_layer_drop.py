@@ -110,7 +110,16 @@ def test_a_transformers_llama():
         assert table(frame)[layer, "remove"] == pytest.approx(wanted - whole, abs=1e-5)
         rise = math.exp(wanted) - math.exp(whole)
         assert table(frame, "perplexity_increase")[layer, "branch"] == pytest.approx(rise, abs=1e-3)
-    assert list(frame.columns) == ["layer", "size", "meaning", "metric", "value", "standard_error"]
+    assert list(frame.columns) == [
+        "layer",
+        "size",
+        "meaning",
+        "metric",
+        "value",
+        "standard_error",
+        "sequences",
+        "tokens",
+    ]
 
 
 def test_albert_loses_one_call_of_its_one_layer():
@@ -224,19 +233,20 @@ def test_it_stops_when_the_errors_are_small_and_says_after_how_many_sequences():
     ids = small_inputs(model, sequences=40)["input_ids"]
     context = context_of(model, [{"input_ids": part} for part in ids.split(4)])
     run(context, [LayerDrop(standard_error=0.99, sequences=0)])
-    assert any("layer_drop: 16 sequences were enough" in note for note in context.notes)
+    assert "layer_drop: measured on 16 of 40 sequences." in context.notes
     context.notes.clear()
     run(context, [LayerDrop(standard_error=0, sequences=0)])
-    assert not any("were enough" in note for note in context.notes)
+    assert not any("measured on" in note for note in context.notes)
 
 
-def test_four_sequences_are_what_it_costs_by_default():
+def test_four_sequences_of_a_corpus_are_what_it_costs_by_default():
     model = small_model("llama")
     ids = small_inputs(model, sequences=6)["input_ids"]
-    frames = [probe(model, name, ids, batch_size=3)["layer_drop"] for name in ("layer_drop", "layer_drop(sequences=4)")]
-    pd.testing.assert_frame_equal(*frames)
-    four = probe(model, "layer_drop(sequences=0)", ids[:4])["layer_drop"]
-    assert frames[0]["value"].to_numpy() == pytest.approx(four["value"].to_numpy(), rel=1e-4, abs=1e-6)
+    context = context_of(model, [{"input_ids": part} for part in ids.split(3)])
+    default = run(context, [LayerDrop()])["layer_drop"]
+    pd.testing.assert_frame_equal(default, probe(model, "layer_drop(sequences=4)", ids, batch_size=3)["layer_drop"])
+    four = probe(model, "layer_drop", ids[:4])["layer_drop"]
+    assert default["value"].to_numpy() == pytest.approx(four["value"].to_numpy(), rel=1e-4, abs=1e-6)
 
 
 def test_the_angular_distance_stands_beside():
@@ -303,7 +313,7 @@ def test_layers_compiled_in_place_are_dropped_all_the_same():
         layer.compile(backend="eager")
     calls = [layer._compiled_call_impl for layer in model.model.layers]
     context = context_of(model, [{"input_ids": ids}])
-    pd.testing.assert_frame_equal(LayerDrop().finish(context), plain)
+    pd.testing.assert_frame_equal(run(context, [LayerDrop()])["layer_drop"], plain)
     assert [layer._compiled_call_impl for layer in model.model.layers] == calls
 
 

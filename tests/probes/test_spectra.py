@@ -215,7 +215,17 @@ def test_lamina_models_have_them_too():
     probe = Spectra()
     frame = measured(probe, context_of(lamina_model("peri_ln"), sequences=8, tokens=20))
     assert "feed_forward.module.up_proj" in set(frame.role)
-    assert list(frame.columns) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
+    assert list(frame.columns) == [
+        "layer",
+        "sublayer",
+        "role",
+        "index",
+        "metric",
+        "value",
+        "standard_error",
+        "sequences",
+        "tokens",
+    ]
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'hard_rank', 'post'):.3f}" in said
     assert "our definition" in said

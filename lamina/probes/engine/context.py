@@ -45,6 +45,7 @@ class Context:
         state: {"step": ...} if the model is at a step of a run; else empty.
         warnings: reasons to doubt the results; the page shows them first.
         new_weights: the head's weights that the checkpoint does not have; with any, the model's predictions are random.
+        whole: whether the inputs are the user's own, of which a probe measures all unless its options say otherwise.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Context:
     state: RunState = field(default_factory=RunState)
     warnings: list[str] = field(default_factory=list)
     new_weights: Sequence[str] = ()
+    whole: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +71,10 @@ class Context:
     def reads_tokens(self) -> bool:
         """Whether it is a model of text."""
         return "input_ids" in self.batches[0]
+
+    def most(self, option: int | None, sample: int) -> int:
+        """How many sequences or tokens a probe measures, 0 for all: its option, or by default a sample of a corpus."""
+        return option if option is not None else 0 if self.whole else sample
 
     def first(self, sequences: int) -> list[Mapping[str, torch.Tensor]]:
         """The batches of the first ``sequences`` inputs, 0 for all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -42,14 +43,19 @@ def batches_of(
     corpus: str = EMBEDDED,
     text_field: str = "text",
     sequence_length: int | None = None,
-    sequences: int = 64,
+    sequences: int | None = None,
     batch_size: int = 4,
     seed: int = 0,
+    notes: list[str] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """The inputs of the forward passes: ``given``, or what is read from ``corpus``, at most ``sequences`` of them.
+    """The inputs of the forward passes: ``given``, or what is read from ``corpus``.
+
+    At most ``sequences`` of them (None: all).
 
     ``given``: texts (packed into blocks of ``sequence_length`` tokens), token blocks [sequences, tokens] as a tensor,
     an array, lists or a data set of input_ids, or images [images, channels, height, width].
+
+    ``notes`` gets a line where texts end with fewer tokens than a block, which are left out.
 
     Raises:
         UserError: if the input cannot be read, is shorter than a block, or does not fit the model.
@@ -58,21 +64,21 @@ def batches_of(
     if reads not in ("input_ids", "pixel_values"):
         raise UserError(f"model: {type(model).__name__} reads {reads} (allowed: models of text or of images)")
     if reads_images(model):
-        items = _images(given, corpus, model, sequences, seed)
+        items = _images(given, corpus, model, sys.maxsize if sequences is None else sequences, seed)
         return [{"pixel_values": part} for part in items.split(batch_size)]
     length = _length(sequence_length, model)
     if given is None:
-        given = _corpus_texts(corpus, text_field, length * sequences * _CHARS_A_TOKEN)
-        blocks = _pack(given, tokenizer, length, f"corpus {corpus!r}")
+        given = _corpus_texts(corpus, text_field, sequences and length * sequences * _CHARS_A_TOKEN)
+        blocks = _pack(given, tokenizer, length, f"corpus {corpus!r}", notes)
     elif isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], str)):
-        blocks = _pack([given] if isinstance(given, str) else list(given), tokenizer, length, "texts_or_blocks")
+        blocks = _pack([given] if isinstance(given, str) else list(given), tokenizer, length, "texts_or_blocks", notes)
     else:
-        blocks = _blocks(given, sequences)
+        blocks = _blocks(given, sys.maxsize if sequences is None else sequences)
     vocabulary = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
     size = getattr(vocabulary, "vocab_size", None)
     if size is not None and int(blocks.max()) >= size:
         raise UserError(f"tokens: the id {int(blocks.max())} is outside of the model's vocabulary of {size}")
-    chosen = [i * len(blocks) // min(sequences, len(blocks)) for i in range(min(sequences, len(blocks)))]
+    chosen = spread(len(blocks), sequences or len(blocks))
     return [{"input_ids": part} for part in blocks[chosen].split(batch_size)]
 
 
@@ -97,11 +103,13 @@ def _offset_positions(model: nn.Module) -> bool:
     )
 
 
-def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
-    """Held-out pieces of a corpus, spread over it; all of it where that is short."""
+def _corpus_texts(corpus: str, text_field: str, chars: int | None) -> list[str]:
+    """Held-out pieces of a corpus, spread over it; all of it where that is short, or ``chars`` is None."""
     from lamina.data.split import count_chars, piece_chars, split_corpus
 
     text = single_corpus(corpus, text_field)
+    if chars is None:
+        return [document.text for document in text.documents()]
     total = count_chars(text)
     fraction = _EVAL_FRACTION if total * _EVAL_FRACTION >= chars / 3 else 0.5
     segments = split_corpus(text, piece_chars(total), fraction)
@@ -114,7 +122,13 @@ def _corpus_texts(corpus: str, text_field: str, chars: int) -> list[str]:
     return held_out if characters >= chars or not rest else held_out + rest
 
 
-def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, length: int, source: str) -> torch.Tensor:
+def _pack(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    length: int,
+    source: str,
+    notes: list[str] | None = None,
+) -> torch.Tensor:
     """Blocks [blocks, length] of the texts' tokens, with the special tokens that the tokenizer puts around a text."""
     if tokenizer is None:
         raise UserError(f"tokenizer: the checkpoint has none, so {source} can't be read (allowed: --tokenizer)")
@@ -133,6 +147,8 @@ def _pack(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, lengt
             f"{source}: {len(stream)} tokens are fewer than a block of {body} (allowed: a longer text, or "
             f"--sequence-length of at most {len(stream) + len(prefix) + len(suffix)})"
         )
+    if (rest := len(stream) - count * body) and notes is not None:
+        notes.append(f"{source}: the last {rest} of {len(stream):,} tokens are fewer than a block and are left out")
     cut = torch.tensor(stream[: count * body]).view(count, body)
     around = [torch.tensor(ids, dtype=torch.long).expand(count, -1) for ids in (prefix, suffix)]
     return torch.cat([around[0], cut, around[1]], dim=1)

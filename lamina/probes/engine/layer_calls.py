@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.registry import check_most
 from lamina.probes.structure.hooks import Key, intercept
 from lamina.probes.structure.outputs import Args, Kwargs, Output, argument_of, stream_of, with_argument
 from lamina.probes.structure.sites import LayerSite, Point
@@ -112,6 +115,39 @@ def _points_of(site: LayerSite) -> Iterator[Point]:
         yield from (norm.input for norm in sublayer.norms)
         if sublayer.feed_forward is not None:
             yield sublayer.feed_forward.post
+
+
+class Extent:
+    """The options ``sequences`` and ``tokens`` of a costly probe: 0 for all; by default all of the user's own text, and
+    1 sequence of 32 tokens of a corpus. Raises UserError for an invalid count.
+    """
+
+    def __init__(self, name: str, sequences: object, tokens: object):
+        self._sequences, self._tokens = check_most(name, "sequences", sequences), check_most(name, "tokens", tokens)
+        if self._tokens == 1:
+            raise UserError(f"{name}: option 'tokens' is 1 (allowed: a whole number of at least 2, 0 for all)")
+
+    def tokens_of(self, context: Context) -> float:
+        """How many tokens are measured."""
+        sequences, tokens = self._most(context)
+        batches = context.first(sequences)
+        sequences = sum(len(next(iter(batch.values()))) for batch in batches)
+        return min(context.tokens(sequences), sequences * (tokens or math.inf))
+
+    def inputs(self, context: Context) -> list[dict[str, torch.Tensor]]:
+        """What is measured at once: the short inputs with both limits, else each sequence on its own."""
+        sequences, tokens = self._most(context)
+        if sequences and tokens:
+            return [short_inputs(context, sequences, tokens)]
+        rows = [
+            {name: value[row : row + 1] for name, value in batch.items()}
+            for batch in context.first(sequences)
+            for row in range(len(next(iter(batch.values()))))
+        ]
+        return [short_inputs(replace(context, batches=[row]), 1, tokens or sys.maxsize) for row in rows]
+
+    def _most(self, context: Context) -> tuple[int, int]:
+        return context.most(self._sequences, 1), context.most(self._tokens, 32)
 
 
 def short_inputs(context: Context, sequences: int, tokens: int) -> dict[str, torch.Tensor]:

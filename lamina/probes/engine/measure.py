@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lamina.core.values import text
+from lamina.data.corpus import EMBEDDED
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context, RunState
 from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
@@ -28,6 +29,8 @@ from lamina.probes.structure.sites import Structure
 
 logger = logging.getLogger(__name__)
 
+_SEQUENCES = 64  # of the embedded corpus
+
 
 def probe(
     model_or_path: nn.Module | str | Path,
@@ -41,8 +44,9 @@ def probe(
     Args:
         model_or_path: any transformers model, or a path as `lamina probe` takes it.
         probes: "all", or names (with options: ``angular_distance(tokens=all)``), or Probe objects.
-        texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width]; by
-            default the corpus of the settings (the embedded one).
+        texts_or_blocks: texts, token blocks [sequences, tokens], or images [images, channels, height, width], all of
+            which are measured (unless ``sequences`` or an option of the probe says otherwise); by default the corpus of
+            the settings (the embedded one). The frames' columns ``sequences`` and ``tokens`` say how much a row is of.
         tokenizer: for texts; by default the checkpoint's.
         settings: those of `lamina probe`: sequence_length, sequences, batch_size, tolerance, layers, corpus, ...
 
@@ -53,15 +57,26 @@ def probe(
     chosen = make_all(probes)
     record = ProbeSettings.from_dict(settings)
     strict = not (isinstance(probes, str) and probes.strip() == "all")
-    context = make_context(model_or_path, record, texts_or_blocks, tokenizer)
+    return measure(make_context(model_or_path, record, texts_or_blocks, tokenizer), chosen, record, strict=strict)
+
+
+def measure(
+    context: Context, probes: Sequence[Probe], settings: ProbeSettings, *, strict: bool = True, sampled: bool = True
+) -> dict[str, pd.DataFrame]:
+    """The probes' frames by name, with the model in evaluation mode. See ``run`` for ``strict`` and ``sampled``."""
     for warning in context.warnings:
         logger.warning(warning)
     model, training = context.model, context.model.training
     model.eval()
     try:
-        return run(context, chosen, tolerance=record.tolerance, strict=strict)
+        return run(context, probes, tolerance=tolerance_of(context, settings), strict=strict, sampled=sampled)
     finally:
         model.train(training)
+
+
+def tolerance_of(context: Context, settings: ProbeSettings) -> float:
+    """The relative standard error at which the forward passes stop."""
+    return settings.tolerance if settings.tolerance is not None else 0.0 if context.whole else 0.02
 
 
 def make_context(
@@ -69,19 +84,19 @@ def make_context(
     settings: ProbeSettings,
     texts_or_blocks: Inputs = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    sample: bool = False,
 ) -> Context:
-    """Load the model, find its layers, read its inputs. Raises UserError."""
+    """Load the model, find its layers, read its inputs. Raises UserError.
+
+    ``sample``: the inputs are Lamina's sample of a corpus, not the user's own, which probes measure whole.
+    """
     loaded = _loaded(model_or_path, settings)
     model, notes = loaded.model, list(loaded.notes)
     state: RunState = {} if loaded.run is None else {"run": loaded.run}
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-    if settings.tokenizer is not None:
-        from lamina.data.corpus import Corpus
-        from lamina.data.tokenizers import is_trained, load_tokenizer
-
-        trained = is_trained(settings.tokenizer)
-        corpus = Corpus.parse(settings.corpus, settings.text_field) if trained else None
-        tokenizer = load_tokenizer(settings.tokenizer, corpus=corpus)
+    whole = not sample and (texts_or_blocks is not None or settings.corpus not in (NOISE, EMBEDDED))
+    tokenizer = tokenizer if settings.tokenizer is None else _tokenizer(settings.tokenizer, settings)
     batches = batches_of(
         texts_or_blocks,
         model,
@@ -89,11 +104,12 @@ def make_context(
         corpus=settings.corpus,
         text_field=settings.text_field,
         sequence_length=settings.sequence_length,
-        sequences=settings.sequences,
+        sequences=settings.sequences or (None if whole else _SEQUENCES),
+        notes=notes,
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, "embedded"):
+    if reads_images(model) and texts_or_blocks is None and settings.corpus in (NOISE, EMBEDDED):
         notes.append("the images are Gaussian noise: pass real ones with --corpus to see what the model does with them")
     structure = structure_of(model, batches[0], layers=settings.layers)
     base = base_of(model, structure, batches[0])
@@ -117,6 +133,7 @@ def make_context(
         state=state,
         warnings=[_without_head(new)] if new else [],
         new_weights=new,
+        whole=whole,
     )
 
 
@@ -128,6 +145,14 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
     return Loaded(model=model_or_path)
+
+
+def _tokenizer(spec: str, settings: ProbeSettings) -> PreTrainedTokenizerBase:
+    from lamina.data.corpus import Corpus
+    from lamina.data.tokenizers import is_trained, load_tokenizer
+
+    corpus = Corpus.parse(settings.corpus, settings.text_field) if is_trained(spec) else None
+    return load_tokenizer(spec, corpus=corpus)
 
 
 def _without_head(new: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lamina.core import specs
 from lamina.core.registry import Registry
@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from lamina.probes.engine.figures import Figure
     from lamina.probes.structure.outputs import Output
     from lamina.probes.structure.sites import Point
+
+
+class Sample(NamedTuple):
+    """How many sequences (or images) and tokens were measured; of weights and images no tokens."""
+
+    sequences: int
+    tokens: int
+
+
+def sample_of(batches: Iterable[Mapping[str, torch.Tensor]]) -> Sample:
+    """The sequences of some batches, and their tokens without padding."""
+    sequences = tokens = 0
+    for batch in batches:
+        first = next(iter(batch.values()))
+        sequences += len(first)
+        mask = batch.get("attention_mask")
+        tokens += (first.numel() if mask is None else int(mask.sum())) if first.ndim == 2 else 0
+    return Sample(sequences, tokens)
 
 
 class Probe:
@@ -73,6 +91,18 @@ class Probe:
         """
         return None
 
+    def measured(self, context: Context) -> Sample | None:
+        """How much its numbers are of, once it has finished: the columns ``sequences`` and ``tokens`` of its frame.
+
+        None if that is not known, or not the same in all rows (``finish`` may make the columns itself).
+        """
+        return sample_of(context.batches[: context.forwards]) if self.streams else None
+
+    @property
+    def streams(self) -> bool:
+        """Whether it takes part in the shared forward passes."""
+        return bool(self.points()) or type(self).end_batch is not Probe.end_batch
+
     def finish(self, context: Context) -> pd.DataFrame:
         """The result, a tidy frame. Layers count from 0; state l is the stream before layer l, N after the last."""
         raise NotImplementedError
@@ -86,11 +116,14 @@ class Probe:
         return []
 
 
-def check_sequences(name: str, sequences: object) -> int:
-    """The option ``sequences`` of a probe: how many it measures, 0 for all. Raises UserError for an invalid count."""
-    if isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 0:
-        raise UserError(f"{name}: option 'sequences' is {sequences!r} (allowed: a whole number, 0 for all)")
-    return sequences
+def check_most(name: str, option: str, value: object) -> int | None:
+    """An option of a probe that says how much it measures: 0 for all, None for its default (``Context.most``).
+
+    Raises UserError for an invalid count.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise UserError(f"{name}: option {option!r} is {value!r} (allowed: a whole number, 0 for all)")
+    return value
 
 
 def _modules() -> Iterator[str]:

@@ -11,12 +11,13 @@ import torch
 from lamina.errors import UserError
 from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.registry import Probe
+from lamina.probes.engine.registry import Probe, sample_of
 from lamina.probes.structure.forward import forward
 from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.sites import Point
 
 PASSES = "forward passes"
+SAMPLE = ["sequences", "tokens"]  # the columns that say how much a row was measured on
 MIN_SEQUENCES = 16  # with fewer a standard error means little
 
 
@@ -30,6 +31,7 @@ def run(
     broken: Callable[[Probe, Exception], None] | None = None,
     estimated: Callable[[dict[str, float]], None] | None = None,
     starting: Callable[[str], None] = lambda name: None,
+    sampled: bool = True,
 ) -> dict[str, pd.DataFrame]:
     """Run the probes; returns their frames by name. ``done`` is called as soon as a probe has its frame.
 
@@ -38,7 +40,8 @@ def run(
     or whose frame ``done`` could not take, with the exception, and the others continue; without ``broken`` the
     exception is raised. ``done`` gets the seconds of a probe's own work, in the shared forward passes and after them.
     ``estimated`` gets the expected seconds by probe and of the passes ("forward passes") before anything runs, and
-    ``starting`` the name of whatever begins. Cheap probes come first.
+    ``starting`` the name of whatever begins. Cheap probes come first. With ``sampled`` the frames have the columns
+    ``sequences`` and ``tokens``: how much a row was measured on.
 
     Raises:
         UserError: a probe does not apply to the model (with ``strict``), or lacks what it needs.
@@ -58,7 +61,8 @@ def run(
         context.progress(number, len(ready), probe.name)
         began = time.monotonic()
         try:
-            frame = probe.finish(context)
+            frame = _with_sample(context, probe, probe.finish(context))
+            frame = frame if sampled else frame.drop(columns=SAMPLE, errors="ignore")
             done(probe, frame, seconds[probe] + time.monotonic() - began)
         except UserError as error:
             _refuse(context, probe, error)
@@ -112,12 +116,19 @@ def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
         forward(context.model, inputs)
         first = next(iter(inputs.values()))
         each = (time.monotonic() - began) / (first.numel() if first.ndim == 2 else 256.0)
-    passes = {PASSES: each * context.tokens() if any(_streams(probe) for probe in probes) else 0.0}
+    passes = {PASSES: each * context.tokens() if any(probe.streams for probe in probes) else 0.0}
     return passes | {probe.name: each * probe.cost(context) for probe in probes}
 
 
-def _streams(probe: Probe) -> bool:
-    return bool(probe.points()) or type(probe).end_batch is not Probe.end_batch
+def _with_sample(context: Context, probe: Probe, frame: pd.DataFrame) -> pd.DataFrame:
+    sample = probe.measured(context)
+    if sample is not None:
+        frame = frame.assign(sequences=sample.sequences, tokens=sample.tokens)
+    if "sequences" in frame and len(frame):
+        sequences, available = max(frame["sequences"].tolist()), sample_of(context.batches).sequences
+        if 0 < sequences < available:
+            context.notes.append(f"{probe.name}: measured on {sequences} of {available} sequences.")
+    return frame
 
 
 def _forward_passes(
@@ -128,7 +139,7 @@ def _forward_passes(
     for number, probe in enumerate(probes):
         watched = probe.points()
         points |= {(number, key): point for key, point in watched.items()}
-        if watched or type(probe).end_batch is not Probe.end_batch:
+        if probe.streams:
             streaming.append(probe)
     if not streaming:
         return

@@ -43,14 +43,18 @@ class ProbeSettings(
     )
 
     checkpoint: str = setting("", "folder with config.json, a run's folder, a .gguf file, or a name on the hub", place)
+    sequences: int | None = changed(
+        None, help="maximum number of blocks (default: all of a corpus of your own, 64 of the embedded one)"
+    )
     corpus: str = changed(
         "embedded",
         help="embedded, a .txt/.jsonl file (.gz/.xz/.zst too), a folder, or hf:NAME; for a vision model noise, a .npy "
         "file or a folder of images",
     )
-    tolerance: float = setting(
-        0.02,
-        "relative standard error at which the forward passes stop (0: only after all blocks)",
+    tolerance: float | None = setting(
+        None,
+        "relative standard error at which the forward passes stop (0: only after all blocks; default: 0 for a "
+        "corpus of your own, 0.02 for the embedded one)",
         between(0.0, 1.0, open_high=True),
     )
     layers: str | None = setting(

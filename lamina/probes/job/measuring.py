@@ -21,7 +21,7 @@ from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.errors import UserError
 from lamina.jobs.files import disk_full, write_json, write_text, writing
-from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.measure import make_context, tolerance_of
 from lamina.probes.engine.registry import Probe
 from lamina.probes.engine.running import run
 from lamina.probes.engine.settings import ProbeSettings
@@ -65,7 +65,7 @@ class Measuring:
             run(
                 self.context,
                 self.remaining,
-                tolerance=self.settings.tolerance,
+                tolerance=tolerance_of(self.context, self.settings),
                 strict=False,
                 done=self._done,
                 broken=self._broken,

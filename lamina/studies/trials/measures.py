@@ -94,9 +94,11 @@ class _Source:
         import torch
         from transformers import PreTrainedTokenizerBase
 
-        from lamina.core import specs
         from lamina.modeling.modeling_lamina import HEADS
-        from lamina.probes.engine.measure import probe
+        from lamina.probes.engine.measure import make_context
+        from lamina.probes.engine.measure import measure as measured
+        from lamina.probes.engine.registry import make
+        from lamina.probes.engine.settings import ProbeSettings
         from lamina.training.initial import initial_model
         from lamina.training.pretrain import read_data
         from lamina.training.resolve import resolve_run
@@ -110,8 +112,10 @@ class _Source:
         else:
             raise UserError("no model: the run diverged")
         tokenizer = processor if isinstance(processor, PreTrainedTokenizerBase) else None
-        rows = probe(model.to(resolved.device, torch.float32), name, splits.eval.sample(SEQUENCES), tokenizer)
-        return rows[specs.parse(name, "probe")[0]]
+        model, settings = model.to(resolved.device, torch.float32), ProbeSettings()
+        context = make_context(model, settings, splits.eval.sample(SEQUENCES), tokenizer, sample=True)
+        chosen = make(name)
+        return measured(context, [chosen], settings, sampled=False)[chosen.name]
 
 
 def _records(folder: Path, name: str) -> pd.DataFrame:

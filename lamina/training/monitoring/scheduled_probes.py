@@ -133,7 +133,7 @@ class ScheduledProbes(TrainerCallback):
 
         probes = make_all(self.specs)
         try:
-            run(context, probes, strict=False, done=done)
+            run(context, probes, strict=False, done=done, sampled=False)
         except Exception as error:
             if disk_full(error):
                 raise
@@ -141,7 +141,7 @@ class ScheduledProbes(TrainerCallback):
             context.notes.clear()
             for probe in make_all(self.specs):
                 try:
-                    run(context, [probe], strict=False, done=done)
+                    run(context, [probe], strict=False, done=done, sampled=False)
                 except Exception as error:
                     if disk_full(error):
                         raise
