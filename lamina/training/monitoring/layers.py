@@ -16,6 +16,7 @@ from lamina.training.monitoring.places import Place, Placed, own_part, places_of
 
 Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
+_PIECE = 1024
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 
 
@@ -27,9 +28,12 @@ class GradientNorms:
     Args:
         model: a Lamina model, or any other with the ``placed`` parameters.
         placed: each parameter with its place, as ``followed_places`` finds them.
+        exact: whether a CPU's sums are made in short pieces, which are added in float64: torch's norm of a tensor of
+            2**24 floats is off by 7e-4 there. A run's own records keep torch's bits.
     """
 
-    def __init__(self, model: nn.Module, placed: Placed | None = None):
+    def __init__(self, model: nn.Module, placed: Placed | None = None, *, exact: bool = False):
+        self._exact = exact
         keys: dict[Place, int] = {}
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
@@ -59,10 +63,14 @@ class GradientNorms:
         if not parts:
             device = own_part(self.parameters[0]).device if self.parameters else None
             return torch.zeros(len(self.keys), dtype=torch.float64, device=device)
-        norms = torch.stack(torch._foreach_norm(parts, power)).double()  # pyright: ignore[reportPrivateImportUsage]
-        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=norms.device)
-        groups, shares = self._index(present, norms.device)
-        return sums.index_add_(0, groups, norms.pow(power) * shares)
+        if self._exact and all(part.device.type == "cpu" for part in parts):
+            powers = torch.stack([_in_pieces(part.flatten(), power) for part in parts])
+        else:
+            norms = torch.stack(torch._foreach_norm(parts, power))  # pyright: ignore[reportPrivateImportUsage]
+            powers = norms.double().pow(power)
+        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=powers.device)
+        groups, shares = self._index(present, powers.device)
+        return sums.index_add_(0, groups, powers * shares)
 
     def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
         """The processes' shares added up, in place; of parameters that are not sharded, every process has the whole."""
@@ -93,6 +101,13 @@ class GradientNorms:
             if layer >= 0:
                 blocks[layer] = blocks.get(layer, 0.0) + square
         return rows + [(step, layer, "block", "all", 0, "gradient_norm", total**0.5) for layer, total in blocks.items()]
+
+
+def _in_pieces(x: torch.Tensor, power: int) -> torch.Tensor:
+    """The sum of |x|**power in float64, from norms of pieces."""
+    whole = x.numel() // _PIECE * _PIECE
+    pieces = torch.linalg.vector_norm(x[:whole].view(-1, _PIECE), power, dim=1).double()
+    return pieces.pow(power).sum() + torch.linalg.vector_norm(x[whole:], power).double().pow(power)
 
 
 def state_statistics(x: torch.Tensor) -> torch.Tensor:

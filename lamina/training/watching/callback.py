@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import inspect
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
@@ -41,6 +45,7 @@ class LayerMonitor(TrainerCallback):
         self.settings = WatchSettings.from_dict({"output": output, **settings})
         self.overwrite = overwrite
         self.monitor: Monitor | None = None
+        self._release: Callable[[], None] = _nothing
 
     @property
     def diverged(self) -> Diverged | None:
@@ -68,7 +73,7 @@ class LayerMonitor(TrainerCallback):
             return
         self.monitor.instruments.half |= bool(args.fp16)
         self.monitor.instruments.scales_losses = bool(args.fp16)
-        self._factor = self.monitor.processes.size if args.average_tokens_across_devices else 1
+        self._take_losses(_calling_trainer())
         atexit.register(self._end, Status.INTERRUPTED)  # Trainer tells nobody of an error
         _OPEN[Path(self.settings.output).resolve()] = self
 
@@ -77,29 +82,10 @@ class LayerMonitor(TrainerCallback):
     ) -> None:
         if self.monitor is None:
             return
-        instruments = self.monitor.instruments
-        summed = instruments.summed
-        loss = instruments.take_loss()
-        if loss is not None and summed:
-            loss = loss * self._factor
         try:
-            self.monitor.end_step(loss)
+            self.monitor.end_step()
         except Diverged:
             control.should_training_stop = True
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Json | None = None,
-        **kwargs: object,
-    ) -> None:
-        """Keep Trainer's own loss where the model's outputs hold none (GRPO)."""
-        if self.monitor is None or self.monitor.records is None or self.monitor.instruments.saw_loss:
-            return
-        if logs and "loss" in logs:
-            self.monitor.records.write({"step": state.global_step, "loss": float(logs["loss"])})
 
     def on_evaluate(
         self,
@@ -119,11 +105,50 @@ class LayerMonitor(TrainerCallback):
     ) -> None:
         self._end(Status.FINISHED if state.global_step >= state.max_steps else Status.INTERRUPTED)
 
+    def _take_losses(self, trainer: Trainer | None) -> None:
+        """Record what a trainer's ``training_step`` returns: a micro-batch's share of the loss that is trained."""
+        assert self.monitor is not None
+        if trainer is None:
+            return  # not Trainer's loop: the model's outputs say it
+        instruments, step, own = self.monitor.instruments, trainer.training_step, vars(trainer).get("training_step")
+        instruments.takes_shares = True
+
+        @functools.wraps(step)
+        def telling(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = step(*args, **kwargs)
+            if self._release is release:
+                instruments.add_share(loss)
+            return loss
+
+        def release() -> None:
+            if vars(trainer).get("training_step") is telling:
+                del trainer.training_step
+                vars(trainer).update({} if own is None else {"training_step": own})
+
+        self._release = release
+        vars(trainer)["training_step"] = telling
+
     def _end(self, status: Status) -> None:
+        self._release()
+        self._release = _nothing
         atexit.unregister(self._end)
         _OPEN.pop(Path(self.settings.output).resolve(), None)
         if self.monitor is not None:
             self.monitor.close(status, "" if status is Status.FINISHED else f"ended at step {self.monitor.step}")
+
+
+def _nothing() -> None:
+    """Nothing to undo."""
+
+
+def _calling_trainer() -> Trainer | None:
+    """The Trainer whose event this is; an event's arguments do not hold it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+        frame = frame.f_back
+    return None
 
 
 _OPEN: dict[Path, LayerMonitor] = {}

@@ -15,6 +15,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.structure.outputs import Kwargs, Output
+from lamina.training.execution.processes import Processes
 from lamina.training.monitoring.layers import GradientNorms, Row, rows_of_gains
 from lamina.training.monitoring.places import followed_places, own_part
 from lamina.training.monitoring.updates import UpdateRatios
@@ -31,7 +32,7 @@ from lamina.training.watching.optimizers import (
     stepping,
 )
 from lamina.training.watching.settings import WatchSettings
-from lamina.training.watching.stream import ForwardMeter, in_half
+from lamina.training.watching.stream import ForwardMeter, Seen, in_half, rows_of
 
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
@@ -61,7 +62,6 @@ class Instruments:
         self._device = next((parameter.device.type for parameter in parameters), "cpu")
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.half = any(parameter.dtype == torch.float16 for parameter in parameters)
-        self.saw_loss = False
         self._clipped_at: float | None = None
         self.scales_losses = False  # by a GradScaler, which handles infinite gradients itself
         self._norms: GradientNorms | None = None
@@ -78,7 +78,8 @@ class Instruments:
         self._rate: float | None = None  # the step's, which a schedule changes once the optimizer took it
         self._measured_rate = 0.0  # that of the last measured update
         self._losses: list[torch.Tensor] = []
-        self.summed = False
+        self._summed = False
+        self.takes_shares = False  # a Trainer says what it trains; a model's outputs may hold another loss (TRL's DPO)
 
     @contextmanager
     def attached(self, judge: Judge | None, found: Callable[[], None]) -> Iterator[None]:
@@ -111,7 +112,7 @@ class Instruments:
             self._follow(inner, inputs)
         self._inside = module
         self.tokens += items_of(inputs)
-        self.summed = kwargs.get("num_items_in_batch") is not None
+        self._summed = kwargs.get("num_items_in_batch") is not None
         if self.due and not self._measured and self._meter is not None:
             self._measuring.enter_context(self._meter.measuring(module))
             self._measured = True
@@ -121,9 +122,8 @@ class Instruments:
             return
         self._inside = None
         self._measuring.close()
-        loss = output.get("loss") if isinstance(output, Mapping) else None
+        loss = output.get("loss") if isinstance(output, Mapping) and not self.takes_shares else None
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self.saw_loss = True
             self._losses.append(loss.detach())
 
     def _follow(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class Instruments:
         self.followed = followed = follow(module, dict(inputs), layers=self.settings.layers)
         self._looking = False
         structure = followed.structure
-        self._norms = GradientNorms(self.model, followed_places(self.model, structure))
+        self._norms = GradientNorms(self.model, followed_places(self.model, structure), exact=True)
         self._updates = UpdateRatios(self.model, self._norms)
         if self.compiled or is_compiled(self.model):
             followed.notes.append("the stream is not recorded: hooks inside a compiled model are not called")
@@ -209,11 +209,15 @@ class Instruments:
         return not self._began and accumulates()
 
     def step_loss(self) -> torch.Tensor | None:
-        """The loss of the step so far, as the model returned it: the mean over its micro-batches."""
+        """The loss of the step so far: the sum of its shares, or what the model returned, the mean of micro-batches."""
         if not self._losses:
             return None
         losses = torch.stack([loss.reshape(()).float() for loss in self._losses])
-        return losses.sum() if self.summed else losses.mean()
+        return losses.sum() if self._summed or self.takes_shares else losses.mean()
+
+    def add_share(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's share of the step's loss."""
+        self._losses.append(loss.detach())
 
     def take_loss(self) -> torch.Tensor | None:
         """``step_loss``, and begin the next step's."""
@@ -252,14 +256,18 @@ class Instruments:
                 by_step[step] = [row for row in self._norms.rows(step, sums) if row[1:4] in trained]
         return by_step
 
-    def rows(self, step: int) -> list[Row]:
-        """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights."""
-        rows: list[Row] = []
+    def rows(self, step: int, processes: Processes) -> list[Row]:
+        """The tidy rows of a step that was due: the stream, norms' gains, updates, moments and weights.
+
+        All processes call it: the stream's rows are of all their micro-batches.
+        """
+        seen = Seen()
         if self._meter is not None:
             if self.due and not self._looked and self.followed is not None:
                 self.followed.notes.extend(self._meter.missing())
                 self._looked = True
-            rows, self.half = self._meter.rows(step), self.half or self._meter.half
+            seen, self.half = self._meter.take(), self.half or self._meter.half
+        rows = rows_of(step, processes.everyones(seen))
         rows += self._updates.rows(step) if self._updates is not None else []
         with contextlib.suppress(RuntimeError):  # the gathered weight of a sharded model
             rows += rows_of_gains(self._gains, step)

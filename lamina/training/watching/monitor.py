@@ -152,7 +152,7 @@ class Monitor:
         gradients, rows = self.instruments.gradient_rows(), self._series_rows()
         self._add(rows)
         alarms = [alarm for step_rows in gradients.values() for alarm in self.alarms.see(step_rows)]
-        new = self.instruments.rows(self.step) if due else []
+        new = self.instruments.rows(self.step, self.processes) if due else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
         if due:
             self._write_about()

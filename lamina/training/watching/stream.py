@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from lamina.probes.structure.outputs import Args, Kwargs, Output
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitoring.layers import STATE_METRICS, Row, state_statistics
 
+Key = TypeVar("Key", bound=Hashable)
 Spot: TypeAlias = tuple[int, str, int]
 """layer (-1: x^0), sub-layer ("block" for a whole layer), and which of the layer's sub-layers of this kind."""
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
@@ -26,8 +28,23 @@ _TOPK = {torch.topk, torch.Tensor.topk}
 _QUERIES = 512  # whose logits are held at a time
 
 
+@dataclass
+class Seen:
+    """What a process saw of one forward pass, as numbers.
+
+    Attributes:
+        states: by spot the number of elements and their ``state_statistics``.
+        logits: each layer's largest.
+        loads: by layer the tokens, and each expert's share of their choices.
+    """
+
+    states: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
+    logits: dict[int, float] = field(default_factory=dict)
+    loads: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
+
+
 class ForwardMeter:
-    """Measures one forward pass; what it keeps is a few numbers for each sub-layer, on the device, until ``rows``.
+    """Measures one forward pass; what it keeps is a few numbers for each sub-layer, on the device, until ``take``.
 
     Args:
         structure: of the model.
@@ -43,8 +60,10 @@ class ForwardMeter:
         self.points = stream_points(structure) if stream else {}
         self.half = False
         self._states: dict[Spot, torch.Tensor] = {}
+        self._elements: dict[Spot, int] = {}
         self._logits: dict[int, torch.Tensor] = {}
         self._loads: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, int] = {}  # that chose experts
 
     @contextmanager
     def measuring(self, root: nn.Module) -> Iterator[None]:
@@ -59,6 +78,7 @@ class ForwardMeter:
     @torch.no_grad()
     def _see(self, spot: Spot, tensor: torch.Tensor) -> None:
         self.half |= in_half(tensor.device.type)
+        self._elements[spot] = tensor.numel()
         self._states[spot] = state_statistics(tensor if tensor.ndim > 1 else tensor[None])
 
     @torch.no_grad()
@@ -73,7 +93,8 @@ class ForwardMeter:
             0, flat, torch.ones_like(flat, dtype=torch.float)
         )
         if layer not in self._loads or len(self._loads[layer]) <= experts:  # groups of experts are chosen before them
-            self._loads[layer] = counts / math.prod(chosen.shape[:-1])
+            self._tokens[layer] = math.prod(chosen.shape[:-1])
+            self._loads[layer] = counts / self._tokens[layer]
 
     def missing(self) -> list[str]:
         """What a pass that should have been measured did not show, a line each for the user."""
@@ -84,27 +105,53 @@ class ForwardMeter:
             return ["attention logits are not recorded: attention runs in a kernel of its own"]
         return []
 
-    def rows(self, step: int) -> list[Row]:
-        """The tidy rows of the pass, once; waits for the device."""
-        rows: list[Row] = []
+    def take(self) -> Seen:
+        """What the pass has shown, once; waits for the device."""
+        seen = Seen()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()
-            for (layer, sublayer, index), statistics in zip(self._states, values, strict=True):
-                rows += [
-                    (step, layer, sublayer, "all", index, metric, value)
-                    for metric, value in zip(STATE_METRICS, statistics, strict=True)
-                ]
+            seen.states = {spot: (self._elements[spot], each) for spot, each in zip(self._states, values, strict=True)}
         if self._logits:
-            largest = torch.stack(list(self._logits.values())).tolist()
-            named = zip(self._logits, largest, strict=True)
-            rows += [(step, layer, "attention", "all", 0, "attention_logit", value) for layer, value in named]
-        for layer, load in self._loads.items():
-            rows += [
-                (step, layer, "feed_forward", "expert", expert, "expert_load", value)
-                for expert, value in enumerate(load.tolist())
-            ]
+            seen.logits = dict(zip(self._logits, torch.stack(list(self._logits.values())).tolist(), strict=True))
+        seen.loads = {layer: (self._tokens[layer], load.tolist()) for layer, load in self._loads.items()}
         self._states, self._logits, self._loads = {}, {}, {}
-        return rows
+        return seen
+
+
+def rows_of(step: int, parts: Sequence[Seen]) -> list[Row]:
+    """The tidy rows of what the processes' parts of a batch have shown, as of the whole batch."""
+    rows: list[Row] = []
+    for spot in _all(part.states for part in parts):
+        values = _pooled([part.states[spot] for part in parts if spot in part.states])
+        layer, sublayer, index = spot
+        named = zip(STATE_METRICS, values, strict=True)
+        rows += [(step, layer, sublayer, "all", index, metric, value) for metric, value in named]
+    for layer in _all(part.logits for part in parts):
+        largest = max(part.logits[layer] for part in parts if layer in part.logits)
+        rows.append((step, layer, "attention", "all", 0, "attention_logit", largest))
+    for layer in _all(part.loads for part in parts):
+        of_layer = [part.loads[layer] for part in parts if layer in part.loads]
+        tokens = sum(count for count, _ in of_layer)
+        for expert, values in enumerate(zip(*(load for _, load in of_layer), strict=True)):
+            shares = (count / tokens * value for (count, _), value in zip(of_layer, values, strict=True))
+            load = sum(shares)
+            rows.append((step, layer, "feed_forward", "expert", expert, "expert_load", load))
+    return rows
+
+
+def _all(parts: Iterable[Mapping[Key, object]]) -> dict[Key, None]:
+    return {key: None for part in parts for key in part}
+
+
+def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:
+    """``state_statistics`` of several tensors together, from each one's elements and statistics."""
+    if len(parts) == 1:
+        return parts[0][1]
+    total = sum(count for count, _ in parts)
+    mean = sum(count * values[1] for count, values in parts) / total
+    variance = sum(count * (values[0] + (values[1] - mean) ** 2) for count, values in parts) / total
+    magnitude = sum(count * values[2] for count, values in parts) / total
+    return [variance, mean, magnitude, max(values[3] for _, values in parts)]
 
 
 def in_half(device: str) -> bool:

@@ -30,14 +30,23 @@ def by_hand():
     naive, optimizer = Naive(model, llama_parts()), torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         ids = batch_of(step, 0, 1)
-        model(input_ids=ids, labels=ids).loss.backward()
+        output = model(input_ids=ids, labels=ids, output_hidden_states=True)
+        stream = output.hidden_states[:-1]  # the last one is behind the final norm
+        output.loss.backward()
         naive.keep()
         gradients = naive.norms(naive.gradients)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         updates = naive.updates()
         optimizer.zero_grad()
-    return {"gradient_norm": gradients, "update_norm": updates, "first_moment": naive.moments(optimizer, "exp_avg")}
+    places = [(-1, "block", "all"), *((layer, "feed_forward", "all") for layer in range(len(stream) - 1))]
+    return {
+        "gradient_norm": gradients,
+        "update_norm": updates,
+        "first_moment": naive.moments(optimizer, "exp_avg"),
+        "hidden_variance": {place: float(x.var(correction=0)) for place, x in zip(places, stream, strict=True)},
+        "hidden_abs_max": {place: float(x.abs().max()) for place, x in zip(places, stream, strict=True)},
+    }
 
 
 def whole(parameter):
