@@ -13,7 +13,7 @@ CLAIMS = """
 from lamina.studies.judging import Finding, Verdict, claim
 
 
-@claim(says="the loss of {a} is a number", paper="2.0")
+@claim(says="the loss of {a} is a number", paper="2.0", exact=True)
 def {name}(trials):
     losses = trials.tuned().where(placement="{a}").table["eval_loss"]
     verdict = Verdict.HOLDS if losses.notna().all() else Verdict.FAILS

@@ -61,7 +61,7 @@ def tuned(random):
     best = swept.idxmin(axis=1)
     rows["tuned"] = rows["learning_rate"] == rows["placement"].map(best)
     rows = rows[rows["tuned"] | rows["seed"].isin(tuning)]
-    whole = power.tested(rows, ["placement"], tuning, (*tuning, *range(8)))
+    whole = power.judgeable(rows, ["placement"], tuning, (*tuning, *range(8)))
     assert set(whole.loc[whole["tuned"], "seed"]) == set(range(8))
     return verdicts(whole.assign(at_edge=False))
 

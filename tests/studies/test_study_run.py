@@ -6,7 +6,7 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
-from studies.study_files import run_here, write_study
+from studies.study_files import CLAIMS, run_here, write_study
 from training.tiny_runs import result
 
 import lamina
@@ -18,7 +18,9 @@ from lamina.reports.results.writing import write_results
 from lamina.reports.studies.folder import read_folder
 from lamina.studies.catalog.study import read_study
 from lamina.studies.engine import run as studies_run
+from lamina.studies.engine import verdicts
 from lamina.studies.engine.plan import _rank
+from lamina.studies.judging import Trials, judge, load_claims
 from lamina.studies.trials.records import Records
 
 
@@ -54,6 +56,56 @@ def test_a_study_trains_its_trials_and_judges_its_claims(run, tmp_path, corpus):
     assert claim["ours"] == f"{mean:.3f}"
     assert json.loads((tmp_path / "out" / "claims.json").read_text()) == outcome.claims
     assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_nothing_is_judged_before_its_planned_end(tmp_path, corpus):
+    mine = read_study(write_study(tmp_path / "files", corpus=corpus))
+    rows = pd.DataFrame({"key": list("abcd"), "seconds": [90.0, 90.0, 90.0, None]})
+    (one,) = verdicts.judge_study(mine, mine.scale("cpu"), rows, None, missing=1)
+    assert one["verdict"] == "not run yet"
+    assert one["note"] == "1 of 4 planned trials have not ended (about 2 core-minutes)"
+
+
+def test_a_record_counts_the_looks_at_its_verdicts(run, tmp_path, corpus):
+    axes = {"placement": ["pre_ln"], "learning_rate": [3e-3]}
+    claims = CLAIMS.format(a="pre_ln", name="mine")
+    for name, seeds in (("one", 1), ("again", 1), ("two", 2)):
+        file = write_study(tmp_path / "files", claims=claims, corpus=corpus, axes={**axes, "seed": seeds})
+        run(file, name, record=True)
+    record = tmp_path / "records" / "mine-cpu"
+    assert read_yaml(record / "study.yaml")["looks"] == [1, 2], "judged again over the same trials is no look"
+    (key, *_) = verdicts.recorded_keys(record)
+    assert verdicts.looks_of(record, [key, "b", "c"]) == [1, 2, 3]
+    assert verdicts.looks_of(record, ["a", "b", "c"]) == [3], "another experiment"
+
+
+NULL = """
+from lamina.studies.judging import claim, lower, ordered
+
+@claim(says="one is below two")
+def null(trials):
+    return lower(trials, "one", than="two")
+
+@claim(says="two is below one")
+def null__two(trials):
+    return lower(trials, "two", than="one")
+"""
+
+
+@pytest.mark.slow
+def test_one_placement_under_two_names_holds_nothing(run, tmp_path, corpus):
+    """Its runs differ by a weight decay that does nothing but round differently."""
+    arms = {"one": {"placement": "keel"}, "two": {"placement": "keel", "weight_decay": 1e-6}}
+    axes = {"arm": arms, "learning_rate": [3e-3], "seed": 8}
+    outcome = run(write_study(tmp_path / "files", "null", claims=NULL, corpus=corpus, axes=axes))
+    losses = outcome.results.pivot(index="seed", columns="arm", values="eval_loss")
+    assert (losses["one"] != losses["two"]).any()
+    assert {one["verdict"] for one in outcome.claims} <= {"inconclusive", "excluded", "needs scale"}
+    judged = judge(
+        load_claims(tmp_path / "files" / "null.py"),
+        Trials(outcome.results.drop(columns="bigram_entropy"), axes=["arm"]),
+    )
+    assert {one.verdict for one in judged} <= {"inconclusive", "excluded"}, "nor without the rules of power"
 
 
 def test_a_second_study_takes_the_trials_that_it_shares(run, tmp_path, corpus):

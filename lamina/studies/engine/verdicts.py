@@ -18,7 +18,7 @@ from lamina.studies.catalog.places import catalog_folder, names
 from lamina.studies.catalog.study import Scale, Study, read_study
 from lamina.studies.judging.claims import Claim, judge, load_claims
 from lamina.studies.judging.findings import Verdict
-from lamina.studies.judging.power import tested
+from lamina.studies.judging.power import judgeable
 from lamina.studies.judging.trials import Reader, Trials
 from lamina.studies.record import STUDY
 from lamina.studies.trials.records import recorded_keys
@@ -50,7 +50,7 @@ def judge_study(
         judged = [_unjudged(claim, Verdict.NOT_RUN, note) for claim in claims]
     else:
         axes = list(scale.axis_names)
-        rows = tested(results, axes, scale.tuning_seeds, scale.seeds)
+        rows = judgeable(results, axes, scale.tuning_seeds, scale.seeds)
         trials = Trials(rows, axes=axes, scale=scale.name, measures=_reader(scale, store))
         judged = [one.record() for one in judge(claims, trials, looks=max(looks, scale.looks))]
     return [{**one, **_provenance(study, scale)} for one in judged]

@@ -21,7 +21,7 @@ STAGE = "stage"
 _SCORE, _GAIN = "score", "reward_gain"
 
 
-def tested(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
+def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds: Sequence[int]) -> Frame:
     """The rows that claims may read, where the seeds ``tuning`` chose each arm's rate.
 
     At the chosen rates, those of the study's other ``seeds`` alone; where fewer than 5 of these remain, all rows, with
