@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 logger = logging.getLogger(__name__)
+SHOWN = 10
+"""How many damaged files are named."""
 POLICY = ResumePolicy(
     what="study",
     # where trials are and how they are run, not which ones
@@ -95,6 +97,7 @@ def run_study(
         _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
     # Before the folder is touched: a placement or the corpus may be unreadable.
     wanted = [] if plan.scale.needs or plan.scale.search else plan.wanted(store.result)
+    _say_damage(store.damage(wanted))
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
         processes.prepare()
     execute = _executor(complete)
@@ -221,6 +224,14 @@ def _run(
     )
     write_json(folder / verdicts.CLAIMS, judged)
     return results
+
+
+def _say_damage(lines: list[str]) -> None:
+    """Warn of what is damaged in the trials that a study takes as they are: nothing else may read it for long."""
+    for line in lines[:SHOWN]:
+        logger.warning("store: %s", line)
+    if len(lines) > SHOWN:
+        logger.warning("store: %d more files are damaged", len(lines) - SHOWN)
 
 
 def _write_tables(plan: Plan, results: pd.DataFrame, store: Store, folder: Path) -> None:

@@ -120,10 +120,20 @@ def verdicts_of(study: Study, records: Path) -> list[Json]:
     for scale in study.scales:
         stored = read_claims(records / f"{study.name}-{scale}")
         if stored is not None:
-            found += stored
+            found += [_of(one, study, scale, records) for one in stored]
         elif scale == "cpu" and study.file.parent == catalog_folder():
             found += [_not_run(study, scale, claim) for claim in _claims(study)]
     return found
+
+
+def _of(verdict: Json, study: Study, scale: str, records: Path) -> Json:
+    """The verdict. Raises UserError if it is another study's: its folder may have been exchanged."""
+    if (own := (verdict.get("study"), verdict.get("scale"))) != (study.name, scale):
+        raise UserError(
+            f"records: {str(records / f'{study.name}-{scale}')!r} holds a verdict of {own[0]}-{own[1]} (allowed: "
+            "each study's record under its own name)"
+        )
+    return verdict
 
 
 def read_claims(folder: Path) -> list[Json] | None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_result
 from lamina.jobs.status import ENDED
 from lamina.studies.catalog.arms import resolved
 from lamina.studies.catalog.space import Search
@@ -246,12 +245,12 @@ class Searching:
             self.run(tasks)
 
     def _has_paused(self, trial: Trial, rung: int | None) -> bool:
-        result = read_result(self.store.folder / trial.key)
+        result = self.store.outcome(trial)
         return rung is not None and result is not None and int(result.get("steps") or 0) >= rung
 
     def _result(self, candidate: Candidate, seed: int) -> Json:
         trial = self.trial(candidate, seed)
-        return self.store.result(trial) or read_result(self.store.folder / trial.key) or {"status": "failed"}
+        return self.store.result(trial) or self.store.outcome(trial) or {"status": "failed"}
 
 
 def _refuse_another(candidate: Candidate, key: str | None) -> None:

@@ -7,18 +7,23 @@ Parquet file in the trial's folder; measures.json says of each whether it was me
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lamina.core.terminal import one_line
 from lamina.errors import UserError
+from lamina.jobs import digests
 from lamina.jobs.files import write_json, writing
 from lamina.posttraining import held_out
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
+
+logger = logging.getLogger(__name__)
 
 FOLDER, STATE = "measures", "measures.json"
 MEASURED = "measured"
@@ -42,16 +47,37 @@ def missing(folder: Path, measures: Iterable[str]) -> list[str]:
     return [
         measure
         for measure in measures
-        if measure not in state or (state[measure] == MEASURED and not (folder / FOLDER / file_name(measure)).is_file())
+        if measure not in state or (state[measure] == MEASURED and _file(folder, measure) is None)
     ]
 
 
 def table(folder: Path, measure: str) -> pd.DataFrame | None:
-    """A measure's table; None if the trial does not have it."""
+    """A measure's table; None if the trial does not have it. Raises UserError for a file that can't be read."""
+    path = _file(folder, measure)
+    return None if path is None else read_table(path)
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A Parquet file. Raises UserError that names it if it can't be read."""
     import pandas as pd
 
+    try:
+        return pd.read_parquet(path.absolute())
+    except Exception as error:  # damage shows as almost any error of pyarrow's, pandas' or json's
+        raise UserError(
+            f"{str(path)!r}: not readable as Parquet ({one_line(str(error))}) (allowed: the file as it was written)"
+        ) from None
+
+
+def _file(folder: Path, measure: str) -> Path | None:
+    """The file of a measure's table; None if there is none, or (with a warning) if it is not as it was written."""
     path = folder / FOLDER / file_name(measure)
-    return pd.read_parquet(path.absolute()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    if words := digests.differs(path):
+        logger.warning("%s %s: it is measured again", path, words)
+        return None
+    return path
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:

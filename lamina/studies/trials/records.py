@@ -15,7 +15,8 @@ from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.files import write_text, writing
 from lamina.jobs.status import ENDED
-from lamina.studies.trials.measures import file_name
+from lamina.studies.trials.measures import file_name, read_table
+from lamina.studies.trials.trial import Trial, may_be
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,6 +58,20 @@ class Records:
                 rows[key] = _filled({str(name): value for name, value in row.items()}, rows.get(key, {}))
         return rows
 
+    def row(self, trial: Trial) -> Json | None:
+        """The recorded result of a trial; None if there is none. Raises UserError for one that is another trial's."""
+        row = self.rows.get(trial.key)
+        own = {"seed": trial.seed, "learning_rate": trial.learning_rate, "placement": trial.placement}
+        for name, value in own.items():
+            stored = None if row is None else row.get(name)
+            if None in (stored, value) or stored == value or (name == "placement" and may_be(trial.first, str(stored))):
+                continue
+            raise UserError(
+                f"records: {str(self.folder)!r}: the row of the trial {trial.key} has {name} {stored!r}, but the trial "
+                f"has {value!r} (allowed: {RESULTS} as it was recorded)"
+            )
+        return row
+
     def table(self, key: str, measure: str) -> pd.DataFrame | None:
         """A measure's table of one trial; None if there is no record of it."""
         if measure not in self._tables:
@@ -69,11 +84,9 @@ class Records:
         return sorted(self.folder.glob(f"*/{name}"), key=lambda path: (path == own, path))
 
     def _read(self, measure: str) -> dict[str, pd.DataFrame]:
-        import pandas as pd
-
         found: dict[str, pd.DataFrame] = {}
         for path in self._files(f"{TABLES}/{file_name(measure)}"):
-            for key, rows in pd.read_parquet(path.absolute()).groupby("key", sort=False):
+            for key, rows in read_table(path).groupby("key", sort=False):
                 found[str(key)] = rows.drop(columns="key").reset_index(drop=True)
         return found
 

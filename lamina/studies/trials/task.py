@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_yaml, write_json
+from lamina.jobs import digests
+from lamina.jobs.files import read_result, read_yaml, write_json
 from lamina.jobs.folder import lock
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
-from lamina.studies.trials.identity import SPELLED
+from lamina.studies.trials.identity import SPELLED, key
 from lamina.studies.trials.jobs import JOBS
 from lamina.studies.trials.measures import measure
 from lamina.training.settings import PretrainSettings
@@ -80,12 +82,42 @@ class Task:
         """Run or resume the trial, then measure what it does not have yet; returns its result."""
         settings = self.settings
         if self.identity is not None:
+            refuse_another(self.folder)
             settings = _as_stored(settings, self.folder)
             write_json(self.folder / IDENTITY, self.identity)
         result = JOBS[self.job].function()(settings, resume="auto", bar=False)
         if self.measures and result["status"] in ENDED:
             measure(self.folder, cast(PretrainSettings, settings), self.measures)
         return result
+
+
+def refuse_another(folder: Path) -> None:
+    """Raise UserError if a folder of the store does not hold the trial whose key is its name.
+
+    A copy or a restore may exchange two folders. What a trial's other files say is compared with the same ledger.
+    """
+    path = folder / IDENTITY
+    words = digests.differs(path)
+    if words is None and not path.is_file():
+        if (read_result(folder) or {}).get("status") not in ENDED:
+            return  # it has not begun
+        words = "is missing"
+    own = ""
+    try:
+        if words is None:
+            own = key(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        words = f"is not readable ({error})"
+    if words is not None:
+        raise UserError(
+            f"store: {str(path)!r} {words}, so it is not known whose results the folder holds (allowed: the file as it "
+            "was; without the folder, the trial is run again)"
+        )
+    if own != folder.name:
+        raise UserError(
+            f"store: the folder {str(folder)!r} holds the trial {own}, as its {IDENTITY} says (allowed: each trial in "
+            "the folder of its name; without the folder, the trial is run again)"
+        )
 
 
 def _as_stored(settings: Settings, folder: Path) -> Settings:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs.settings import Settings
 from lamina.studies.trials import identity
 from lamina.studies.trials.jobs import JOBS
@@ -60,6 +61,15 @@ class Trial:
         """A short name for progress lines."""
         words = [*self.values.values(), *([] if self.learning_rate is None else [f"lr {self.learning_rate:g}"])]
         return ", ".join([*words, f"seed {self.seed}"])
+
+
+def may_be(trial: Trial, placement: str) -> bool:
+    """Whether a placement's name may be another one for the first trial's plan: it is, or it can't be read here."""
+    try:
+        settings = replace(trial.settings, placement=placement)
+        return identity.identity(trial.job, settings)["plan"] == trial.identity["plan"]
+    except (UserError, TypeError):  # a file of another machine's
+        return True
 
 
 def make_trial(job: str, values: Mapping[str, str], settings: Settings, measures: tuple[str, ...]) -> Trial:

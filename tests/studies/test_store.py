@@ -1,0 +1,194 @@
+"""The store of trials believes what is written in a trial's folder, not the folder's name."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+from studies.study_files import write_study
+
+from lamina.api import study
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.studies.catalog.study import read_study
+from lamina.studies.engine.chains import runnable
+from lamina.studies.engine.plan import Plan
+from lamina.studies.engine.verdicts import all_verdicts
+from lamina.studies.trials import measures
+from lamina.studies.trials.records import Records, write_results, write_table
+from lamina.studies.trials.store import Store
+from lamina.studies.trials.task import Task
+
+GAINS = "end/gains"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, corpus, session_cache):
+    """A study of two trials that has ended, with its store."""
+    where = tmp_path_factory.mktemp("ended")
+    axes = {"placement": ["pre_ln", "keel"], "learning_rate": [3e-3]}
+    measured = {"end": ["gains"], "records": ["metrics"]}
+    file = write_study(where, corpus=corpus, axes=axes, measures=measured)
+    places = {"store": str(where / "trials"), "records": str(where / "records"), "output": str(where / "out")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAMINA_CACHE", str(session_cache))
+        study(study=str(file), workers=2, bar=False, **places)
+    return where
+
+
+@pytest.fixture
+def copy(ended, tmp_path):
+    """A copy of it to damage."""
+    shutil.copytree(ended, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def wanted(where):
+    trials = Plan(read_study(where / "mine.yaml").scale("cpu")).wanted(lambda trial: None)
+    return {trial.placement: trial for trial in trials}
+
+
+def store_of(where):
+    return Store(where / "trials", Records(where / "records"))
+
+
+def folder_of(where, placement="keel"):
+    return where / "trials" / wanted(where)[placement].key
+
+
+def exchange(one, other):
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def rerun(where):
+    places = [f"--{name}={where / folder}" for name, folder in (("store", "trials"), ("records", "records"))]
+    return main(["study", "run", str(where / "mine.yaml"), f"--output={where / 'again'}", *places])
+
+
+def test_a_store_as_it_was_written_is_read(copy, caplog):
+    store, trials = store_of(copy), wanted(copy)
+    for trial in trials.values():
+        assert store.complete(trial)["status"] in ("finished", "short", "stuck")
+        assert set(store.table(trial.key, GAINS)["layer"]) >= {0}
+    assert store.damage(trials.values()) == []
+    assert not caplog.records
+
+
+def test_two_exchanged_folders_are_named_and_nothing_is_run_or_judged(copy, capsys):
+    exchange(folder_of(copy), folder_of(copy, "pre_ln"))
+    assert rerun(copy) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(folder_of(copy, name).name in line for name in ("pre_ln", "keel"))
+    assert "trial.json" in line
+    assert not (copy / "again").exists()
+
+
+def test_a_folder_whose_results_are_exchanged_with_their_ledger_is_named(copy):
+    for name in ("result.json", "digests.jsonl"):
+        exchange(folder_of(copy) / name, folder_of(copy, "pre_ln") / name)
+    with pytest.raises(UserError, match=r"trial\.json' is altered"):
+        store_of(copy).result(wanted(copy)["keel"])
+
+
+@pytest.mark.parametrize("damage", ["cut", "byte", "gone"])
+@pytest.mark.parametrize("ledger", [True, False])
+def test_a_damaged_identity_is_named(copy, damage, ledger):
+    path = folder_of(copy) / "trial.json"
+    if not ledger:
+        (path.parent / "digests.jsonl").unlink()
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:90] if damage == "cut" else whole.replace(b'"steps": ', b'"steps": 1', 1))
+    trial = wanted(copy)["keel"]
+    for read in (store_of(copy).result, store_of(copy).outcome, store_of(copy).has_model):
+        with pytest.raises(UserError, match=r"store: .*trial\.json"):
+            read(trial)
+    with pytest.raises(UserError, match=r"store: .*trial\.json"):
+        store_of(copy).table(trial.key, GAINS)
+
+
+def test_a_process_refuses_to_run_a_trial_in_the_folder_of_another(copy):
+    exchange(folder_of(copy), folder_of(copy, "pre_ln"))
+    task = store_of(copy).task(wanted(copy)["keel"])
+    identity = (task.folder / "trial.json").read_bytes()
+    with pytest.raises(UserError, match="holds the trial"):
+        Task.from_request(json.loads(json.dumps(task.to_request()))).run()
+    assert (task.folder / "trial.json").read_bytes() == identity
+
+
+@pytest.mark.parametrize("damage", ["exchanged", "byte", "doubled"])
+def test_a_damaged_measure_is_named_and_measured_again(copy, caplog, damage):
+    path, other = (folder_of(copy, name) / "measures" / measures.file_name(GAINS) for name in ("keel", "pre_ln"))
+    whole = path.read_bytes()
+    if damage == "exchanged":
+        exchange(path, other)
+    else:
+        path.write_bytes(whole * 2 if damage == "doubled" else whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    trial = wanted(copy)["keel"]
+    assert store_of(copy).complete(trial) is None
+    assert store_of(copy).table(trial.key, GAINS) is None
+    assert str(path) in caplog.records[0].getMessage()
+    store_of(copy).task(trial).run()
+    assert path.read_bytes() == whole
+
+
+def test_a_measure_that_is_no_parquet_and_has_no_ledger_is_one_line(copy):
+    path = folder_of(copy) / "measures" / measures.file_name(GAINS)
+    (folder_of(copy) / "digests.jsonl").unlink()
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UserError, match="not readable as Parquet") as error:
+        store_of(copy).table(wanted(copy)["keel"].key, GAINS)
+    assert str(path) in str(error.value)
+
+
+def test_a_record_that_is_no_parquet_is_one_line(tmp_path):
+    write_table(tmp_path / "a-cpu", "probe", pd.DataFrame([{"key": "k", "value": 1.0}]))
+    (file,) = tmp_path.glob("a-cpu/tables/*.parquet")
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(UserError, match="not readable as Parquet"):
+        Records(tmp_path).table("k", "probe")
+
+
+@pytest.mark.parametrize("changed", [{"placement": "keel"}, {"seed": 7}, {"learning_rate": 0.5}])
+def test_a_recorded_row_under_another_trials_key_is_named(copy, changed):
+    trial = wanted(copy)["pre_ln"]
+    row = {"key": trial.key, "placement": "pre_ln", "learning_rate": 3e-3, "seed": 0, "tuned": True}
+    row |= {"status": "finished", "eval_loss": 2.0}
+    for spelled in ({}, {"placement": "mix_ln(alpha=0)"}, {"placement": "/elsewhere/mine.yaml"}):
+        write_results(copy / "records" / "a-cpu", pd.DataFrame([row | spelled]))
+        assert Records(copy / "records").row(trial)["eval_loss"] == 2.0
+    write_results(copy / "records" / "a-cpu", pd.DataFrame([row | changed]))
+    with pytest.raises(UserError, match=rf"row of the trial {trial.key} has {next(iter(changed))}"):
+        Store(copy / "elsewhere", Records(copy / "records")).result(trial)
+
+
+def test_a_verdict_in_another_studys_record_is_named(tmp_path):
+    (tmp_path / "mix-ppl-cpu").mkdir()
+    verdict = {"study": "keel-lr", "scale": "cpu", "claim": "best", "verdict": "holds"}
+    (tmp_path / "mix-ppl-cpu" / "claims.json").write_text(json.dumps([verdict]))
+    with pytest.raises(UserError, match="mix-ppl-cpu' holds a verdict of keel-lr-cpu"):
+        all_verdicts(tmp_path)
+
+
+def test_what_is_missing_or_cut_short_in_the_store_is_said_at_the_next_run(copy, caplog):
+    folder = folder_of(copy)
+    (weights,) = folder.glob("model/*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-7])
+    (folder / "metrics.jsonl").unlink()
+    assert rerun(copy) == 0
+    assert f"{folder.name}/metrics.jsonl is missing" in caplog.text
+    assert f"{folder.name}/model: {weights.name} has" in caplog.text
+
+
+def test_a_stage_does_not_begin_with_weights_that_are_cut_short(copy):
+    source = wanted(copy)["keel"]
+    (weights,) = folder_of(copy).glob("model/*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-7])
+    waiting = type("Waiting", (), {"inputs": {"from_model": source}, "key": "later"})()
+    with pytest.raises(UserError, match=rf"store: .*{source.key}/model.*{weights.name} has"):
+        runnable([waiting], store_of(copy), lambda trial: None)
