@@ -12,6 +12,8 @@ from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
 from lamina.core.values import comma_separated, path, text
 from lamina.errors import UserError, nearest_file, shortened
+from lamina.core.values import comma_separated, existing_file, path, text
+from lamina.errors import UserError, shortened
 from lamina.jobs.aliases import suggestion
 from lamina.jobs.folder import Resume, in_use, refuse
 from lamina.jobs.kinds import refuse_other_kind
@@ -123,6 +125,7 @@ def _refuse_missing(name: str, place: str) -> None:
             beside = os.listdir(path.parent) if path.parent.is_dir() else ()
             hint = nearest_file(path.name, (name for name in beside if re.search(_ROWS, name)))
             raise UserError(f"data: {place!r}: no such file{hint} (allowed: a .jsonl or .json file, hf:NAME)")
+        existing_file(name, place)
         return
     for part in parse_mix(place) or [place]:
         if part not in (EMBEDDED, *_NO_FILE):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 
 EVERY = 10.0
 """Seconds between two lines."""
+PACED = 1.0
+"""Seconds over which a pace is measured, at least."""
 
 
 def has_bars() -> bool:
@@ -20,11 +23,13 @@ class ProgressLines:
 
     def __init__(self, total: int, done: int = 0, *, unit: str = "step", show: bool = True, every: float = EVERY):
         self.total, self.unit, self.show, self.every = total, unit, show, every
-        self._begun, self._first, self._last, self._told = time.monotonic(), done, -float("inf"), -1
+        self._begun, self._last, self._told = time.monotonic(), -float("inf"), -1
+        self._seen: deque[tuple[float, int]] = deque()  # when how much was done, since half of the time that passed
 
     def see(self, done: int, numbers: Mapping[str, str] | None = None) -> None:
         """Write a line where one is due: how far, the numbers, how long it will take."""
         now = time.monotonic()
+        self._keep(done, now)
         if not self.show or done == self._told or (now - self._last < self.every and done < self.total):
             return
         self._last, self._told = now, done
@@ -36,10 +41,17 @@ class ProgressLines:
         sys.stderr.flush()
 
     def seconds_left(self, done: int, now: float) -> float | None:
-        """Seconds to the end at the pace so far; None before the first step and after the last."""
-        if not self._first < done < self.total:
+        """Seconds to the end at the latest pace; None until there is one (the first steps are slow), and at the end."""
+        if not self._seen or not self._seen[0][1] < done < self.total or now - self._seen[0][0] < PACED:
             return None
-        return (now - self._begun) / (done - self._first) * (self.total - done)
+        begun, first = self._seen[0]
+        return (now - begun) / (done - first) * (self.total - done)
+
+    def _keep(self, done: int, now: float) -> None:
+        if not self._seen or done > self._seen[-1][1]:
+            self._seen.append((now, done))
+        while len(self._seen) > 2 and self._seen[1][0] <= (self._begun + now) / 2:
+            self._seen.popleft()
 
 
 def duration(seconds: float) -> str:

@@ -140,6 +140,14 @@ def home(name: str, value: str | Path) -> Path:
         raise UserError(f"{name}: {_shown(str(value))} names a home folder that does not exist") from None
 
 
+def existing_file(name: str, source: str) -> None:
+    """Raise UserError for a source of rows or code (FILE, FILE.py:NAME) whose file is missing; others have a colon."""
+    file = source.rpartition(":")[0] if ".py:" in source else source
+    if file and ":" not in file and not (path := home(name, file)).exists():
+        hint = nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
+        raise UserError(f"{name}: {_shown(file)}: no such file{hint} (allowed: a .jsonl or .json file, hf:NAME)")
+
+
 def text(name: str, value: object) -> str:
     """A text or a path object as text, without NUL characters."""
     if isinstance(value, os.PathLike):

@@ -34,6 +34,7 @@ def run_tasks(
     tasks: Mapping[str, Task],
     *,
     done: int,
+    waiting: int = 0,
     workers: int | None,
     bar: bool,
     ended: Ended,
@@ -44,6 +45,7 @@ def run_tasks(
     Args:
         tasks: by name.
         done: how many more trials the study has that need not run, for the bar.
+        waiting: how many more wait for these, for the bar.
         workers: how many run at a time; None for one per core.
         bar: whether to show progress.
         ended: called after each task.
@@ -53,7 +55,7 @@ def run_tasks(
         OSError: the disk is full; what was finished is kept.
         KeyboardInterrupt: after the running trials have ended as `interrupted`.
     """
-    progress = Progress(tasks, done=done, show=bar)
+    progress = Progress(tasks, done=done, waiting=waiting, show=bar)
 
     def one_ended(name: str, result: Json) -> None:
         progress.ended(name, result)

@@ -250,11 +250,31 @@ def test_lines_for_a_log_file_come_every_so_often_and_at_the_end(capsys, monkeyp
         now[0] += 1.0
         lines.see(step, {"loss": "2.5", "": "9 tokens/s"})
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == "step 1/100 (1%)  loss 2.5  9 tokens/s  1 min 39 s left"
+    assert told[0] == "step 1/100 (1%)  loss 2.5  9 tokens/s", "no pace is known yet"
+    assert told[1] == "step 11/100 (11%)  loss 2.5  9 tokens/s  1 min 29 s left"
     assert told[-1] == "step 100/100 (100%)  loss 2.5  9 tokens/s"
     assert len(told) == 11
     ProgressLines(3, show=False).see(3)
     assert capsys.readouterr().err == ""
+
+
+def test_the_time_left_is_that_of_the_latest_steps(capsys, monkeypatch):
+    """The first steps are slow: they compile, fill caches, start processes."""
+    now = [0.0]
+    monkeypatch.setattr("lamina.core.progress.time.monotonic", lambda: now[0])
+    lines = ProgressLines(100, every=0.0)
+    for step in range(1, 100):
+        now[0] += 60.0 if step == 1 else 1.0
+        lines.see(step)
+    told = capsys.readouterr().err.splitlines()
+    assert "left" not in told[0]
+    assert told[2].endswith("1 min 37 s left")
+    assert told[49].endswith("50 s left")
+    slow = ProgressLines(100, every=0.0)
+    for step in range(1, 81):
+        now[0] += 1.0 if step <= 20 else 10.0
+        slow.see(step)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("3 min 20 s left"), "twenty steps at the latest pace"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (190, "3 min 10 s"), (3900, "1 h 5 min")])

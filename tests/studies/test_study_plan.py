@@ -294,6 +294,61 @@ def test_what_a_study_would_drop_without_a_word_is_refused(tmp_path, corpus, sca
         read_study(write_study(tmp_path, corpus=corpus, **scale))
 
 
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({"end": ["gain"]}, r"mine.yaml: cpu: measures: end: unknown probe 'gain'; did you mean 'gains'"),
+        ({"init": ["angular_distance(token=all)"]}, r"measures: init: unknown option .*'token'; did you mean 'tokens'"),
+        ({"end": ["all"]}, "measures: end: unknown probe 'all'"),
+        ({"records": ["metric"]}, "unknown record .*'metric'; did you mean 'metrics'"),
+    ],
+)
+def test_a_misspelled_measure_is_refused_with_the_nearest_name(tmp_path, corpus, measured, message):
+    with pytest.raises(UserError, match=message):
+        read_study(write_study(tmp_path, corpus=corpus, measures=measured))
+    read_study(write_study(tmp_path, corpus=corpus, measures={"end": ["angular_distance(tokens=all)"]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("output", "x"), ("threads", 2), ("push_to_hub", "me/x"), ("pause_step", 2), ("seed", 5)]
+)
+def test_a_setting_that_the_engine_decides_is_refused_wherever_it_is_said(tmp_path, corpus, name, value):
+    with pytest.raises(UserError, match=rf"cpu: settings: {name}: the trials say it themselves \(allowed: "):
+        read_study(write_study(tmp_path, corpus=corpus, changed={name: value}))
+    axes = {"arm": {"a": {}, "b": {name: value}}}
+    with pytest.raises(UserError, match=f"cpu: arm: b: {name}: the trials say it themselves"):
+        read_study(write_study(tmp_path, corpus=corpus, axes=axes))
+    file = write_study(tmp_path, corpus=corpus)
+    with pytest.raises(UserError, match=f"set.{name}: has no effect"):
+        make_plan(read_study(file), StudySettings(study=str(file), set={name: value}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"job": "sft", "settings": {"data": "nope.jsonl"}}, "then: later: data: 'nope.jsonl': no such file"),
+        ({"job": "sft", "settings": {"data": "generated:answers", "eval_data": "./no.json"}}, "eval_data: .*no such"),
+        (
+            {"job": "rlhf", "settings": {"data": "generated:answers", "reward_function": "f.py:score"}},
+            "'f.py': no such",
+        ),
+    ],
+)
+def test_data_of_a_stage_that_is_missing_is_found_before_anything_is_trained(tmp_path, corpus, stage, message):
+    stage["settings"]["steps"] = 2
+    file = write_study(tmp_path, corpus=corpus, then={"later": stage})
+    with pytest.raises(UserError, match=message):
+        make_plan(read_study(file), StudySettings(study=str(file)))
+
+
+def test_a_store_that_is_a_file_leaves_nothing_in_the_output(tmp_path, corpus):
+    (tmp_path / "file").write_text("mine")
+    file = write_study(tmp_path / "files", corpus=corpus, claims="")
+    with pytest.raises(UserError, match=r"store: .* is a file, not a folder"):
+        run_study({"study": str(file), "output": str(tmp_path / "out"), "store": str(tmp_path / "file")})
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_arm_may_say_its_rate_where_the_study_does_not(tmp_path, corpus):
     axes = {"arm": {"a": {"learning_rate": 1e-3}, "b": {"learning_rate": 0.5}}}
     found = arms(read_study(write_study(tmp_path, corpus=corpus, axes=axes)).scale("cpu"))

@@ -40,17 +40,22 @@ def listed() -> dict[str, Listed]:
 
 def check_probes(chosen: str) -> None:
     """Raise UserError for a name or an option that no listed probe has; the user's own probes are left to the job."""
-    if "lamina.probes.engine.registry" in sys.modules:
-        return  # there may be probes of the user's own, which that registry knows
     for spec in [] if chosen.strip() == "all" else specs.split(chosen, "probe"):
-        name, options = specs.parse(spec, "probe")
-        if spec == "all" or Path(name).suffix == ".py":
-            continue
-        if name not in listed():
-            raise unknown("probe", name, listed())
-        for option in options:
-            if option not in listed()[name].options:
-                raise unknown(f"option of the probe {name}", option, listed()[name].options)
+        if spec != "all":
+            check_probe(spec)
+
+
+def check_probe(spec: str) -> None:
+    """Raise UserError for a name or an option that no probe has, with the nearest one."""
+    name, options = specs.parse(spec, "probe")
+    registry = sys.modules.get("lamina.probes.engine.registry")  # which knows the probes of the user's own, too
+    if Path(name).suffix == ".py" or (registry is not None and registry.REGISTRY.registered(name) is not None):
+        return
+    if name not in listed():
+        raise unknown("probe", name, listed())
+    for option in options:
+        if option not in listed()[name].options:
+            raise unknown(f"option of the probe {name}", option, listed()[name].options)
 
 
 def read(path: Path) -> Iterator[Listed]:

@@ -9,6 +9,7 @@ from itertools import product
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings
+from lamina.studies.catalog.stages import ENGINE
 from lamina.studies.catalog.study import Scale
 
 
@@ -54,7 +55,7 @@ def resolved(settings: Json, scale: Scale) -> Json:
 
 def refuse_without_effect(scale: Scale, changes: Json) -> None:
     """Raise UserError for a change of what each arm or trial says itself."""
-    own: dict[str, str] = {"seed": "--seeds"}
+    own: dict[str, str] = {**ENGINE, "seed": "--seeds"}
     if scale.rates or scale.tuning is not None:
         own["learning_rate"] = "a copy of the study with other rates"
     every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]

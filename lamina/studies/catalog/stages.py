@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lamina.core.json_types import Json
+from lamina.core.values import existing_file
 from lamina.errors import UserError, unknown
 from lamina.jobs.settings import Settings
 from lamina.studies.catalog.entries import known, mapping, read_skip, text
@@ -16,8 +17,17 @@ STAGE = "stage"
 """The axis that the trials of a scale with stages have beside the scale's own."""
 RECORDS = ("metrics", "layers", "held_out")
 """The training records that can be measured; ``held_out``, reward and KL by prompt, is a policy's."""
+SOURCES = ("data", "eval_data", "reward_function")
+"""The settings of a stage that name files."""
 _FIELDS = ("job", "from", "of", "settings", "skip", "records")
-_DECIDED = ("output", "seed")
+ENGINE = {
+    "output": "--store, the folder of all trials",
+    "threads": "--threads",
+    "pause_step": "rungs of a search",
+    "push_to_hub": "to push the model of a trial by hand",
+}
+"""Settings of a trial that are not a study's to say, with what is."""
+_DECIDED = ("seed", *ENGINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,16 @@ class Stage:
             if str(settings.get(name, "")).startswith("./"):
                 settings[name] = str(self.folder / str(settings[name])[2:])
         return self.record.settings_class().from_dict({**settings, **({"seed": seed} if self.record.seeded else {})})
+
+    def refuse_missing(self) -> None:
+        """Raise UserError for a file that the stage names and that is not there: it would be found after all others."""
+        settings = self.trial(seed=0).to_dict()
+        for name in self.record.files:
+            for part in str(settings[name] or "").split(",") if name in SOURCES else ():
+                try:
+                    existing_file(name, part.strip())
+                except UserError as error:
+                    raise UserError(f"then: {self.name}: {error}") from None
 
 
 def read_stages(

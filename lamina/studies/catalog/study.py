@@ -11,11 +11,12 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.jobs import columns
+from lamina.probes.engine.listing import check_probe
 from lamina.studies.catalog.entries import known, mapping, mappings, read_seeds, read_skip, text, whole
 from lamina.studies.catalog.places import BASES, catalog_folder, find
 from lamina.studies.catalog.rates import Tuning, check_also, check_seeds, read_rates
 from lamina.studies.catalog.space import Search, read_search
-from lamina.studies.catalog.stages import RECORDS, STAGE, Stage, read_stages
+from lamina.studies.catalog.stages import ENGINE, RECORDS, STAGE, Stage, read_stages
 from lamina.studies.trials.jobs import JOBS, TrialJob
 
 PAPERS = ("fusenorm", "keel", "mix_ln", "peri_ln", "field")
@@ -194,7 +195,8 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     steps = settings.get("steps")
     points = {axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()}
     check_also(where, tuning, points)
-    _refuse_said_twice(where, points, rates=bool(rates or tuning))
+    own = {"settings": {"": mapping(where, data, "settings")}, **points}
+    _refuse_said_twice(where, own, rates=bool(rates or tuning))
     scale = Scale(
         name=name,
         job=job,
@@ -262,12 +264,20 @@ def _points(where: str, axis: str, values: object, job: TrialJob) -> dict[str, J
 
 
 def _refuse_said_twice(where: str, axes: Mapping[str, Mapping[str, Json]], *, rates: bool) -> None:
-    """Raise UserError for an axis's value that says the seed, or the rate where the study does."""
-    own = {"seed": "an axis 'seed'", **({"learning_rate": "the axis 'learning_rate' alone"} if rates else {})}
+    """Raise UserError for a value that says the seed, the rate where the study does, or what the engine decides."""
+    own = {**ENGINE, "seed": "an axis 'seed'", **({"learning_rate": "the axis 'learning_rate' alone"} if rates else {})}
     for axis, label, settings in ((axis, *point) for axis, points in axes.items() for point in points.items()):
         for name in settings:
             if name in own:
-                raise UserError(f"{where}{axis}: {label}: {name}: the trials say it themselves (allowed: {own[name]})")
+                place = f"{where}{axis}: {label}: {name}".replace(": : ", ": ")
+                raise UserError(f"{place}: the trials say it themselves (allowed: {own[name]})")
+
+
+def _check_probe(where: str, name: str) -> None:
+    try:
+        check_probe(name)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
 
 
 def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
@@ -277,7 +287,9 @@ def _measures(where: str, given: Mapping[str, object]) -> dict[str, tuple[str, .
         if not isinstance(listed, Sequence) or isinstance(listed, str):
             raise UserError(f"{where}measures: {time}: {listed!r} (allowed: a list)")
         for name in listed:
-            if time == "records" and name not in RECORDS:
+            if time != "records":
+                _check_probe(f"{where}measures: {time}: ", str(name))
+            elif name not in RECORDS:
                 raise unknown(f"record in {where.strip()}", str(name), RECORDS)
         measures[time] = tuple(str(name) for name in listed)
     return measures

@@ -46,17 +46,18 @@ def run_plan(
             return {trial.key: found for trial in wanted if (found := result(trial)) is not None}
         tasks = {trial.name: store.task(trial) for trial in todo.values()}
         keys = {trial.name: trial.key for trial in todo.values()}
-        done = len({trial.key for trial in wanted if known(trial) is not None})
+        lacking = {trial.key for trial in wanted if known(trial) is None}  # some only a measure
+        done = len({trial.key for trial in wanted} - lacking - {*todo})
+        waiting = len(lacking - {*todo})
 
         def one_ended(name: str, outcome: Json, keys: dict[str, str] = keys) -> None:
             if outcome["status"] not in ENDED:
                 failed[keys[name]] = outcome
             ended()
 
-        run_tasks(tasks, done=done, workers=workers, bar=bar, ended=one_ended, execute=execute)
+        run_tasks(tasks, done=done, waiting=waiting, workers=workers, bar=bar, ended=one_ended, execute=execute)
         failed.update(_unmeasured(todo, store, failed))
-        waiting = [trial for trial in wanted if known(trial) is None]
-        failed.update(without_model(todo, waiting, store))
+        failed.update(without_model(todo, [trial for trial in wanted if known(trial) is None], store))
 
 
 def _unmeasured(todo: Mapping[str, Trial], store: Store, failed: Mapping[str, Json]) -> dict[str, Json]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
+from lamina.core.values import writable_folder
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
@@ -92,6 +93,7 @@ def run_study(
         Kind.STUDY, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
     complete, plan = job.settings, make_plan(study, job.settings)
+    writable_folder("store", Path(complete.store))
     store = store_of(complete)
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
@@ -150,6 +152,7 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     if plan.scale.needs or plan.scale.search:
         why = plan.scale.needs or "one driver runs a search"
         raise UserError(f"scale: {settings.scale!r} has no trials to share: {why} (allowed: another scale)")
+    writable_folder("store", Path(settings.store))
     Path(settings.store).mkdir(parents=True, exist_ok=True)
     return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
 
@@ -163,6 +166,8 @@ def make_plan(study: Study, settings: StudySettings) -> Plan:
         check_seeds("seeds: ", scale.tuning, seeds)
         scale = replace(scale, seeds=seeds)
     refuse_without_effect(scale, settings.changes)
+    for stage in scale.stages:
+        stage.refuse_missing()
     return Plan(scale, settings.changes)
 
 

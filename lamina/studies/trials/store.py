@@ -76,7 +76,7 @@ class Store:
     def has_model(self, trial: Trial) -> bool:
         """Whether a trial's model is here for other trials to start from. Raises UserError if it is cut short."""
         model = self.place(trial.key) / MODEL
-        if model.is_dir() and (broken := what_is_missing(model)) is not None:
+        if (model / MANIFEST).is_file() and (broken := what_is_missing(model)) is not None:
             raise UserError(
                 f"store: {str(model)!r}: {broken}, and other trials start from it (allowed: the files as they were "
                 "written; without the trial's folder, it is trained again)"
@@ -89,7 +89,7 @@ class Store:
         Their sizes are compared with what the ledger and the manifests list; their content is not read.
         """
         lines = []
-        for key in dict.fromkeys(trial.key for trial in trials if trial.key in self._ended):
+        for key in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / key
             for name, (size, _) in digests.entries(folder).items():
                 if name and (folder / name).parent.is_dir() and _size(folder / name) != size:

@@ -11,7 +11,7 @@ from typing import cast
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import digests
-from lamina.jobs.files import read_result, read_yaml, write_json
+from lamina.jobs.files import read_yaml, write_json
 from lamina.jobs.folder import lock
 from lamina.jobs.settings import Settings
 from lamina.jobs.status import ENDED
@@ -99,9 +99,7 @@ def refuse_another(folder: Path) -> None:
     path = folder / IDENTITY
     words = digests.differs(path)
     if words is None and not path.is_file():
-        if (read_result(folder) or {}).get("status") not in ENDED:
-            return  # it has not begun
-        words = "is missing"
+        return  # it has not begun, or the folder has no ledger
     own = ""
     try:
         if words is None:
