@@ -12,12 +12,16 @@ import json
 import logging
 import posixpath
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from nbclient import NotebookClient
 
 logger = logging.getLogger("mkdocs.hooks")  # mkdocs counts its warnings under --strict
 
@@ -25,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 DOCS = ROOT / "docs"
 PLOTLY = "assets/plotly.min.js"
+_PLOTLY = f'<script src="../{PLOTLY}"></script>'  # from a folder below the site's
 PACKED = ROOT / "lamina" / "reports" / "assets" / "plotly-cartesian.min.js.gz"
 STUDIES = "results/*.md"
 _SEARCH = 'data-md-component="search" role="dialog" aria-label="Search"'
@@ -70,13 +75,38 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook as Markdown: its texts, its code, and a link to the file."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    parts = [
-        "".join(cell["source"]) if cell["cell_type"] == "markdown" else f"```python\n{''.join(cell['source'])}\n```"
-        for cell in cells
-    ]
+    """A notebook as Markdown: its texts, its code with what it prints at a small size, and a link to the file."""
+    parts = [_PLOTLY, "The outputs are those of a smaller size, made when this page was."]
+    for number, cell in enumerate(ran(path).cells):
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+        elif not cell.metadata.get("small"):
+            parts += [f"```python\n{cell.source}\n```", *_outputs(cell, f"{path.stem}-{number}")]
+    parts[:3] = [parts[2], *parts[:2]]  # the title first
     return "\n\n".join([*parts, f"[Download this notebook]({path.name})"]) + "\n"
+
+
+def ran(path: Path) -> Any:
+    """A notebook after it has run in an empty folder, with ``small.json``'s parameters behind its own."""
+    notebook = nbformat.read(path, as_version=4)
+    (at,) = (at for at, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ()))
+    small = json.loads(path.with_name("small.json").read_text(encoding="utf-8"))[path.stem]
+    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(small, metadata={"small": True}))
+    with tempfile.TemporaryDirectory() as folder:
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
+    return notebook
+
+
+def _outputs(cell: Any, name: str) -> Iterator[str]:
+    """What a cell has printed, as Markdown: figures interactive, tables, and text."""
+    for number, output in enumerate(cell.outputs):
+        data = output.get("data", {})
+        if drawn := data.get("application/vnd.plotly.v1+json"):
+            yield _drawn(f"{name}-{number}", {"data": drawn["data"], "layout": drawn["layout"]})
+        elif "text/html" in data:
+            yield re.sub(r"<style.*?</style>\s*|^\s+", "", data["text/html"], flags=re.DOTALL | re.MULTILINE)
+        elif output.get("name") != "stderr":
+            yield f"```text\n{data.get('text/plain', output.get('text', '')).strip()}\n```"
 
 
 def _reference() -> dict[str, str]:
@@ -123,6 +153,16 @@ def site_links(markdown: str, source: str, files: Files) -> str:
     return _LINK.sub(link, markdown)
 
 
+def _drawn(name: str, drawn: dict[str, Any]) -> str:
+    """A figure in its place."""
+    drawn["layout"].pop("template", None)
+    text = json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<div id="{name}" style="height:{drawn["layout"].get("height", 420)}px"></div>\n'
+        f'<script>{{const drawn = {text}; Plotly.newPlot("{name}", drawn.data, drawn.layout, {_OPTIONS});}}</script>'
+    )
+
+
 def with_figures(markdown: str, page: File) -> str:
     """A page with its figures interactive: those whose picture has its data, a JSON file of the same name, beside it.
 
@@ -134,15 +174,7 @@ def with_figures(markdown: str, page: File) -> str:
         if not data.with_suffix(".json").is_file():
             return found[0]
         drawn = json.loads(data.with_suffix(".json").read_text(encoding="utf-8"))
-        drawn["layout"].pop("template", None)
-        name, text = data.stem, json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
-        height = drawn["layout"].get("height", 420)
-        return (
-            f'<div id="{name}" style="height:{height}px"></div>\n'
-            f'<script>{{const drawn = {text}; Plotly.newPlot("{name}", drawn.data, drawn.layout, '
-            f"{_OPTIONS});}}</script>\n\n"
-            f"[For a paper: SVG]({found['path']})"
-        )
+        return f"{_drawn(data.stem, drawn)}\n\n[For a paper: SVG]({found['path']})"
 
     changed = _PICTURE.sub(figure, markdown)
     way = posixpath.relpath(PLOTLY, posixpath.dirname(page.src_uri) or ".")

@@ -61,11 +61,16 @@ def test_the_reference_is_generated_from_the_program(site):
     assert "Could not" not in python
 
 
-def test_a_notebook_is_a_page_and_a_file(site):
-    page = (site / "notebooks" / "probe.html").read_text("utf-8")
-    assert "Probe a model in a notebook" in page
-    assert 'href="probe.ipynb"' in page
-    assert (site / "notebooks" / "probe.ipynb").is_file()
+@pytest.mark.parametrize(
+    ("name", "printed"), [("compare", "<td>short"), ("probe", "<th>standard_error"), ("watch", "the page:")]
+)
+def test_a_notebook_is_a_file_and_a_page_with_what_it_prints(site, name, printed):
+    page = (site / "notebooks" / f"{name}.html").read_text("utf-8")
+    assert f'href="{name}.ipynb"' in page
+    assert (site / "notebooks" / f"{name}.ipynb").is_file()
+    assert printed in page
+    assert "Plotly.newPlot" in page
+    assert "site-packages" not in page
 
 
 def test_the_search_runs_from_files(site):
