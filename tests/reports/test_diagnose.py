@@ -132,6 +132,18 @@ def test_a_damaged_watched_json_is_one_line(tmp_path, broken, capsys, layers):
         assert "watched.json" in said
 
 
+@pytest.mark.parametrize("change", [{"rule": "of a later version"}, {"more": 1}])
+def test_an_alarm_of_another_version_is_left_out_and_said(tmp_path, broken, caplog, change):
+    folder = tmp_path / "other"
+    shutil.copytree(broken, folder)
+    (folder / "digests.jsonl").unlink(missing_ok=True)
+    path = folder / "alarms.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0] | change, *lines]))
+    assert gather(folder).alarms == gather(broken).alarms
+    assert "alarms.jsonl: alarms left out that this version does not know: 1" in caplog.text
+
+
 def test_where_a_loss_rises():
     falling = {step: 4.0 - 0.01 * step for step in range(1, 60)}
     assert loss_rise(falling) is None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.training.monitoring.alarms import FACTORS, Alarm, Alarms
-from lamina.training.watching.reading import check_version, read_about, read_alarms
+from lamina.training.watching.reading import ALARMS, check_version, read_about, read_alarms
+
+logger = logging.getLogger(__name__)
 
 _BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
 _NATS, _DEVIATIONS = 0.15, 6.0
@@ -101,7 +104,7 @@ def gather(folder: Path) -> Evidence:
             "lamina.LayerMonitor or of lamina.watch)"
         )
     result, about = read_result(folder) or {}, read_about(folder)
-    written = [Alarm(**line) for line in read_alarms(folder)]
+    written = _known(read_alarms(folder))
     alarms = written if written or about else judge(rows, half=bool(about.get("half")))
     names = {index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))}
     return Evidence(
@@ -115,6 +118,16 @@ def gather(folder: Path) -> Evidence:
         half=bool(about.get("half")),
         settings={**_seen_settings(about), **_settings_of(folder)},
     )
+
+
+def _known(lines: Sequence[Json]) -> list[Alarm]:
+    """The alarms whose rule this version has; another version's, or damaged ones, are left out with one warning."""
+    names = {each.name for each in fields(Alarm)}
+    known = [line for line in lines if line.get("rule") in _ORDER and line.keys() == names]
+    if others := [str(line.get("rule")) for line in lines if line not in known]:
+        words = ", ".join(repr(rule) for rule in sorted(set(others)))
+        logger.warning("%s: alarms left out that this version does not know: %d (%s)", ALARMS, len(others), words)
+    return [Alarm(**line) for line in known]
 
 
 def _seen_settings(about: Json) -> Json:

@@ -91,7 +91,8 @@ def called(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> tupl
 def follow(model: nn.Module, inputs: Inputs, *, layers: str | None = None) -> Followed:
     """Find a model's layers with a small part of a batch; never raises, since training goes on in any case.
 
-    The passes run in evaluation mode and without gradients, and leave the random generators as they were.
+    The passes run in evaluation mode and leave gradients and random generators as they were. The user's own hooks on
+    the model's modules are called by them, too.
     """
     with undisturbed(model), _resharded(model), _uncompiled(model):
         problem = "it was called without a tensor" if not inputs else ""
