@@ -10,8 +10,6 @@ from pathlib import Path
 from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
-from lamina.core.values import comma_separated, path, text
-from lamina.errors import UserError, nearest_file, shortened
 from lamina.core.values import comma_separated, existing_file, path, text
 from lamina.errors import UserError, shortened
 from lamina.jobs.aliases import suggestion
@@ -23,7 +21,6 @@ from lamina.placements.resolution import check_spec, split_specs
 from lamina.probes.engine.listing import check_probes
 
 _READ = ("from_model", "checkpoint", "reward_model", "models")  # settings that name saved models
-_ROWS = r"\.(jsonl|ndjson|json)(\.(gz|xz|zst))?$"  # the names of files with examples
 _NO_FILE = ("mnist", "noise")  # data sets of images, which have names of their own
 
 
@@ -121,10 +118,6 @@ def _refuse_missing(name: str, place: str) -> None:
     from lamina.data.sources.mix_spec import parse_mix
 
     if name == "data":
-        if ":" not in place and not (path := Path(place).expanduser()).exists():
-            beside = os.listdir(path.parent) if path.parent.is_dir() else ()
-            hint = nearest_file(path.name, (name for name in beside if re.search(_ROWS, name)))
-            raise UserError(f"data: {place!r}: no such file{hint} (allowed: a .jsonl or .json file, hf:NAME)")
         existing_file(name, place)
         return
     for part in parse_mix(place) or [place]:

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from lamina.errors import UserError, nearest, shortened
+from lamina.errors import UserError, nearest, nearest_file, shortened
 
 Number = TypeVar("Number", int, float)
+_ROWS = r"\.(jsonl|ndjson|json)(\.(gz|xz|zst))?$"  # the names of files with examples
 SEED_LIMIT = 2**32 - 1  # numpy's generators take no larger one
 MOST = 2**31 - 1  # of any count
 # A typing error (a zero too many, a value in the wrong place) must not fill the memory before anything is said.
@@ -144,7 +145,8 @@ def existing_file(name: str, source: str) -> None:
     """Raise UserError for a source of rows or code (FILE, FILE.py:NAME) whose file is missing; others have a colon."""
     file = source.rpartition(":")[0] if ".py:" in source else source
     if file and ":" not in file and not (path := home(name, file)).exists():
-        hint = nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else ""
+        beside = os.listdir(path.parent) if path.parent.is_dir() else ()
+        hint = nearest_file(path.name, (name for name in beside if re.search(_ROWS, name)))
         raise UserError(f"{name}: {_shown(file)}: no such file{hint} (allowed: a .jsonl or .json file, hf:NAME)")
 
 
