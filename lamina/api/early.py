@@ -10,11 +10,7 @@ from pathlib import Path
 from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
-<<<<<<< HEAD
 from lamina.core.values import comma_separated, existing_file, path, text
-=======
-from lamina.core.values import comma_separated, path, text
->>>>>>> 35efaf6 (posttraining: one check of a file of examples, before torch is loaded, for the held-out examples, too)
 from lamina.errors import UserError, shortened
 from lamina.jobs.aliases import suggestion
 from lamina.jobs.folder import Resume, in_use, refuse
@@ -120,16 +116,9 @@ def _specs(record: type[Settings], given: Mapping[str, object]) -> list[str]:
 def _refuse_missing(name: str, place: str) -> None:
     from lamina.data.corpus import EMBEDDED, single_corpus
     from lamina.data.sources.mix_spec import parse_mix
-    from lamina.posttraining.examples.rows import existing_file
 
-<<<<<<< HEAD
-    if name == "data":
+    if name != "corpus":
         existing_file(name, place)
-=======
-    if name.endswith("data"):
-        if not place.startswith(("hf:", "generated:")):
-            existing_file(name, place)
->>>>>>> 35efaf6 (posttraining: one check of a file of examples, before torch is loaded, for the held-out examples, too)
         return
     for part in parse_mix(place) or [place]:
         if part not in (EMBEDDED, *_NO_FILE):

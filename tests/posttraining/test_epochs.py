@@ -106,5 +106,5 @@ def test_a_missing_file_is_taken_for_one_with_a_similar_name_only(given, tmp_pat
         lamina.sft(**given("sft", data=str(tmp_path / "nothing.jsonl")))
     with pytest.raises(UserError, match=r"no such file; did you mean 'instructions\.jsonl\.gz'"):
         lamina.sft(**given("sft", data=str(tmp_path / "instruction.jsonl")))
-    with pytest.raises(UserError, match=r"eval_data: .*nothing\.txt' ends in \.txt"):
-        lamina.sft(**given("sft", eval_data=str(tmp_path / "nothing.txt")))
+    with pytest.raises(UserError, match=r"eval_data: .*nothing\.jsonl': no such file"):
+        lamina.sft(**given("sft", eval_data=str(tmp_path / "nothing.jsonl")))

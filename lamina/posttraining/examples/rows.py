@@ -13,14 +13,13 @@ from typing import Any, Generic, TypeVar
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
 from lamina.data.sources.file_text import NotTextError, encodable_text, inner_suffix, open_text
-from lamina.errors import UserError, nearest_file
+from lamina.errors import UserError
 from lamina.posttraining.examples import generated
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Fields = Mapping[str, Any]
-_SUFFIXES = (".jsonl", ".ndjson", ".json")
 ALLOWED = f"a .jsonl or .json file, also .gz, .xz or .zst, hf:NAME[:CONFIG][@SPLIT], or {generated.ALLOWED}"
 
 
@@ -90,26 +89,17 @@ def _rows(name: str, source: str) -> Iterator[tuple[int, Fields | ValueError]]:
     if generated.is_generated(source):
         yield from enumerate(generated.rows(name, source), start=1)
         return
-    path = existing_file(name, source)
-    suffix = inner_suffix(path)
+    path = home(name, source)
+    if not path.is_file():
+        raise UserError(f"{name}: {source!r}: no such file (allowed: {ALLOWED})")
+    if (suffix := inner_suffix(path)) not in (".jsonl", ".ndjson", ".json"):
+        raise UserError(f"{name}: {source!r} ends in {suffix or 'nothing'} (allowed: {ALLOWED})")
     try:
         yield from (_array(name, path) if suffix == ".json" else _lines(path))
     except NotTextError as error:
         raise UserError(f"{name}: {source!r} {error}") from None
     except UserError as error:
         raise _of(name, error) from None
-
-
-def existing_file(name: str, source: str) -> Path:
-    """The file of a source that is one; needs no torch. Raises UserError, about the setting ``name``, without it."""
-    path = home(name, source)
-    if not path.is_file():
-        beside = sorted(child.name for child in path.parent.iterdir()) if path.parent.is_dir() else ()
-        hint = nearest_file(path.name, (other for other in beside if inner_suffix(Path(other)) in _SUFFIXES))
-        raise UserError(f"{name}: {source!r}: no such file{hint} (allowed: {ALLOWED})")
-    if (suffix := inner_suffix(path)) not in _SUFFIXES:
-        raise UserError(f"{name}: {source!r} ends in {suffix or 'nothing'} (allowed: {ALLOWED})")
-    return path
 
 
 def _of(name: str, error: UserError) -> UserError:
