@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from lamina.placements import Plan
+    from lamina.training.objectives.objective import Objective
     from lamina.training.settings import PretrainSettings
 
 TERAFLOPS = 989.0
@@ -38,6 +39,8 @@ VOCABULARIES = {
 }
 """Tokens of the hub's tokenizers that the studies name, as their authors publish them."""
 BYTES = 257
+MOST_TRIED = 20e6
+"""Parameters of the largest model of which a step is timed."""
 COLUMNS = (*("arm", "trials", "parameters", "active", "vocabulary", "tokens", "flops", "gpu_hours", "total_gpu_hours"),)
 """Per arm: its trials, and of one trial the parameters (those one token uses), tokens, FLOPs and GPU-hours."""
 _ONE_ARM = ("learning_rate", "seed", "output")  # settings that an arm's trials may differ in
@@ -45,12 +48,17 @@ _FITTING = ("batch_size", "gradient_accumulation", "gradient_checkpointing")  # 
 
 
 def dry_run(
-    trials: Mapping[str, PretrainSettings], *, teraflops: float = TERAFLOPS, utilization: float = UTILIZATION
+    trials: Mapping[str, PretrainSettings],
+    *,
+    labels: Mapping[str, str] | None = None,
+    teraflops: float = TERAFLOPS,
+    utilization: float = UTILIZATION,
 ) -> Frame:
     """Build every trial's model on the meta device and count.
 
     Args:
         trials: complete settings by any name; those that differ in rate and seed alone are one row.
+        labels: of each trial's arm, by the trial's name: then an arm is one row.
         teraflops: the peak of one GPU in TFLOP/s.
         utilization: the share of the peak to expect, in (0, 1].
 
@@ -69,8 +77,8 @@ def dry_run(
         raise UserError(f"utilization: {utilization!r} (allowed: a number above 0 and at most 1)")
     arms: dict[str, list[str]] = {}
     for name, settings in trials.items():
-        arms.setdefault(repr(_common(settings)), []).append(name)
-    labels = _labels({key: trials[names[0]] for key, names in arms.items()})
+        arms.setdefault(repr(_common(settings)) if labels is None else labels[name], []).append(name)
+    shown = _labels({key: trials[names[0]] for key, names in arms.items()}) if labels is None else {a: a for a in arms}
     counts: dict[str, tuple[int, int, float]] = {}
     rows = []
     for key, names in arms.items():
@@ -81,7 +89,7 @@ def dry_run(
             raise UserError(f"{names[0]}: {error}") from None
         tokens = settings.steps * settings.batch_size * settings.gradient_accumulation * length
         hours = flops * tokens / (teraflops * 1e12 * utilization) / 3600
-        sizes = (labels[key], len(names), parameters, active, vocabulary, tokens)
+        sizes = (shown[key], len(names), parameters, active, vocabulary, tokens)
         rows.append((*sizes, flops * tokens, hours, hours * len(names)))
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -106,6 +114,51 @@ def table(frame: Frame, *, teraflops: float = TERAFLOPS, utilization: float = UT
         f"{utilization:.0%} of it."
     )
     return "\n".join(lines)
+
+
+def minutes_here(trials: Mapping[str, PretrainSettings], frame: Frame, *, workers: int, threads: int | None) -> str:
+    """A sentence: the minutes that the rows of ``dry_run`` take on this machine; empty for models too large to try.
+
+    Two steps of the first trial are timed, on tokens at random; the other trials take as long by their FLOPs.
+    """
+    import time
+
+    import torch
+
+    name, settings = next(iter(trials.items()))
+    first = frame.iloc[0]
+    if max(frame["parameters"]) > MOST_TRIED or not first["vocabulary"]:
+        return ""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        model, vocabulary, length = _made(settings)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids, seconds = torch.randint(vocabulary, (settings.batch_size, length)), []
+        for _ in range(3):
+            begun = time.monotonic()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.monotonic() - begun)
+    finally:
+        torch.set_num_threads(before)
+    step = min(seconds[1:]) * settings.gradient_accumulation * settings.steps
+    minutes = float((frame["flops"] * frame["trials"]).sum()) / float(first["flops"]) * step / workers / 60
+    return (
+        f"On this machine about {minutes:,.2g} minutes with {workers} workers: two steps of {name} timed, the others "
+        "by their FLOPs, without evaluations, probes and start-up."
+    )
+
+
+def _made(settings: PretrainSettings) -> tuple[PreTrainedModel, int, int]:
+    """A trial's model with weights, its vocabulary and its block's length."""
+    from lamina.modeling.building import build
+    from lamina.training.optimization.optimizer import width_scaling_of
+
+    config, plan, objective, vocabulary, length = _resolved(settings)
+    scaling = width_scaling_of(settings)
+    return build(config, plan, head=objective.head, init="normal", width_scaling=scaling), vocabulary, length
 
 
 def vocabulary_of(settings: PretrainSettings, config: PreTrainedConfig) -> int:
@@ -147,18 +200,9 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
 
     from lamina.modeling.building import build
     from lamina.training.checks import check_settings
-    from lamina.training.objectives.objective import objective_of
-    from lamina.training.objectives.text import TextObjective, with_vocabulary
     from lamina.training.optimization.optimizer import width_scaling_of
-    from lamina.training.resolve import backbone_config
-    from lamina.training.source import plan_of
 
-    config = backbone_config(settings)
-    objective, vocabulary = objective_of(config, settings.objective), 0
-    if isinstance(objective, TextObjective):
-        config = with_vocabulary(config, vocabulary := vocabulary_of(settings, config))
-    length = objective.item_tokens(config, settings)
-    plan = plan_of(settings, config.num_hidden_layers)
+    config, plan, objective, vocabulary, length = _resolved(settings)
     # what depends on this machine is checked where the trial runs
     check_settings(replace(settings, precision="fp32", compile="off", report_to="none"), plan)
     key = repr((config.to_dict(), plan.to_dict(), length, objective.head, width_scaling_of(settings)))
@@ -168,6 +212,21 @@ def _counted(settings: PretrainSettings, counts: dict[str, tuple[int, int, float
         counts[key] = _counts(model, plan, length)
     parameters, active, flops = counts[key]
     return parameters, active, vocabulary, length, flops
+
+
+def _resolved(settings: PretrainSettings) -> tuple[PreTrainedConfig, Plan, Objective, int, int]:
+    """The backbone, the plan, the objective, the vocabulary (0 without one) and the tokens per item of a trial."""
+    from lamina.training.objectives.objective import objective_of
+    from lamina.training.objectives.text import TextObjective, with_vocabulary
+    from lamina.training.resolve import backbone_config
+    from lamina.training.source import plan_of
+
+    config = backbone_config(settings)
+    objective, vocabulary = objective_of(config, settings.objective), 0
+    if isinstance(objective, TextObjective):
+        config = with_vocabulary(config, vocabulary := vocabulary_of(settings, config))
+    plan = plan_of(settings, config.num_hidden_layers)
+    return config, plan, objective, vocabulary, objective.item_tokens(config, settings)
 
 
 def _counts(model: PreTrainedModel, plan: Plan, length: int) -> tuple[int, int, float]:

@@ -48,6 +48,10 @@ class Plan:
 
     def dry(self) -> dict[str, Settings]:
         """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
+        return {name: settings for trials in self.dry_arms().values() for name, settings in trials.items()}
+
+    def dry_arms(self) -> dict[str, dict[str, Settings]]:
+        """The same by arm, under the labels of its values."""
         scale, found = self.scale, {}
         sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
         rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
@@ -55,7 +59,7 @@ class Plan:
             for arm in self.arms:
                 for rate in rates if seed in sweep else rates[:1]:
                     words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
-                    found[", ".join(words)] = arm.trial(scale, rate, seed)
+                    found.setdefault(_label(arm, scale), {})[", ".join(words)] = arm.trial(scale, rate, seed)
         return found
 
     def wanted(self, result: Results) -> list[Trial]:
@@ -165,6 +169,13 @@ class Plan:
     def _known(self, number: int, rate: float, seeds: tuple[int, ...], result: Results) -> list[Json] | None:
         results = [result(self._trial(number, rate, seed, measured=False)) for seed in seeds]
         return None if None in results else [known for known in results if known is not None]
+
+
+def _label(arm: Arm, scale: Scale) -> str:
+    """An arm's labels, with the name of an axis that is a setting: ``keel, num_layers=8``."""
+    plain = {axis for axis in scale.axes if axis == "placement" or axis not in scale.axes[axis][arm.values[axis]]}
+    named = [label if axis in plain else f"{axis}={label}" for axis, label in arm.values.items()]
+    return ", ".join(named) or str(arm.settings.get("placement", "all trials"))
 
 
 @dataclass(frozen=True, kw_only=True)

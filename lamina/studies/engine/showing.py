@@ -16,6 +16,7 @@ from lamina.studies.engine.settings import StudySettings
 from lamina.studies.engine.verdicts import verdicts_of
 from lamina.studies.judging.differences import seeds_text
 from lamina.studies.max_rate_settings import MaxRateSettings
+from lamina.studies.running import cores
 from lamina.studies.trials import measures
 from lamina.studies.trials.jobs import JOBS
 from lamina.training.settings import PretrainSettings
@@ -83,8 +84,8 @@ def _stage(stage: Stage) -> str:
 
 
 def dry_run_text(settings: StudySettings) -> str:
-    """What a scale would train: parameters, tokens, FLOPs and GPU-hours, from models without weights."""
-    from lamina.studies.dry_run import dry_run, table
+    """What a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
+    from lamina.studies.dry_run import dry_run, minutes_here, table
 
     assert settings.study is not None
     study: Study = read_study(settings.study)
@@ -94,9 +95,15 @@ def dry_run_text(settings: StudySettings) -> str:
     plan = make_plan(study, settings)
     if scale.search is not None:
         return "\n".join([study.name, *_search(scale, scale.search)])
-    trials = {name: _run(one) for name, one in plan.dry().items()}
+    arms = plan.dry_arms()
+    labels = {name: arm for arm, trials in arms.items() for name in trials}
+    trials = {name: _run(one) for arm in arms.values() for name, one in arm.items()}
     note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
-    return f"{study.name}, scale {scale.name}\n{note}{table(dry_run(trials))}"
+    frame = dry_run(trials, labels=labels)
+    here = scale.name == "cpu" and JOBS[scale.job].trains
+    workers = settings.workers or cores()
+    time = minutes_here(trials, frame, workers=workers, threads=settings.threads) if here else ""
+    return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))
 
 
 def _run(settings: Settings) -> PretrainSettings:
