@@ -29,7 +29,7 @@ commands:
 {commands}
 
 examples:
-  lamina compare                                      six placements, 32 layers deep, in about three minutes
+  lamina compare                                      six placements, 24 layers deep, in about three minutes
   lamina compare --corpus my_texts/ --num-layers 24 --learning-rates 1e-3,3e-3,1e-2 --output runs/mine
   lamina placements keel
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lamina.core import specs
@@ -18,6 +18,8 @@ from lamina.errors import UserError
 SAME = "same:"  # before the one initializer of all of a study's trials
 BRANCH_OUT = ("attention_out", "feed_forward_out")
 _WITH_STD = ("normal", "scaled", "deepnorm", "xavier", "admin")
+SUITS = "small_scaled"  # the one that suits any width and depth: what the jobs that compare placements start from
+_LOWEST, _HIGHEST = math.sqrt(2 / 5) / 2, 2.0  # standard deviation times sqrt(width): half SmallInit's, twice LeCun's
 WITH_GAIN = ("value", "attention_out", "feed_forward_in", "feed_forward_out")
 
 
@@ -156,3 +158,39 @@ def check(init: str) -> tuple[str, float]:
     if list(options) != ["std"] or not (isinstance(std, float | int) and is_finite(std) and std > 0):
         raise UserError(f"init: {init!r} (allowed: {name} or {name}(std=NUMBER), the number above 0)")
     return name, float(std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """A square weight of a block whose output feeds no stream: what an initializer is asked about a width."""
+
+    hidden_size: int
+    role: str = "query"
+    layer: int = 0
+    num_layers: int = 1
+    wiring: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def fan_in(self) -> int:
+        return self.hidden_size
+
+    @property
+    def fan_out(self) -> int:
+        return self.hidden_size
+
+
+def unsuited(init: str, hidden_size: int) -> tuple[float, float] | None:
+    """The standard deviation of an initializer in the blocks and SmallInit's, if it does not suit the width; else None.
+
+    It suits a width d where a norm's output keeps its size through a weight, up to a factor of two: between half of
+    SmallInit's sqrt(2 / (5 d)) (Nguyen & Salazar 2019, arXiv 1910.05895, Sec 2.2) and twice LeCun's sqrt(1 / d) (LeCun
+    et al. 1998, Eq 16). GPT-2's 0.02 is SmallInit's at width 1,000, and does not suit widths below 250 or above 10,000.
+    None for a name that is no initializer's.
+    """
+    try:
+        name, base = check(init)
+    except UserError:
+        return None
+    std = INITIALIZERS.get(name).function(_Weight(hidden_size=hidden_size), base)
+    suits = _LOWEST * (1 - 1e-9) <= std * math.sqrt(hidden_size) <= _HIGHEST
+    return None if suits else (std, math.sqrt(2 / (5 * hidden_size)))

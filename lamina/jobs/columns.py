@@ -118,7 +118,15 @@ RESULT_COLUMNS: tuple[Column, ...] = (
     Column(name="loss_surges", title="loss surges", format=".3g", aggregate="mean"),
     Column(name="gradient_surges", title="gradient surges", format=".3g", aggregate="mean"),
     Column(name="unigram_entropy", title="unigram entropy", format=".2f", aggregate="mean"),
-    Column(name="bigram_entropy", title="bigram entropy", format=".2f", aggregate="mean", optional=True),
+    Column(
+        name="bigram_entropy",
+        title="bigram entropy",
+        format=".3f",
+        aggregate="mean",
+        in_ranking=35,
+        in_trials=True,
+        optional=True,
+    ),
     Column(name="tokens", title="tokens", format=",.0f", aggregate="mean", in_ranking=100, in_trials=True),
     Column(name="steps", title="steps", format=",.0f", aggregate="mean", in_trials=True),
     Column(

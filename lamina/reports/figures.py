@@ -17,18 +17,18 @@ from lamina.reports.records import Frame, Trial
 from lamina.reports.sentences import Guess
 from lamina.reports.style import GREY, Shown, polish, rgba, thin
 
+BIGRAM = "bigram entropy"
 _TRAIN_POINTS = 350
 
 
 def loss_curves(
-    items: Sequence[Shown], unigram_entropy: float = math.nan, guess: Guess | None = None
+    items: Sequence[Shown], unit: str = "nats per token", known: Mapping[str, float] | None = None
 ) -> go.Figure | None:
-    """Training loss (thin) and eval loss (points) against tokens; the loss of a ``guess`` as a dashed line.
+    """Training loss (thin) and eval loss (points) against tokens; ``known`` losses to compare with as lines, by name.
 
     Over several seeds the eval loss is the mean of those that finished, in a band of one standard deviation. The page
     can draw it against FLOPs and seconds, too: ``layout.meta.against`` has the factors of each trace's tokens.
     """
-    guess = guess or Guess.of({})
     figure, evaluated, trained = go.Figure(), [], []
     factors: list[dict[str, float]] = []
     for item in items:
@@ -74,9 +74,9 @@ def loss_curves(
         factors += [per_token(item.trials)] * (1 if spread is None else 2)  # the band is a trace of its own
     if not figure.data:
         return None
-    _frame_losses(figure, evaluated, trained, unigram_entropy, guess.name)
+    _frame_losses(figure, evaluated, trained, known or {})
     figure.update_xaxes(title="tokens", rangemode="tozero")
-    figure.update_yaxes(title=f"loss ({guess.unit})")
+    figure.update_yaxes(title=f"loss ({unit})")
     figure.update_layout(hovermode="x unified", meta={"against": _against(factors)})
     return polish(figure, 440)
 
@@ -85,25 +85,26 @@ def _frame_losses(
     figure: go.Figure,
     evaluated: Sequence[np.ndarray],
     trained: Sequence[np.ndarray],
-    unigram_entropy: float,
-    name: str,
+    known: Mapping[str, float],
 ) -> None:
-    """The unigram entropy as a line, and a range that shows the end of each curve rather than its first steps."""
+    """Losses to compare with as lines, the highest first; a range that shows each curve's end, not its first steps."""
     everything = np.concatenate([*evaluated, *trained]) if evaluated or trained else np.array([])
     everything = everything[np.isfinite(everything)]
     if len(everything):
-        low = min(float(everything.min()), unigram_entropy if math.isfinite(unigram_entropy) else math.inf)
+        low = min(float(everything.min()), *known.values(), math.inf)
         top = float(np.quantile(everything, 0.9))
-        if math.isfinite(unigram_entropy):
+        for name, loss in known.items():
             figure.add_hline(
-                y=unigram_entropy,
-                line={"color": GREY, "width": 1.2, "dash": "dash"},
-                annotation={"text": f"{name} {unigram_entropy:.2f}", "font": {"size": 12, "color": GREY}},
+                y=loss,
+                line={"color": GREY, "width": 1.2, "dash": "dot" if name == BIGRAM else "dash"},
+                annotation={"text": f"{name} {loss:.2f}", "font": {"size": 12, "color": GREY}},
                 annotation_position="bottom left",
             )
-            top = unigram_entropy + 0.35 * max(unigram_entropy - low, 0.3)
+        highest = max(known.values(), default=math.inf)
+        if known:
+            top = highest + 0.35 * max(highest - low, 0.3)
         ends = [losses[-1] for losses in evaluated if len(losses)]
-        if ends and min(ends) > unigram_entropy:  # none has come close yet: show how far they are
+        if ends and min(ends) > highest:  # none has come close yet: show how far they are
             ends += [losses[len(losses) // 2] for losses in evaluated if len(losses)]
         top = max([top, *ends])  # the end of each curve is in the picture
         pad = 0.06 * max(top - low, 0.1)

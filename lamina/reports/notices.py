@@ -5,22 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from lamina.core.backbone_presets import PRESETS
+from lamina.core.initializers import SAME, SUITS, unsuited
 from lamina.core.json_types import Json
 from lamina.reports.records import Frame, rows_of
 
 USUAL_TOKENS = 20  # a parameter: what a run that makes the best of its compute takes (Hoffmann et al. 2022)
 
 
-def notices(summary: Frame, results: Frame, recommended: Mapping[str, str] | None = None) -> list[str]:
+def notices(
+    summary: Frame,
+    results: Frame,
+    recommended: Mapping[str, str] | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> list[str]:
     """What a reader should beware of: differing initializers, too few rates or seeds, edges of a sweep, cut trials.
 
-    ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, where known.
+    ``summary`` is that of ``summarize``; ``recommended`` the initializer that each placement's plan names, where known;
+    ``settings`` those of the study, which give the width.
     Plain text: whoever puts it into a page escapes it.
     """
     rows = rows_of(summary)
     texts = []
     if len(rows) > 1:
         texts += [*_inits(rows, recommended or {}), *_rates(rows), *_seeds(rows)]
+    texts += _widths(rows, settings or {})
     texts += [*_edges(rows, results), *_budget(rows)]
     cut = int((results["status"] == "interrupted").sum())
     if cut:
@@ -43,7 +52,7 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
         groups = "; ".join(f"{init}: {listed(names)}" for init, names in users.items())
         return [
             f"The initializers differ ({groups}), so this comparison is not paired: what looks like an effect of "
-            "the placement may be one of its initializer. --init same:scaled gives all the same one."
+            "the placement may be one of its initializer. --init same:small_scaled gives all the same one."
         ]
     others = [(name, recommended[name]) for init in users for name in users[init] if name in recommended]
     others = [(name, own) for name, own in others if own not in users]
@@ -53,6 +62,21 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
     return [
         f"All placements have one initializer, {next(iter(users))}; another is recommended for {recommended_names}. "
         "--init recommended gives each its own, and then compares placement and initializer together."
+    ]
+
+
+def _widths(rows: list[Json], settings: Mapping[str, object]) -> list[str]:
+    """A warning of initializers whose standard deviation does not suit the width; with width scaling it differs."""
+    width, preset = settings.get("hidden_size"), PRESETS.get(str(settings.get("backbone")))
+    width = preset.fields["hidden_size"] if width is None and preset is not None else width
+    if not isinstance(width, int) or settings.get("width_scaling", "none") != "none":
+        return []
+    misfits = {str(row["init"]): misfit for row in rows if (misfit := unsuited(str(row["init"]), width)) is not None}
+    return [
+        f"The initializer {init} has a standard deviation of {std:.3g} in the blocks; the width of {width} wants about "
+        f"{suited:.3g}. So far off, the initializer decides more than the placement. --init {SAME}{SUITS} suits any "
+        "width."
+        for init, (std, suited) in misfits.items()
     ]
 
 

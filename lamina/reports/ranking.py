@@ -1,4 +1,8 @@
-"""One row per placement, at its best learning rate and sorted by eval loss, from one row per trial."""
+"""One row per placement, at its best learning rate and sorted by eval loss, from one row per trial.
+
+Only a placement whose loss is below that of a bigram table of the text it read is ranked: a model above it has shown
+nothing of its depth, and so nothing of where its norms sit.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ def summarize(results: Frame) -> Frame:
     """One row per placement at its best learning rate, sorted by the mean eval loss over the seeds that finished.
 
     The best rate is the one with the lowest mean among those at which every seed finished (if there is none:
-    at which the most did), so that a rate cannot win by losing its bad seeds. Placements without a finished seed come
-    last: short, stuck, interrupted, diverged, failed, and by eval loss within each. ``eval_loss_std`` is over finished
-    seeds (ddof 1), NaN for fewer than two.
+    at which the most did), so that a rate cannot win by losing its bad seeds. Then come those that finished above the
+    loss of a bigram table, then placements without a finished seed: short, stuck, interrupted, diverged, failed, and by
+    eval loss within each. ``eval_loss_std`` is over finished seeds (ddof 1), NaN for fewer than two.
 
-    Returns columns rank, placement, learning_rate, learning_rates (how many were tried), seeds, finished, status (the
-    worst), status_text ("finished", "2/3 finished, 1 diverged"), eval_loss, eval_loss_std, reason, and every other
-    column of ``lamina.jobs.columns`` that is aggregated.
+    Returns columns rank (NaN for what finished above a bigram table or did not finish), placement, learning_rate,
+    learning_rates (how many were tried), seeds, finished, status (the worst), status_text ("finished", "2/3 finished,
+    1 diverged"), eval_loss, eval_loss_std, reason, and every other aggregated column of ``lamina.jobs.columns``.
     """
     rows = []
     for _, group in complete(results).groupby("placement", sort=False):
@@ -31,7 +35,18 @@ def summarize(results: Frame) -> Frame:
         best = min(rates, key=_order_of_rates)
         rows.append({**best, "learning_rates": group["learning_rate"].nunique()})
     rows.sort(key=_order_of_placements)
-    return pd.DataFrame([{"rank": rank, **row} for rank, row in enumerate(rows, start=1)])
+    ranks = [rank if is_ranked(row) else math.nan for rank, row in enumerate(rows, start=1)]
+    return pd.DataFrame([{"rank": rank, **row} for rank, row in zip(ranks, rows, strict=True)])
+
+
+def is_ranked(row: Json) -> bool:
+    """Whether a placement finished, and not above the loss of a bigram table."""
+    return bool(row["finished"]) and not is_above_bigram(row)
+
+
+def is_above_bigram(row: Json) -> bool:
+    """Whether the eval loss of a row is known to be no lower than the loss of a bigram table; older rows lack it."""
+    return row["eval_loss"] >= row["bigram_entropy"]
 
 
 def by_rate(results: Frame) -> Frame:
@@ -78,4 +93,4 @@ def _order_of_rates(row: Json) -> tuple[float, ...]:
 
 
 def _order_of_placements(row: Json) -> tuple[float, ...]:
-    return (0 if row["finished"] else 1 + severity(row["status"]), _loss(row))
+    return (is_above_bigram(row) if row["finished"] else 2 + severity(row["status"]), _loss(row))

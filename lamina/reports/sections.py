@@ -51,16 +51,19 @@ def what_happened(study: Study, summary: Frame, items: list[Shown], color: dict[
         variances={item.placement: depth.over_seeds(item, depth.variances) for item in items},
     )
     own = {item.placement: t.plan.initialization for item in items for t in item.trials if t.plan is not None}
-    warnings = notices(summary, study.results, {placement: name or "normal" for placement, name in own.items()})
+    recommended = {placement: name or "normal" for placement, name in own.items()}
+    warnings = notices(summary, study.results, recommended, study.settings)
     html = prose([*texts, *scale_note(study.results)], color) + callouts(warnings)
     return Section(name="What happened", title="What happened", html=html)
 
 
 def loss(study: Study, items: list[Shown], several: bool) -> Section:
-    entropy = study.results["unigram_entropy"].dropna()
+    unigram, bigram = study.results["unigram_entropy"].dropna(), study.results["bigram_entropy"].dropna()
     guess = Guess.of_any(study.results)
-    drawn = figures.loss_curves(items, float(entropy.iloc[0]) if len(entropy) else math.nan, guess)
+    known = {guess.name: unigram, figures.BIGRAM: bigram}
+    drawn = figures.loss_curves(items, guess.unit, {name: float(of.mean()) for name, of in known.items() if len(of)})
     caption = _LOSS.format(guess.target) + (_SEEDS if study.results["seed"].nunique() > 1 else "")
+    caption += _BIGRAM if len(bigram) else ""
     caption += " Each placement is shown at its best learning rate." if several else ""
     html = figure(to_html(drawn), caption) if drawn else ""
     if (second := figures.second_losses(items, guess)) is not None:
@@ -173,6 +176,10 @@ _LOSS = (
     "Points: eval loss. Thin lines: training loss. A run whose curve stays on the dashed line has learned how "
     "often each {} occurs and nothing else. Double-click to see what lies above the picture (mostly the first "
     "steps). Click a name to hide it."
+)
+_BIGRAM = (
+    " The dotted line is the loss of a table that knows only which token follows which, from the same text: a curve "
+    "above it shows nothing of the model's depth."
 )
 _SEEDS = " Over several seeds: the mean of those that finished, in a band of one standard deviation."
 _SECOND = "Loss on the text of --eval-corpus, with the same tokenizer. None of it was trained on."

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from textwrap import shorten
 
 from lamina.core.json_types import Json
-from lamina.jobs.status import severity
 from lamina.reports.notices import listed
+from lamina.reports.ranking import is_above_bigram, is_ranked
 from lamina.reports.records import Frame, rows_of
 
 Tables = Mapping[str, Frame]
@@ -61,15 +61,20 @@ def sentences(summary: Frame, *, gradients: Tables | None = None, variances: Tab
 
 
 def _lead(summary: Frame) -> str:
-    finished = [row for row in rows_of(summary) if row["finished"]]
-    if not finished:
+    ended = [row for row in rows_of(summary) if row["finished"]]
+    if not ended:
         return _nobody(rows_of(summary))
-    first = finished[0]
+    first = ended[0]
     lead = f"{first['placement']} "
     if len(summary) == 1:
         perplexity = f", a perplexity of {first['perplexity']:.3g}" if math.isfinite(first["perplexity"]) else ""
         return lead + f"ended at an eval loss of {_loss(first)}{perplexity}."
+    finished = [row for row in ended if is_ranked(row)]
+    if not finished:
+        return f"None of {len(summary)} placements has beaten a bigram table, so none can be called the best."
     lead += f"has the lowest eval loss, {_loss(first)}"
+    if len(finished) == 1 < len(ended):
+        return f"{lead}; it is the only one of {len(summary)} placements that has beaten a bigram table."
     if len(finished) == 1:
         return f"{lead}; it is the only one of {len(summary)} placements that finished."
     others = [finished[1]]
@@ -117,9 +122,24 @@ def _trouble(summary: Frame) -> str:
     for row in rows_of(summary[summary["finished"] == 0]):
         groups.setdefault(_end(row), []).append(row)
     texts = [_together(end, rows) for end, rows in groups.items()]
+    texts += [above] if (above := _above_bigram(summary)) else []
     partly = summary[(summary["finished"] > 0) & (summary["finished"] < summary["seeds"])]
     texts += [f"{row['placement']}: {row['status_text']}" for row in rows_of(partly)]
     return "; ".join(texts) + "." if texts else ""
+
+
+def _above_bigram(summary: Frame) -> str:
+    """Which placements finished above the loss of a bigram table."""
+    rows = [row for row in rows_of(summary) if row["finished"] and is_above_bigram(row)]
+    if not rows:
+        return ""
+    names, losses = listed([row["placement"] for row in rows]), listed([_loss(row) for row in rows])
+    tables = listed(list(dict.fromkeys(f"{row['bigram_entropy']:.3f}" for row in rows)))
+    has, it = ("has", "its loss says") if len(rows) == 1 else ("have", "their losses say")
+    return (
+        f"{names} {has} not beaten a bigram table of the text that was read: {losses} against {tables} nats per token, "
+        f"so {it} nothing of depth" + (" and no rank is given" if len(summary) > 1 else "")
+    )
 
 
 def _end(row: Json) -> str:
@@ -203,12 +223,7 @@ def _why(summary: Frame, gradients: Tables, variances: Tables) -> str:
 def _worst(known: list[Json]) -> str:
     """The last stuck placement where there is one (a diverged one's gradients only say that it did), else the last."""
     stuck = [row for row in known if row["status"] == "stuck" and not row["finished"]]
-    return (stuck or sorted(known, key=_in_ranking))[-1]["placement"]
-
-
-def _in_ranking(row: Json) -> tuple[int, int]:
-    """Where a placement stands: those of which a run finished come first, whatever became of its other seeds."""
-    return (0 if row["finished"] else 1 + severity(row["status"]), row["rank"])
+    return (stuck or known)[-1]["placement"]
 
 
 def _evenness(placement: str, table: Frame, column: int) -> str:

@@ -9,9 +9,11 @@ from html import escape
 from lamina.jobs.columns import RANKING, TRIALS, Column
 from lamina.jobs.status import severity
 from lamina.probes.spikes import FEWEST, SIGMAS, WINDOW
+from lamina.reports.ranking import is_above_bigram, is_ranked
 from lamina.reports.records import Frame, flatten, rows_of
 from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text
 
+ABOVE_BIGRAM = "above a bigram table"
 _SPIKE_NOTE = (
     f"A spike: a step whose training loss, or whose gradient norm before clipping, lies at least {SIGMAS:g} standard "
     f"deviations above the mean of the (up to) {WINDOW:,} steps before it or is not finite; the first {FEWEST} are "
@@ -22,19 +24,19 @@ _SPIKE_NOTE = (
 def ranking_table(summary: Frame, colors: Mapping[str, str]) -> str:
     """The placements, each at its best learning rate, best first."""
     several = bool((summary["learning_rates"] > 1).any())
-    fields = [Field(title="", kind="rank", cell=lambda row: str(int(row["rank"])))]
+    fields = [Field(title="", kind="rank", cell=lambda row: in_form(row["rank"], ".0f"))]
     for column in _present(RANKING, summary):
         if column.name == "status":
-            fields.append(Field(title=column.title, cell=lambda row: chip(row["status"], row["status_text"])))
+            fields.append(Field(title=column.title, cell=_status))
         elif column.name == "eval_loss":
             fields.append(Field(title=column.title, cell=_loss_with_spread, kind="number main"))
         elif column.name == "learning_rate" and several:
             fields.append(number("learning_rate", "g", "best learning rate"))
         else:
             fields.append(_field(column, colors))
-    unfinished = {True: "", False: "unfinished"}
+    unranked = {True: "", False: "unfinished"}
     return Table(
-        fields=fields, rows=rows_of(summary), kind="ranking", row_kind=lambda row: unfinished[bool(row["finished"])]
+        fields=fields, rows=rows_of(summary), kind="ranking", row_kind=lambda row: unranked[is_ranked(dict(row))]
     ).html()
 
 
@@ -62,6 +64,11 @@ def _field(column: Column, colors: Mapping[str, str]) -> Field:
     if column.format is not None:
         return number(column.name, column.format, column.title)
     return text(column.name, column.title, {"trial": "name", "reason": "reason"}.get(column.name, ""))
+
+
+def _status(row: Row) -> str:
+    above = " " + chip("stuck", ABOVE_BIGRAM) if row["finished"] and is_above_bigram(dict(row)) else ""
+    return chip(row["status"], row["status_text"]) + above
 
 
 def _loss_with_spread(row: Row) -> str:

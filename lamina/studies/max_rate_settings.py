@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lamina.core.initializers import SAME
+from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
 from lamina.core.values import steps_or_share
 from lamina.errors import UserError
@@ -110,7 +110,7 @@ class MaxRateStudySettings(RisingSettings, PlacementsSettings, SeedsSettings, Ou
     placements: str | tuple[str, ...] = changed("post_ln,pre_ln,keel")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2")
     init: str = changed(
-        "same:scaled",
+        SAME + SUITS,
         help="one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's "
         "own, which compares both together",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from lamina.core.initializers import SAME
+from lamina.core.initializers import SAME, SUITS
 from lamina.core.json_types import Json
 from lamina.core.values import comma_separated, numbers, seed_number
 from lamina.errors import UserError, unknown
@@ -60,9 +60,12 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
     )
     order = (*RunSettings.names(), "placements", "learning_rates", "learning_rates_of")
 
+    backbone: str = changed("llama-micro")
+    steps: int = changed(240)
+    batch_size: int = changed(8)
     placements: str | tuple[str, ...] = changed("post_ln,pre_ln,peri_ln,mix_ln,fusenorm,keel")
     learning_rates: str | float | tuple[float | str, ...] = changed(
-        "5e-3", help="comma-separated peak learning rates; each placement is ranked at its best one"
+        "3e-3", help="comma-separated peak learning rates; each placement is ranked at its best one"
     )
     learning_rates_of: str | Json = setting(
         "",
@@ -71,7 +74,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         rates_by_placement,
     )
     init: str = changed(
-        "same:scaled",
+        SAME + SUITS,
         help="one initializer for all: same:NAME (of `lamina pretrain --init`); or recommended: each placement's "
         "own, which compares both together",
     )

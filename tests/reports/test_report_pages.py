@@ -181,7 +181,7 @@ def test_a_study_of_short_runs_shows_where_each_one_ended(tmp_path):
     folder = write_study(tmp_path / "study", courses=SHORT, num_layers=4, steps=20, logged=3, failed=False)
     study = read_study(folder)
     shown = [Shown(placement=t.placement, color="#0072b2", trials=(t,), status_text="short") for t in study.trials]
-    drawn = figures.loss_curves(shown, 3.24)
+    drawn = figures.loss_curves(shown, known={"unigram entropy": 3.24})
     low, high = drawn.layout.yaxis.range
     ends = [trial.metrics["eval_loss"].dropna().iloc[-1] for trial in study.trials]
     assert all(low < end < high for end in ends)

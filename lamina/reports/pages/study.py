@@ -68,6 +68,8 @@ def _ranking_note(several: bool, summary: Frame) -> str:
         ]
     if summary["seeds"].max() > 1 and summary["finished"].any():
         parts.append("mean ± standard deviation over the seeds that finished")
+    if (summary["eval_loss"] >= summary["bigram_entropy"]).any():
+        parts.append("a rank is given to what has beaten a bigram table of the text that was read")
     if not single and not summary["finished"].all():
         some = summary["finished"].any()
         parts.append("those that did not finish stand last" if some else "none finished: ordered by status, then loss")
