@@ -36,6 +36,11 @@ def test_both_arms_must_have_learned_more_than_a_table_of_bigrams():
     assert judged(both(bigram_entropy=2.95), exact=True).verdict == "holds"
 
 
+@pytest.mark.parametrize(("bigrams", "verdict"), [(2.95, "holds"), (2.5, "needs scale")])
+def test_of_what_keeps_an_arm_from_learning_one_arm_past_the_bigrams_is_enough(bigrams, verdict):
+    assert judged(both(bigram_entropy=bigrams), one_learned=True).verdict == verdict
+
+
 def test_an_arm_that_does_not_train_needs_not_be_past_bigrams():
     stuck = table(rows("keel", LOWER), rows("pre_ln", LOSSES, "stuck"), bigram_entropy=2.95)
     assert judged(stuck).verdict == "holds"

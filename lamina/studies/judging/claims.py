@@ -31,6 +31,7 @@ class Claim:
         paper: the paper's own numbers.
         check: the function that judges trials.
         exact: it is an identity of any model, under no rule of power.
+        one_learned: it is about what keeps an arm from learning, so one arm past a bigram table is enough.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Claim:
     paper: str
     check: Check
     exact: bool = False
+    one_learned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Judged:
 _loading: list[dict[str, Claim]] = []  # of the files that are being read, the innermost last
 
 
-def claim(*, says: str, paper: str = "", exact: bool = False) -> Callable[[Check], Check]:
+def claim(*, says: str, paper: str = "", exact: bool = False, one_learned: bool = False) -> Callable[[Check], Check]:
     """Register a function ``(trials) -> Finding`` as a claim, for ``load_claims``.
 
     Its name is the claim's id with ``_`` for ``-`` and ``__`` for ``/``: ``mix_ppl__post_fails``.
@@ -80,6 +82,8 @@ def claim(*, says: str, paper: str = "", exact: bool = False) -> Callable[[Check
         says: the claim in one sentence.
         paper: the paper's own numbers, which stand beside ours.
         exact: it is an identity of any model, however little it has learned.
+        one_learned: it is about what keeps an arm from learning, such as an initializer: one arm whose loss is below
+            that of a bigram table is enough.
     """
 
     def register(check: Check) -> Check:
@@ -87,7 +91,9 @@ def claim(*, says: str, paper: str = "", exact: bool = False) -> Callable[[Check
         if _loading:
             if name in _loading[-1]:
                 raise UserError(f"claim {name!r}: defined twice (allowed: one function per claim)")
-            _loading[-1][name] = Claim(name=name, says=says, paper=paper, check=check, exact=exact)
+            _loading[-1][name] = Claim(
+                name=name, says=says, paper=paper, check=check, exact=exact, one_learned=one_learned
+            )
         return check
 
     return register
@@ -128,7 +134,9 @@ def judge(claims: Sequence[Claim], trials: Trials, *, looks: int = 1) -> list[Ju
         part = trials.afresh()
         try:
             found = _find(claim, part)
-            findings.append(limited(found, trials.rows, trials.axes, part.reads, exact=claim.exact))
+            findings.append(
+                limited(found, trials.rows, trials.axes, part.reads, exact=claim.exact, one_learned=claim.one_learned)
+            )
         except UserError as error:
             errors.append(error)
             logger.warning("%s", error)

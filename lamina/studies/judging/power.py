@@ -39,12 +39,21 @@ def judgeable(results: Frame, axes: Sequence[str], tuning: Sequence[int], seeds:
     return results.assign(tuned_on=both) if len(set(seeds) - set(tuning)) < ENOUGH else results[~both]
 
 
-def limited(finding: Finding, results: Frame, axes: Sequence[str], reads: Reads, *, exact: bool = False) -> Finding:
+def limited(
+    finding: Finding,
+    results: Frame,
+    axes: Sequence[str],
+    reads: Reads,
+    *,
+    exact: bool = False,
+    one_learned: bool = False,
+) -> Finding:
     """The finding within the rules, given what its claim has read of the ``results``.
 
     Needs scale: an arm that trains and has not learned more than a bigram table, that is not above chance on the tasks,
     or whose policies have not moved. Inconclusive: a rate that the tested seeds chose, or a best rate at the sweep's
-    edge. ``exact``: the claim is an identity of any model, and under no rule.
+    edge. ``exact``: the claim is an identity of any model, and under no rule. ``one_learned``: one arm past the bigram
+    table is enough.
     """
     if exact or not reads.columns or "key" not in results or "status" not in results:
         return finding
@@ -53,7 +62,11 @@ def limited(finding: Finding, results: Frame, axes: Sequence[str], reads: Reads,
     beyond = results[keys.isin([key for key, columns in reads.columns.items() if columns != {"status"}])]
     arms = _arms(axes)
     for why in dict.fromkeys(
-        [*_unlearned(beyond, results, arms), *_by_chance(beyond, arms, reads), *_unmoved(beyond, arms)]
+        [
+            *_unlearned(beyond, results, arms, enough=one_learned),
+            *_by_chance(beyond, arms, reads),
+            *_unmoved(beyond, arms),
+        ]
     ):
         finding = replace(finding, verdict=Verdict.NEEDS_SCALE).noted(why)
     if finding.verdict == Verdict.NEEDS_SCALE:
@@ -65,11 +78,12 @@ def limited(finding: Finding, results: Frame, axes: Sequence[str], reads: Reads,
     return finding
 
 
-def _unlearned(rows: Frame, results: Frame, arms: list[str]) -> Iterator[str]:
+def _unlearned(rows: Frame, results: Frame, arms: list[str], *, enough: bool) -> Iterator[str]:
+    """The arms that are not past the bigram table; none, where ``enough`` says that one other arm is enough."""
     if "bigram_entropy" not in results or "eval_loss" not in results or not len(rows):
         return
     several = not arms or rows.groupby(arms, dropna=False)["learning_rate"].nunique().max() > 1
-    short = []
+    short, past = [], 0
     for name, part in _each(rows, [*arms, "learning_rate"] if several else arms):
         if STAGE in part and part["bigram_entropy"].isna().all():  # the models that the stage began with
             root = results[results["bigram_entropy"].notna() & results["seed"].isin(part["seed"])]
@@ -79,7 +93,8 @@ def _unlearned(rows: Frame, results: Frame, arms: list[str]) -> Iterator[str]:
         loss, bigrams = trained["eval_loss"].mean(), trained["bigram_entropy"].mean()
         if lost < MOST * (lost + len(trained)) and loss >= bigrams:
             short.append(f"{name} {loss:.3f} ({bigrams:.3f})")
-    if short:
+        past += loss < bigrams
+    if short and not (enough and past):
         yield f"not past the loss of a table of bigrams (in brackets): {', '.join(short)}"
 
 

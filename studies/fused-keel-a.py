@@ -1,0 +1,8 @@
+"""Gate A of the race, as docs/preregistration/fused-keel.md has it."""
+
+from lamina.studies.judging import Finding, Trials, claim, lower
+
+
+@claim(says="FuseNorm's skip in Keel (alpha = sqrt(N)) has a lower loss than FuseNorm after 400 steps")
+def fused_keel_a(trials: Trials) -> Finding:
+    return lower(trials.tuned(), "fused keel, root of N", than="fusenorm")
