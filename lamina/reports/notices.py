@@ -43,7 +43,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
-    """A warning that the initializers differ, or that the common one is not the recommended one for all."""
+    """A warning that the initializers differ, or that the common one is not every source's."""
     users: dict[str, list[str]] = {}
     for row in rows:
         if row["init"]:
@@ -60,8 +60,8 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
         return []
     recommended_names = listed([f"{name} ({own})" for name, own in others])
     return [
-        f"All placements have one initializer, {next(iter(users))}; another is recommended for {recommended_names}. "
-        "--init recommended gives each its own, and then compares placement and initializer together."
+        f"All placements have one initializer, {next(iter(users))}. The sources of {recommended_names} have another, at "
+        "their own widths; --init recommended takes these, and then compares placement and initializer together."
     ]
 
 

@@ -167,7 +167,7 @@ def test_initializers_that_differ_are_not_a_paired_comparison():
     )
     same = THREE.assign(init="scaled")
     said = notices(summarize(same), same, {"keel": "normal", "pre_ln": "scaled"})
-    assert said[0].startswith("All placements have one initializer, scaled; another is recommended for keel (normal).")
+    assert said[0].startswith("All placements have one initializer, scaled. The sources of keel (normal) have another")
     assert not any("nitializer" in notice for notice in notices(summarize(same), same))
 
 
