@@ -52,7 +52,9 @@ def test_models_are_exported(tmp_path, monkeypatch):
     torch.testing.assert_close(torch.from_numpy(page["logits"]), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_table_of_files_for_llama_cpp_names_placements_and_architectures():
-    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|", TEXT, re.M)
+def test_the_table_of_equal_architectures_names_placements_and_architectures():
+    convert = PAGE.with_name("convert.md").read_text(encoding="utf-8")
+    table = convert[convert.index("| placement on a Llama |") :]
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|", table, re.M)
     assert {architecture for _, architecture in rows} == EQUIVALENTS.keys() - {"qwen2"}  # that needs biases
     assert {placement.partition("(")[0] for placement, _ in rows} <= set(names())

@@ -90,7 +90,7 @@ def test_a_claim_that_was_not_run_has_its_command_and_one_that_needs_a_scale_say
 def test_a_studys_page_has_verdicts_arms_figures_and_where_they_come_from(results):
     text = page(results, "mix-ppl")
     assert "**Held:** Mix-LN's loss is below Pre-LN's." in text
-    assert "**Did not hold:** Post-LN" in text
+    assert "**Contradicted:** Post-LN" in text
     assert "| −0.1 &#91;−0.12, −0.08&#93; | 0.0024 | 5 | – |" in text
     assert "| mix_ln | 0.005 | 2.4200 ± 0.0158 | 5 | 5 finished |" in text
     assert "| post_ln | 0.005 | 3.2750 ± 0.0129 | 4 | 4 finished, 1 stuck |" in text

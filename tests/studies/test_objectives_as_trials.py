@@ -48,7 +48,7 @@ def test_image_classifiers_are_trials(run, tmp_path):
     pixels[1::2, :32] += 150
     path = tmp_path / "squares.csv"
     path.write_text("\n".join(",".join(map(str, row)) for row in pixels) + "\n")
-    sizes = {name: value for name, value in SMALL.items() if name != "sequence_length"}
+    sizes = {name: value for name, value in SMALL.items() if name not in ("sequence_length", "threads")}
     rows, store, plan = run(path, {**sizes, "backbone": "vit-tiny", "image_size": 8, "patch_size": 4, "batch_size": 4})
     assert rows["accuracy"].between(0, 1).all()
     assert measured(rows, store)
@@ -65,7 +65,11 @@ def test_masked_language_models_are_trials(run, corpus, tmp_path):
     ModernBertConfig(**sizes, vocab_size=300, pad_token_id=0, max_position_embeddings=64).save_pretrained(
         tmp_path / "bert"
     )
-    own = {name: value for name, value in SMALL.items() if name not in ("num_layers", "hidden_size", "num_heads")}
+    own = {
+        name: value
+        for name, value in SMALL.items()
+        if name not in ("num_layers", "hidden_size", "num_heads", "threads")
+    }
     rows, store, _ = run(corpus, {**own, "backbone": str(tmp_path / "bert"), "mask_ratio": 0.2})
     assert rows["accuracy"].between(0, 1).all()
     assert measured(rows, store)
