@@ -60,8 +60,8 @@ def _inits(rows: list[Json], recommended: Mapping[str, str]) -> list[str]:
         return []
     recommended_names = listed([f"{name} ({own})" for name, own in others])
     return [
-        f"All placements have one initializer, {next(iter(users))}. The sources of {recommended_names} have another, at "
-        "their own widths; --init recommended takes these, and then compares placement and initializer together."
+        f"All placements have one initializer, {next(iter(users))}. The sources of {recommended_names} have another, "
+        "at their own widths; --init recommended takes these, and then compares placement and initializer together."
     ]
 
 
