@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from documented import BLOCKS, PAGES, ROOT, blocks, commands, words_of
-from transformers import LlamaConfig
+from transformers import GPTNeoXConfig, LlamaConfig
 
 import lamina
 import lamina.api
@@ -89,7 +89,8 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     texts = tmp_path / "my_texts"
     texts.mkdir()
-    (tmp_path / "qwen-small").mkdir()
+    for name in ("qwen-small", "neox-small"):
+        (tmp_path / name).mkdir()
     words = "The norm sits before, after and between.\n" * 400
     for name in ("words.txt", "my_text.txt", "my_texts/a.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")
@@ -207,6 +208,9 @@ def test_the_commands_of_a_tutorial_run_to_the_end(folder, capsys, page):
     if page == "own-backbone.md":
         config = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
         LlamaConfig(**config, num_hidden_layers=2).save_pretrained("qwen-small")
+        names = {"attention": "attention", "norm": "final_layer_norm"}
+        neox = GPTNeoXConfig(**config, num_hidden_layers=2, lamina_adapter=names)
+        neox.save_pretrained("neox-small")
     for name, command in commands():
         argv = begun(command)
         if name != page or argv is None:

@@ -15,6 +15,7 @@ from lamina.core.values import text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
+from lamina.modeling.backbones.configurations import check_adapter
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (
@@ -43,6 +44,7 @@ def build(
     init: str = "recommended",
     profile_ids: torch.Tensor | None = None,
     width_scaling: WidthScaling | None = None,
+    adapter: Mapping[str, object] | None = None,
     **placement_options: object,
 ) -> PreTrainedModel:
     """A model with the backbone's attention and feed-forward modules, wired as the placement says.
@@ -61,8 +63,9 @@ def build(
             placement (``lamina placements NAME``), that of its paper's main runs where the paper states it.
         profile_ids: token ids [batch, tokens] (images for a vision backbone) for an initializer that profiles the model
             (Admin's); random ones by default.
-        width_scaling: the scheme for initial weights at another width than the one the settings were chosen at
-            (``lamina.modeling.width.WidthScaling``); none by default.
+        width_scaling: initial weights for another width than the settings' (``lamina.modeling.width.WidthScaling``).
+        adapter: other names of the backbone's modules, by the fields of ``lamina.modeling.modeling_lamina.Adapter``
+            (``{"attention": "attn", "norm": "ln_f"}``); by default those of its configuration, ``lamina_adapter``.
         placement_options: the placement's options and those that every placement takes.
 
     Returns:
@@ -76,9 +79,7 @@ def build(
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
-    if torch.get_default_device().type != "meta":
-        fields = "hidden_size, num_layers, vocab_size"
-        refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
+    _check_config(config, adapter)
     head = _head(config, head)
     plan = _plan_of(placement, config.num_hidden_layers, placement_options)
     init = text("init", init)
@@ -90,6 +91,16 @@ def build(
     if from_file or config.model_type not in ADAPTERS:
         _check_runs(model)
     return model
+
+
+def _check_config(config: PreTrainedConfig, adapter: Mapping[str, object] | None) -> None:
+    """Put the user's adapter into the configuration. Raises UserError if it is none, or the model too large."""
+    if adapter is not None:
+        config.lamina_adapter = adapter
+    check_adapter(config, "")
+    if torch.get_default_device().type != "meta":
+        fields = "hidden_size, num_layers, vocab_size"
+        refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
 
 
 def _head(config: PreTrainedConfig, head: str | None) -> str:

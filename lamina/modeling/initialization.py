@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lamina.core.architectures import HIDDEN, ROLES
 from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Initializer, check
 from lamina.modeling.configuration_lamina import backbone_of
-from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.modeling_lamina import LaminaNorm, adapter_of
 from lamina.modeling.parts import body_of, sublayers
 from lamina.modeling.profiling import profile_admin
 
@@ -141,9 +141,11 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
     base = body_of(model)
     prefix = "" if base is model else "model."
     config = backbone_of(base.config)
+    adapter = adapter_of(config)
+    roles = {**ROLES, **adapter.roles}
     common = {"num_layers": len(base.layers), "hidden_size": config.hidden_size}
     wirings = {
-        f"{prefix}backbone.layers.{index}.{name}.": (index, name, residual.sublayer)
+        f"{prefix}backbone.{adapter.layers}.{index}.{name}.": (index, name, residual.sublayer)
         for index, name, residual in sublayers(base)
     }
     modules = dict(model.named_modules())
@@ -154,7 +156,7 @@ def weights(model: PreTrainedModel) -> Iterator[Weight]:
         if isinstance(modules[owner], LaminaNorm) or parameter.ndim < 2:
             role = "bias" if last == "bias" and isinstance(modules[owner], nn.Linear | nn.Conv2d) else "vector"
         elif place is not None:
-            role = ROLES.get(f"{place[1]}.{holder}") or ROLES.get(holder, HIDDEN)
+            role = roles.get(f"{place[1]}.{holder}") or roles.get(holder, HIDDEN)
         else:
             embeds = isinstance(modules[owner], nn.Embedding) or name.startswith(f"{prefix}backbone.embeddings.")
             role = "embedding" if embeds else "readout"

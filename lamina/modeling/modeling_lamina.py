@@ -13,7 +13,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import FunctionType
 from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
@@ -127,7 +127,7 @@ NORMS: dict[str, type[LaminaNorm]] = {"rms": LaminaRMSNorm, "layer": LaminaLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The names of a model type's modules and the heads that fit it.
+    """The names of a model type's modules and the heads that fit it. A module's name may be a path ("encoder.layer").
 
     Args:
         layers: the backbone's list of layers; ``attention`` and ``feed_forward``: a layer's two modules; ``norm``: the
@@ -139,6 +139,7 @@ class Adapter:
         embeddings: the module that computes x^0 from the input, if that is more than a look-up by id.
         is_decoder: whether the model is causal and caches keys and values.
         heads: the heads (names of HEADS) that fit, the default one first.
+        roles: the roles of weights that core/architectures.py does not know, by the attribute name of their module.
         arguments: keyword arguments of the backbone's constructor.
     """
 
@@ -153,7 +154,32 @@ class Adapter:
     embeddings: str | None = None
     is_decoder: bool = True
     heads: tuple[str, ...] = ("causal_lm", "sequence_classification")
+    roles: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, names: object) -> Adapter:
+        """The row that a configuration's ``lamina_adapter`` writes out. Raises ValueError naming what does not fit."""
+        if not isinstance(names, Mapping):
+            raise ValueError(f"adapter: {names!r} (allowed: a mapping from a field to a module's name)")
+        own = {f.name: f.default for f in fields(cls) if f.name != "arguments"}  # those a file may not choose
+        for name, value in names.items():
+            if name not in own:
+                raise ValueError(f"adapter: unknown field {name!r} (allowed: {', '.join(own)})")
+            if name == "heads":
+                fits = isinstance(value, list | tuple) and bool(value) and all(str(each) in HEADS for each in value)
+                allowed = f"a list of {', '.join(HEADS)}"
+            elif name == "roles":
+                fits = isinstance(value, Mapping) and all(isinstance(role, str) for role in value.values())
+                allowed = "a mapping from a module's name to its weight's role"
+            elif name == "is_decoder":
+                fits, allowed = isinstance(value, bool), "true or false"
+            else:
+                fits = (isinstance(value, str) and value != "") or (value is None and own[name] is None)
+                allowed = "a name" if own[name] is not None else "a name, or None"
+            if not fits:
+                raise ValueError(f"adapter: {name}: {value!r} (allowed: {allowed})")
+        return cls(**{**names, "heads": tuple(names.get("heads", cls.heads))})
 
 
 # One row per model type whose wiring is tested: its logits equal transformers' own on the same weights. Any other
@@ -184,8 +210,9 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def adapter_of(config: PreTrainedConfig) -> Adapter:
-    """The row of a backbone's configuration: its own, or that of the decoders."""
-    return ADAPTERS.get(config.model_type, DECODER)
+    """The row of a backbone's configuration: what it says itself, that of its model type, or that of the decoders."""
+    own = getattr(config, "lamina_adapter", None)
+    return ADAPTERS.get(config.model_type, DECODER) if own is None else Adapter.of(own)
 
 
 def check_head(config: PreTrainedConfig, head: str) -> None:
@@ -212,7 +239,7 @@ class NormStyle:
     def of(cls, norm: nn.Module) -> NormStyle:
         """The style of one of the backbone's norms."""
         return cls(
-            kind="layer" if "LayerNorm" in type(norm).__name__ else "rms",
+            kind="layer" if isinstance(norm, nn.LayerNorm) or "LayerNorm" in type(norm).__name__ else "rms",
             eps=float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or cls.eps),
             bias=norm.bias is not None if isinstance(norm, nn.LayerNorm) else True,
         )
@@ -494,7 +521,8 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         backbone_config, dtype=torch.get_default_dtype(), **adapter.arguments
     )
     _check_wirable(backbone, adapter)
-    layers, style = getattr(backbone, adapter.layers), NormStyle.of(getattr(backbone, adapter.norm))
+    layers = cast(nn.ModuleList, backbone.get_submodule(adapter.layers))
+    style = NormStyle.of(backbone.get_submodule(adapter.norm))
     width = backbone_config.hidden_size
     dropout = float(getattr(backbone_config, adapter.dropout)) if adapter.dropout else 0.0
     scaled = {
@@ -502,7 +530,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         for part in ("attention", "feed_forward")
     }
     for index, (layer, wiring) in enumerate(zip(layers, plan["layers"], strict=True)):
-        attention, feed_forward = getattr(layer, adapter.attention), getattr(layer, adapter.feed_forward)
+        attention, feed_forward = layer.get_submodule(adapter.attention), layer.get_submodule(adapter.feed_forward)
         norm_projections(attention, plan, style, adapter.stacked)
         block = Block(
             Residual(attention, wiring["attention"], width, style, dropout, scaled["attention"]),
@@ -511,7 +539,7 @@ def build_backbone(config: LaminaConfig) -> tuple[PreTrainedModel, LaminaNorm | 
         if hasattr(layer, "attention_type"):  # some models pick the mask by it
             block.attention_type = layer.attention_type
         layers[index] = block
-    setattr(backbone, adapter.norm, make_norm(plan["final_norm"], width, style) or nn.Identity())
+    backbone.set_submodule(adapter.norm, make_norm(plan["final_norm"], width, style) or nn.Identity())
     if adapter.embedding_norm:
         backbone.set_submodule(adapter.embedding_norm, nn.Identity())
     _rename_parallel_plans(backbone, adapter, plan)
@@ -529,6 +557,8 @@ def _backbone_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     except KeyError:
         raise ValueError(f"backbone {config.model_type!r}: transformers has no base model for it") from None
     name = "Lamina" + base.__name__
+    while name in globals() and base not in globals()[name].__mro__:  # another class of the name, or one of Lamina's
+        name += "_"
     if name not in globals():
         record = {**(getattr(base, "_can_record_outputs", None) or {}), "hidden_states": Block}
         attributes = {"_can_record_outputs": record, "_no_split_modules": ["Block"], "__module__": __name__}
@@ -565,24 +595,40 @@ def _rename_parallel_plans(backbone: PreTrainedModel, adapter: Adapter, plan: di
 def _check_wirable(backbone: PreTrainedModel, adapter: Adapter) -> None:
     """Raise ValueError if the backbone lacks a part, or its layers do something that rewiring would lose."""
     kind = f"backbone {backbone.config.model_type!r}"
-    layers = getattr(backbone, adapter.layers, None)
-    if not isinstance(layers, nn.ModuleList) or not hasattr(backbone, adapter.norm):
-        raise ValueError(f"{kind}: it has no {adapter.layers!r} and {adapter.norm!r} that could be wired again")
-    if not all(hasattr(layers[0], part) for part in (adapter.attention, adapter.feed_forward)):
-        raise ValueError(
-            f"{kind}: its layers have no {adapter.attention!r} and {adapter.feed_forward!r} that could be wired again"
-        )
+    for name in ("layers", "norm", "embedding_norm", "embeddings"):
+        _check_module(backbone, getattr(adapter, name), f"{kind}: {name}")
+    layers = backbone.get_submodule(adapter.layers)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{kind}: layers: {adapter.layers!r} is a {type(layers).__name__} (needed: a ModuleList)")
+    for index in range(len(layers)):
+        for name in ("attention", "feed_forward"):
+            _check_module(backbone, f"{adapter.layers}.{index}.{getattr(adapter, name)}", f"{kind}: {name}")
+    if adapter.dropout and not hasattr(backbone.config, adapter.dropout):
+        raise ValueError(f"{kind}: dropout: its configuration has no field {adapter.dropout!r}")
     for scale in ("residual_multiplier", "scale_depth"):
         if getattr(backbone.config, scale, None) not in (None, 1, 1.0):
             raise ValueError(f"{kind}: its layers scale their branches ({scale}), which wiring them again would lose")
     known = backbone.config.model_type in ADAPTERS
-    if not known and sum("Norm" in type(child).__name__ for child in layers[0].children()) < 2:
+    norm = type(backbone.get_submodule(adapter.norm))
+    norms = [child for child in layers[0].children() if "Norm" in type(child).__name__ or type(child) is norm]
+    if not known and len(norms) < 2:
         raise ValueError(f"{kind}: its layers have one norm for attention and feed-forward side by side (parallel)")
     if not known:
         logger.warning_once(
             f"{kind} is not among those whose wiring is checked against transformers ({', '.join(ADAPTERS)}): make "
             "sure that its layers do nothing but attention, feed-forward, norms and adds"
         )
+
+
+def _check_module(backbone: nn.Module, path: str | None, subject: str) -> None:
+    """Raise ValueError, beginning with ``subject``, if there is no module at ``path``; it says what is there."""
+    module, before = backbone, list[str]()
+    for part in path.split(".") if path else ():
+        children = dict(module.named_children())
+        if part not in children:
+            place = f"{'.'.join(before)!r} has" if before else "it has"
+            raise ValueError(f"{subject}: there is no module {path!r} ({place}: {', '.join(children) or 'none'})")
+        module, before = children[part], [*before, part]
 
 
 def norm_projections(attention: nn.Module, plan: dict, style: NormStyle, stacked: str | None = None) -> None:
@@ -681,12 +727,12 @@ class LaminaModel(LaminaPreTrainedModel):
     @property
     def layers(self) -> nn.ModuleList:
         """The blocks, first to last."""
-        return getattr(self.backbone, self._adapter.layers)
+        return cast(nn.ModuleList, self.backbone.get_submodule(self._adapter.layers))
 
     @property
     def norm(self) -> nn.Module:
         """The norm behind the last block; Identity where the plan has none."""
-        return getattr(self.backbone, self._adapter.norm)
+        return self.backbone.get_submodule(self._adapter.norm)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
@@ -799,12 +845,15 @@ class LaminaForCausalLM(LaminaPreTrainedModel, GenerationMixin):
     """
 
     linear_loss: Callable[..., torch.Tensor | None] | None = None
-    _tied_weights_keys = {"lm_head.weight": "model.backbone.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.backbone.embed_tokens.weight"}  # the usual name
 
     def __init__(self, config: LaminaConfig):
         super().__init__(config)
         check_head(backbone_of(config), "causal_lm")
         self.model = LaminaModel(config)
+        embedding = self.model.get_input_embeddings()
+        name = next(name for name, module in self.named_modules() if module is embedding)
+        self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         text_config = backbone_of(config)
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self.post_init()

@@ -7,6 +7,7 @@ from tiny import blocks, llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.probes.engine.measure import make_context, measure
 from lamina.probes.engine.registry import make, names
@@ -144,17 +145,23 @@ def test_a_sample_of_a_corpus_is_what_the_costly_probes_are_limited_to(inputs):
     assert list(plain) == ["layer", "size", "meaning", "metric", "value", "standard_error"]  # as studies store it
 
 
-def test_a_corpus_file_is_read_whole_and_what_makes_no_block_is_said(tmp_path):
+def test_a_corpus_file_is_read_whole_and_what_makes_no_block_is_said(tmp_path, caplog):
     path = tmp_path / "mine.txt"
     path.write_text("a" * 1000, encoding="utf-8")
     settings = ProbeSettings(corpus=str(path), tokenizer="bytes", sequence_length=10)
     context = make_context(bytes_model(), settings)
     assert sum(len(batch["input_ids"]) for batch in context.batches) == 100
     assert context.whole
+    assert caplog.messages == []
     longer = ProbeSettings(corpus=str(path), tokenizer="bytes", sequence_length=64)
     context = make_context(bytes_model(), longer)
     assert sum(len(batch["input_ids"]) for batch in context.batches) == 15
     assert any("the last 40 of 1,000 tokens are fewer than a block" in note for note in context.notes)
+    caplog.clear()
+    lamina.probe(bytes_model(), "hidden_states", "a" * 100, load_tokenizer("bytes"), sequence_length=64)
+    assert caplog.messages == [
+        "texts_or_blocks: the last 36 of 100 tokens are fewer than a block and are left out"
+    ]  # from Python, where there is no page
 
 
 @pytest.mark.parametrize("name", ["jacobian", "bounds"])

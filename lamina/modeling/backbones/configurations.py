@@ -8,11 +8,14 @@ from pathlib import Path
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from lamina.core.architectures import ROLES
+from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError, one_line, unknown
 from lamina.modeling.backbones.quiet import quiet
 from lamina.modeling.backbones.stored import kind_of, read_json
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.modeling.modeling_lamina import adapter_of
 from lamina.placements import Plan
 
 # The fields of a configuration that must be sizes before anything is built of it.
@@ -20,6 +23,10 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
 )
+
+# Installed packages that register a model type of their own with transformers. They are imported when a configuration
+# has a type that transformers does not know.
+_PACKAGES: Registry[None] = Registry("backbone", plugins="lamina.backbones")
 
 
 def read_config(
@@ -56,6 +63,7 @@ def read_config(
         except Exception as error:
             raise UserError(f"{source}: {one_line(error)}") from error
     _check_heads(backbone_of(config), source)
+    check_adapter(backbone_of(config), f"{source}: ")
     _check_quantization(getattr(config, "quantization_config", None), source)
     if isinstance(config, LaminaConfig) and weights:
         _check_plan(config, source)
@@ -79,6 +87,17 @@ def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]
         return PreTrainedConfig.get_config_dict(name)[0]
     except Exception as error:
         raise UserError(f"{field}: {name!r} is no folder and no readable model on the hub") from error
+
+
+def check_adapter(config: PreTrainedConfig, says: str) -> None:
+    """Raise UserError, beginning with ``says``, if a backbone's ``lamina_adapter`` is not one."""
+    try:
+        roles = adapter_of(config).roles
+    except ValueError as error:
+        raise UserError(f"{says}{one_line(error)}") from None
+    for name, role in roles.items():
+        if role not in ROLES.values():
+            raise UserError(f"{says}adapter: roles: {name}: {unknown('role', role, set(ROLES.values()))}")
 
 
 def _check_heads(config: PreTrainedConfig, source: str) -> None:
@@ -113,6 +132,8 @@ def _check_quantization(requested: object, source: str) -> None:
 
 def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool) -> None:
     model_type, code = data.get("model_type"), data.get("auto_map")
+    if isinstance(model_type, str) and model_type not in transformers.CONFIG_MAPPING:
+        _PACKAGES.names()
     known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and code:
         if trust_remote_code:

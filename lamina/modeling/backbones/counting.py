@@ -25,6 +25,8 @@ class Count(NamedTuple):
 def count_parameters(config: PreTrainedConfig) -> Count:
     """Count the parameters of transformers' own model of this configuration; tied ones count once.
 
+    A model type that is registered without a head counts without one.
+
     Layers after the leading dense ones are alike, so two shallow models on the meta device suffice: a depth of 512
     takes no longer than one of 2.
     """
@@ -38,6 +40,7 @@ def count_parameters(config: PreTrainedConfig) -> Count:
 
 def _count(config: PreTrainedConfig) -> Count:
     auto = getattr(transformers, HEADS[adapter_of(config).heads[0]].auto_class)
+    auto = auto if type(config) in auto._model_mapping else transformers.AutoModel
     with torch.device("meta"), no_init_weights():
         model = auto.from_config(config)
     model.tie_weights()

@@ -1,0 +1,177 @@
+"""A user's own architecture, whose modules have other names, is wired without an edit of the package."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from talking import NAMES, Model, TalkConfig
+from tiny import shake, token_ids
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import lamina
+from lamina.cli import main
+from lamina.errors import UserError
+from lamina.modeling.backbones import count_parameters
+from lamina.modeling.initialization import weights
+from lamina.modeling.modeling_lamina import Adapter, LaminaModel
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+AS_LLAMA = {
+    "backbone.tower.turns": "layers",
+    "backbone.words": "embed_tokens",
+    "backbone.last": "norm",
+    "attention.pre_norm": "input_layernorm",
+    "feed_forward.pre_norm": "post_attention_layernorm",
+    "attention.module": "self_attn",
+    "feed_forward.module.gate": "mlp.gate_proj",
+    "feed_forward.module.wide": "mlp.up_proj",
+    "feed_forward.module.narrow": "mlp.down_proj",
+}
+
+
+def talking(placement="pre_ln", **changes):
+    torch.manual_seed(0)
+    return lamina.build(TalkConfig(**SIZES), placement, adapter={**NAMES, **changes})
+
+
+def test_in_pre_ln_it_is_the_llama_with_the_same_weights():
+    model = talking().eval()
+    shake(model)
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    renamed = {re.sub("|".join(AS_LLAMA), lambda m: AS_LLAMA[m[0]], k): v for k, v in model.state_dict().items()}
+    llama.load_state_dict(renamed)
+    ids = token_ids()
+    torch.testing.assert_close(model(input_ids=ids).logits, llama(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+def test_it_trains_and_comes_back_with_its_names_from_the_checkpoint(tmp_path):
+    model = talking("keel", roles=NAMES["roles"])
+    optimizer, ids = torch.optim.AdamW(model.parameters(), 1e-2), token_ids(4)
+    losses = []
+    for _ in range(3):
+        losses.append(float((loss := model(input_ids=ids, labels=ids).loss).detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[0]
+    model.eval().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["backbone_config"]["lamina_adapter"] == NAMES
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    code = (  # only the package and the user's classes, not the call that named the modules
+        "import sys, torch, talking; from transformers import AutoModelForCausalLM; import lamina;"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]);"
+        "print(type(model.model.layers[1].attention.module).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    assert done.stdout.split() == ["LlamaAttention"], done.stderr
+
+
+def test_tied_embeddings_are_tied_under_their_own_name():
+    model = lamina.build(TalkConfig(**SIZES, tie_word_embeddings=True), "keel", adapter=NAMES)
+    assert model.lm_head.weight is model.model.backbone.words.weight
+
+
+def test_a_class_called_model_does_not_take_the_place_of_laminas_own():
+    assert type(talking().model) is LaminaModel
+    assert isinstance(talking().model.backbone, Model)
+
+
+def test_the_weights_have_the_roles_that_it_gives():
+    roles = {weight.name.rpartition(".module.")[2]: weight.role for weight in weights(talking())}
+    assert {"hidden", "router"}.isdisjoint(roles.values())
+    assert roles["gate.weight"] == "gate"
+    assert roles["narrow.weight"] == "feed_forward_out"
+
+
+def test_the_users_configuration_stays_as_it_was_and_others_have_no_adapter():
+    config = TalkConfig(**SIZES)
+    lamina.build(config, "keel", adapter=NAMES)
+    assert not hasattr(config, "lamina_adapter")
+    assert "lamina_adapter" not in lamina.build(LlamaConfig(**SIZES), "keel").config.to_json_string()
+
+
+def test_the_configuration_may_name_its_modules_itself(tmp_path):
+    config = TalkConfig(**SIZES, lamina_adapter=NAMES)
+    assert lamina.build(config, "keel", num_layers=3, hidden_size=16).model.layers[2].attention.module
+    config.save_pretrained(tmp_path / "talk")
+    assert lamina.build(tmp_path / "talk", "keel").model.layers[1].feed_forward.module.narrow
+    assert count_parameters(config).total == sum(p.numel() for p in Model(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention": "tlak"}, r"'talk': attention: there is no module 'tower.turns.0.tlak' \('tower.turns.0' has: "),
+        ({"layers": "turns"}, r"'talk': layers: there is no module 'turns' \(it has: words, tower, last, rotary\)"),
+        ({"layers": "words"}, r"layers: 'words' is a Embedding \(needed: a ModuleList\)"),
+        ({"norm": "ln_f"}, r"norm: there is no module 'ln_f' \(it has: words, tower, last, rotary\)"),
+        ({"dropout": "p"}, "dropout: its configuration has no field 'p'"),
+        ({"atention": "talk"}, r"adapter: unknown field 'atention' \(allowed: layers, attention, "),
+        ({"arguments": {"x": 1}}, "adapter: unknown field 'arguments'"),
+        ({"norm": 3}, r"adapter: norm: 3 \(allowed: a name\)"),
+        ({"is_decoder": "no"}, r"adapter: is_decoder: 'no' \(allowed: true or false\)"),
+        ({"heads": ["tail"]}, r"adapter: heads: \['tail'\] \(allowed: a list of causal_lm, "),
+        ({"roles": {"wide": "feed_forward"}}, "adapter: roles: wide: unknown role 'feed_forward'"),
+    ],
+)
+def test_a_wrong_name_is_refused_in_one_line_with_what_there_is(changes, says):
+    with pytest.raises(UserError, match=says) as caught:
+        talking(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_that_is_none_is_refused_by_a_command_in_one_line(tmp_path, capsys):
+    TalkConfig(**SIZES, lamina_adapter=["talk"]).save_pretrained(tmp_path / "talk")
+    backbone = ["--backbone", str(tmp_path / "talk"), "--output", str(tmp_path / "out")]
+    assert main(["pretrain", *backbone, "--steps", "2"]) == 2
+    assert "adapter: ['talk'] (allowed: a mapping" in capsys.readouterr().err
+
+
+def test_the_defaults_of_the_fields_are_a_llamas():
+    assert Adapter.of({}) == Adapter()
+
+
+def test_an_installed_package_registers_its_model_type(tmp_path):
+    """In a process where nobody has imported it: the command line finds it by its entry point."""
+    (tmp_path / "talk-1.0.dist-info").mkdir()
+    (tmp_path / "talk-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: talk\nVersion: 1.0\n")
+    (tmp_path / "talk-1.0.dist-info" / "entry_points.txt").write_text("[lamina.backbones]\ntalk = talking\n")
+    TalkConfig(**SIZES, lamina_adapter=NAMES).save_pretrained(tmp_path / "small")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(Path(__file__).parent)!r}]; import lamina\n"
+    code += f"print(type(lamina.build({str(tmp_path / 'small')!r}, 'keel').model.layers[0].feed_forward.module))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["<class", "'talking.Think'>"], done.stderr
+
+
+def test_gpt_neox_is_wired_by_its_names_as_transformers_wires_it():
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+    config = GPTNeoXConfig(**sizes, use_parallel_residual=False)
+    model = lamina.build(config, "pre_ln", adapter={"attention": "attention", "norm": "final_layer_norm"}).eval()
+    shake(model)
+    peer = GPTNeoXForCausalLM(config).eval()
+    names = {
+        "model.backbone.": "gpt_neox.",
+        "attention.pre_norm": "input_layernorm",
+        "feed_forward.pre_norm": "post_attention_layernorm",
+        "attention.module": "attention",
+        "feed_forward.module": "mlp",
+    }
+    state = {re.sub("|".join(names), lambda m: names[m[0]], k): v for k, v in model.state_dict().items()}
+    peer.load_state_dict(state)
+    ids = token_ids()
+    torch.testing.assert_close(model(input_ids=ids).logits, peer(input_ids=ids).logits, rtol=0, atol=1e-5)
