@@ -188,7 +188,7 @@ def test_the_python_of_a_page_runs(folder, monkeypatch, page):
 def test_a_yaml_block_is_read(code):
     read = yaml.safe_load(code)
     assert isinstance(read, dict)
-    assert set(read) <= {"study", "title", "scales", "axes", "then", "search", "figures"}
+    assert set(read) <= {"study", "title", "scales", "axes", "then", "figures"}
 
 
 RUN = ("README.md", "first-study.md", "own-text.md", "own-backbone.md", "pretrain-100m.md", "compare.md")

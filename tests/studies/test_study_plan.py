@@ -9,7 +9,7 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.studies.catalog.arms import arms, resolved
+from lamina.studies.catalog.arms import arms
 from lamina.studies.catalog.study import read_study
 from lamina.studies.engine.plan import Best, Plan, _rank, best_rate
 from lamina.studies.engine.results import _named, results_table
@@ -200,21 +200,16 @@ def test_a_number_of_seeds_that_was_meant_as_one_is_refused_at_once(tmp_path, co
         read_study(write_study(tmp_path, corpus=corpus, axes={"placement": ["keel"], "seed": given}))
 
 
-RATES = {"low": 1e-4, "high": 1e-1, "log": True}
-SEARCH = {"space": {"learning_rate": RATES, "placement": ["./own.py", "keel"]}, "trials": 4}
-
-
 @pytest.mark.parametrize(
-    ("changes", "scale", "allowed"),
+    ("changes", "allowed"),
     [
-        ({"seed": 7}, {}, "--seeds"),
-        ({"learning_rate": 1.0}, {}, "a copy of the study with other rates"),
-        ({"placement": "post_ln"}, {}, "a copy of the study with another axis"),
-        ({"placement": "post_ln"}, {"axes": {"seed": 2}, "search": SEARCH}, "a copy of the study with another space"),
+        ({"seed": 7}, "--seeds"),
+        ({"learning_rate": 1.0}, "a copy of the study with other rates"),
+        ({"placement": "post_ln"}, "a copy of the study with another axis"),
     ],
 )
-def test_a_change_of_what_the_trials_say_themselves_is_refused(tmp_path, corpus, changes, scale, allowed):
-    file = write_study(tmp_path, corpus=corpus, claims="", **scale)
+def test_a_change_of_what_the_trials_say_themselves_is_refused(tmp_path, corpus, changes, allowed):
+    file = write_study(tmp_path, corpus=corpus, claims="")
     with pytest.raises(UserError, match=rf"set.{next(iter(changes))}: has no effect.*\(allowed: {allowed}\)"):
         make_plan(read_study(file), StudySettings(study=str(file), set=changes))
     make_plan(read_study(file), StudySettings(study=str(file), set={"weight_decay": 0.2}))
@@ -241,34 +236,6 @@ def test_an_emptied_store_is_no_edited_study_and_an_edited_one_is(tmp_path, corp
     for store in (full, empty):
         with pytest.raises(UserError, match="it has changed since it ran here"):
             _refuse_edited(stored, edited, Plan(read_study(file).scale("cpu")), store)
-
-
-def test_an_edited_search_is_refused(tmp_path, corpus):
-    file = write_study(tmp_path, corpus=corpus, axes={"seed": 2}, search=SEARCH, claims="")
-    plan, definition = Plan(read_study(file).scale("cpu")), read_yaml(file)
-    _refuse_edited({"trials": [], "definition": definition}, definition, plan, None)
-    edited = read_yaml(file)
-    edited["scales"]["cpu"]["search"]["space"]["placement"].append("peri_ln")
-    with pytest.raises(UserError, match="its search has changed since it ran here"):
-        _refuse_edited({"trials": [], "definition": definition}, edited, plan, None)
-
-
-def test_what_a_search_would_ignore_is_refused_and_its_size_is_said(tmp_path, corpus):
-    given = {"corpus": corpus, "axes": {"seed": 2}, "search": SEARCH, "claims": ""}
-    with pytest.raises(UserError, match="measures: has no place beside a search"):
-        read_study(write_study(tmp_path / "a", measures={"end": ["gradients"]}, **given))
-    file = write_study(tmp_path / "b", **given)
-    settings = StudySettings(study=str(file))
-    for text in (description(settings), dry_run_text(settings)):
-        assert "a search of 4 candidates" in text
-        assert "0.0001 to 0.1" in text
-
-
-def test_a_searched_placement_is_relative_to_the_studys_file(tmp_path, corpus):
-    file = write_study(tmp_path / "files", corpus=corpus, axes={"seed": 2}, search=SEARCH, claims="")
-    assert resolved({"placement": "./own.py"}, read_study(file).scale("cpu"))["placement"] == str(
-        file.parent / "own.py"
-    )
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,6 @@ def refuse_without_effect(scale: Scale, changes: Json) -> None:
         own["learning_rate"] = "a copy of the study with other rates"
     every = [set.intersection(*({*point} for point in points.values())) for points in scale.axes.values()]
     own |= {name: "a copy of the study with another axis" for names in every for name in names}
-    if scale.search is not None:
-        own |= dict.fromkeys(scale.search.space, "a copy of the study with another space")
     for name in changes:
         if name in own:
             raise UserError(f"set.{name}: has no effect: the study's trials say it themselves (allowed: {own[name]})")

@@ -23,7 +23,7 @@ _FIELDS = ("job", "from", "of", "settings", "skip", "records")
 ENGINE = {
     "output": "--store, the folder of all trials",
     "threads": "--threads",
-    "pause_step": "rungs of a search",
+    "pause_step": "steps, which end a trial with its schedule",
     "push_to_hub": "to push the model of a trial by hand",
 }
 """Settings of a trial that are not a study's to say, with what is."""

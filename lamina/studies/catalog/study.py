@@ -15,7 +15,6 @@ from lamina.probes.engine.listing import check_probe
 from lamina.studies.catalog.entries import known, mapping, mappings, read_seeds, read_skip, text, whole
 from lamina.studies.catalog.places import BASES, catalog_folder, find
 from lamina.studies.catalog.rates import Tuning, check_also, check_seeds, read_rates
-from lamina.studies.catalog.space import Search, read_search
 from lamina.studies.catalog.stages import ENGINE, RECORDS, STAGE, Stage, read_stages
 from lamina.studies.trials.jobs import JOBS, TrialJob
 
@@ -40,7 +39,6 @@ _SCALE = {
     "skip",
     "needs",
     "looks",
-    "search",
     "then",
     "notes",
     "figure",
@@ -62,7 +60,6 @@ class Scale:
         seeds: of the trials.
         measures: per time (init, end, records), the probes or records.
         skip: combinations of axis values that are left out.
-        search: how settings are searched, if they are.
         stages: the jobs that follow, on the models that these trials leave.
         needs: why this scale cannot decide the claims; empty if it can.
         looks: how often its verdicts have been read, each time with more seeds; multiplies the corrected p values.
@@ -78,7 +75,6 @@ class Scale:
     seeds: tuple[int, ...] = (0,)
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skip: tuple[Json, ...] = ()
-    search: Search | None = None
     stages: tuple[Stage, ...] = ()
     needs: str = ""
     looks: int = 1
@@ -192,7 +188,6 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
     rates, tuning = read_rates(where, axes.pop("learning_rate", None))
     seeds = read_seeds(f"{where}seed", axes.pop("seed", 1))
     settings = {**_base(where, data.get("base"), folder), **mapping(where, data, "settings")}
-    steps = settings.get("steps")
     points = {axis: _points(where, axis, values, JOBS[job]) for axis, values in axes.items()}
     check_also(where, tuning, points)
     own = {"settings": {"": mapping(where, data, "settings")}, **points}
@@ -201,7 +196,6 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         name=name,
         job=job,
         settings=settings,
-        search=read_search(where, data.get("search"), JOBS[job].settings_class().names(), steps),
         axes=points,
         rates=rates,
         tuning=tuning,
@@ -213,12 +207,6 @@ def _read_scale(where: str, name: str, data: object, folder: Path) -> Scale:
         looks=whole(f"{where}looks", data.get("looks", 1), 1),
         folder=folder,
     )
-    if scale.search is not None and scale.measures:
-        raise UserError(f"{where}measures: has no place beside a search (allowed: a study of what it found)")
-    if scale.search is not None and scale.stages:
-        raise UserError(f"{where}then: has no place beside a search (allowed: axes)")
-    if scale.search is not None and (scale.axes or rates or tuning):
-        raise UserError(f"{where}axes: with a search, only 'seed' (allowed: the others in the search's space)")
     if tuning is not None and isinstance(tuning.seeds, int) and tuning.seeds > len(seeds):
         raise UserError(f"{where}learning_rate: seeds: {tuning.seeds} (allowed: at most the {len(seeds)} of 'seed')")
     check_seeds(where, tuning, seeds)

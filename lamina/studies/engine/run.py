@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,6 @@ from lamina.studies.engine import verdicts
 from lamina.studies.engine.driver import run_plan
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.results import measured_table, results_table, with_bigrams
-from lamina.studies.engine.searched import run_search
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.record import STUDY, has_study, stored_study, write_study
 from lamina.studies.record import read_study as read_record
@@ -98,7 +96,7 @@ def run_study(
     if job.resumes and has_study(job.folder):
         _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
     # Before the folder is touched: a placement or the corpus may be unreadable.
-    wanted = [] if plan.scale.needs or plan.scale.search else plan.wanted(store.result)
+    wanted = [] if plan.scale.needs else plan.wanted(store.result)
     _say_damage(store.damage(wanted))
     if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
         processes.prepare()
@@ -107,7 +105,7 @@ def run_study(
         with job:
             results = _run(study, plan, complete, store, job.folder, execute, bar)
     except KeyboardInterrupt:
-        if record and plan.scale.search is None:
+        if record:
             _write_tables(plan, results_table(plan, store), store, job.folder)
             _record(study, complete, job.folder, whole=False)
         raise
@@ -149,9 +147,8 @@ def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
     """
     assert settings.study is not None
     plan, store = make_plan(read_study(settings.study), settings), store_of(settings)
-    if plan.scale.needs or plan.scale.search:
-        why = plan.scale.needs or "one driver runs a search"
-        raise UserError(f"scale: {settings.scale!r} has no trials to share: {why} (allowed: another scale)")
+    if plan.scale.needs:
+        raise UserError(f"scale: {settings.scale!r} has no trials: {plan.scale.needs} (allowed: another scale)")
     writable_folder("store", Path(settings.store))
     Path(settings.store).mkdir(parents=True, exist_ok=True)
     return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
@@ -201,15 +198,6 @@ def _run(
         write_study(folder, {**header, "trials": []})
         results = results_table(plan, store)
         write_results(folder, results)
-    elif plan.scale.search is not None:
-        write_study(folder, {**header, "trials": []})
-        results = run_search(
-            *(plan.scale, plan.changes, store, folder),
-            workers=settings.workers,
-            execute=execute,
-            write=partial(write_results, folder),
-            bar=bar,
-        )
     else:
         write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
         try:
@@ -224,7 +212,7 @@ def _run(
     ended = results[results["status"].isin(ENDED)] if "status" in results else results
     judged = verdicts.judge_study(
         *(study, plan.scale, results, store),
-        missing=0 if plan.scale.search is not None else len(results) - len(ended),
+        missing=len(results) - len(ended),
         looks=len(verdicts.looks_of(settings.records_folder / record_name(settings), ended["key"].tolist())),
     )
     write_json(folder / verdicts.CLAIMS, judged)
@@ -246,16 +234,12 @@ def _write_tables(plan: Plan, results: pd.DataFrame, store: Store, folder: Path)
 
 
 def _refuse_edited(stored: Json, definition: Json, plan: Plan, store: Store) -> None:
-    """Raise UserError if trials that ran in this folder are no longer the study's, or a search is another one."""
+    """Raise UserError if trials that ran in this folder are no longer the study's."""
     allowed = (
         "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
         "runs only what is new)"
     )
     before, now = (_scale_of(one, plan.scale.name) for one in (stored.get("definition"), definition))
-    if plan.scale.search is not None:
-        if before != now:
-            raise UserError(f"study: its search has changed since it ran here {allowed}")
-        return
     ran = set(stored.get("trials", []))
 
     # A rate of which a trial failed was known to lose when the study ran here.

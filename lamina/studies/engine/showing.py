@@ -7,9 +7,8 @@ from typing import cast
 from lamina.core.json_types import Json
 from lamina.jobs.settings import Settings
 from lamina.studies.catalog.rates import Tuning
-from lamina.studies.catalog.space import Search
 from lamina.studies.catalog.stages import Stage
-from lamina.studies.catalog.study import Scale, Study, read_study
+from lamina.studies.catalog.study import Study, read_study
 from lamina.studies.engine.plan import Plan
 from lamina.studies.engine.run import make_plan, records_are_of, store_of
 from lamina.studies.engine.settings import StudySettings
@@ -40,8 +39,6 @@ def _verdict(one: Json) -> list[str]:
 
 
 def _trials(plan: Plan, settings: StudySettings) -> list[str]:
-    if plan.scale.search is not None:
-        return _search(plan.scale, plan.scale.search)
     store = store_of(settings)
     wanted = plan.wanted(store.result)
     trials = {trial.key for trial in wanted}
@@ -68,16 +65,6 @@ def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
     return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
 
 
-def _search(scale: Scale, search: Search) -> list[str]:
-    lines = [f"scale {scale.name}: a search of {search.trials} candidates, job {scale.job}"]
-    for name, values in search.space.items():
-        span = ", ".join(map(str, values)) if isinstance(values, tuple) else f"{values.low:g} to {values.high:g}"
-        lines.append(f"  {name}: {span}")
-    if search.rungs:
-        lines.append(f"  compared after {', '.join(map(str, search.rungs))} steps: one of {search.keep} goes on")
-    return [*lines, f"  then the best {search.race} with {seeds_text(len(scale.seeds))}"]
-
-
 def _stage(stage: Stage) -> str:
     job = "" if stage.job == stage.name else f"{stage.job}, "
     return f"{stage.name} ({job}from {' and '.join(stage.inputs.values())})"
@@ -93,8 +80,6 @@ def dry_run_text(settings: StudySettings) -> str:
     if scale.needs:
         return f"{study.name}, scale {scale.name}: {scale.needs}"
     plan = make_plan(study, settings)
-    if scale.search is not None:
-        return "\n".join([study.name, *_search(scale, scale.search)])
     arms = plan.dry_arms()
     labels = {name: arm for arm, trials in arms.items() for name in trials}
     trials = {name: _run(one) for arm in arms.values() for name, one in arm.items()}
