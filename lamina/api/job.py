@@ -15,7 +15,6 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., object])
-MODES = ("resume", "overwrite")
 
 
 def job(record: type[Settings]) -> Callable[[F], F]:

@@ -81,11 +81,6 @@ def initializer(name: str, help: str, truncated: float | None = None) -> Callabl
     return register
 
 
-def help_of(name: str) -> str:
-    """One line about an initializer."""
-    return INITIALIZERS.get(name).help
-
-
 @initializer("normal", "N(0, std^2) everywhere, std 0.02")
 def _normal(weight: Facts, std: float) -> float:
     return std

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -108,8 +107,3 @@ def _stored(folder: Path) -> Json | None:
     """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
     path = folder / "config.yaml"
     return read_written_yaml(path) if path.is_file() else None
-
-
-def read_evaluation(folder: Path) -> Json:
-    """An evaluation's result.json. Raises OSError or ValueError where it is not whole."""
-    return json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ def test_every_role_starts_with_its_standard_deviation(init):
 
 def test_every_initializer_is_tested_here():
     assert set(initializers.names()) == set(STD)
-    assert all(initializers.help_of(name) for name in STD)
+    assert all(initializers.INITIALIZERS.get(name).help for name in STD)
 
 
 def test_the_base_standard_deviation_can_be_given():
