@@ -20,11 +20,12 @@ def blocks(*languages):
 
 def commands():
     """Each command of the pages, without comments, on one line."""
-    for page, code in blocks("bash"):
-        for line in joined(code):
-            words = re.sub(r"(^|\s)#(?!SBATCH).*", "", line).strip()
-            if words and not words.startswith("#"):
-                yield page, words
+    return [(page, line) for page, code in blocks("bash") for line in lines_of(code)]
+
+
+def lines_of(code):
+    stripped = (re.sub(r"(^|\s)#(?!SBATCH).*", "", line).strip() for line in joined(code))
+    return [line for line in stripped if line and not line.startswith("#")]
 
 
 def help_commands(name):
@@ -34,20 +35,28 @@ def help_commands(name):
 
 
 def typed():
-    """The command lines of each page, and of each command's help under "lamina NAME --help", in their order."""
+    """What each page, and each command's help under "lamina NAME --help", says to type: lines and blocks of Python.
+
+    In their order, as ("bash", line) and ("python", code).
+    """
     pages = {}
-    for page, line in commands():
-        pages.setdefault(page, []).append(line)
-    return pages | {f"lamina {name} --help": help_commands(name) for name in COMMANDS}
+    for page, found in BLOCKS.items():
+        for language, code in found:
+            if language in ("bash", "python"):
+                pages.setdefault(page, []).extend((language, each) for each in READ[language](code))
+    return pages | {f"lamina {name} --help": [("bash", line) for line in help_commands(name)] for name in COMMANDS}
 
 
 def joined(code):
     return re.sub(r"\\\n\s*", "", code).splitlines()
 
 
+READ = {"bash": lines_of, "python": lambda code: [code]}
+
+
 def words_of(command):
     """The part of a command that Lamina reads, as it stands; None if there is none."""
-    words = shlex.split(command)
+    words = shlex.split(command.split(" > ")[0])
     if "lamina" in words[1:] and words[0] in ("torchrun", "accelerate"):
         words = words[words.index("lamina") :]
     return words[1:] if words[0] == "lamina" else None

@@ -1,75 +1,117 @@
-"""Every documented command line runs as it stands: all of its flags, on small data and tiny models.
+"""Every documented command line and Python block runs as it stands.
 
-``SCENES`` says what has to lie in the folder where the lines of a page, or of a command's help, are typed one after
-another. A line that cannot run is in ``NOT_RUN``, with the reason.
+Those of a page, or of a command's help, run one after another in one folder, in which ``documented_scenes`` has put
+tiny data and models at the paths that they name. Settings are parsed and checked as printed; only then ``shorten``
+lowers the number of steps. What cannot run is in ``NOT_RUN``, with the reason.
 """
 
+import io
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from documented import typed, words_of
-from posttraining.tiny import preferences, sorting, write_model, write_rows
+from documented_scenes import after_pretraining, lay, loop, shorten
 
 from lamina.cli import main
-from lamina.posttraining.examples.templates import TEMPLATES
+from lamina.placements import registry as placements
+from lamina.probes.engine import registry as probes
 
-TYPED = typed()
-POSITIONS = 512  # the longest sequence of any example, which a model must take
-
-
-def after_pretraining(written):
-    """Models, data and a reward function for the jobs after pretraining."""
-    pytest.importorskip("trl")
-    pytest.importorskip("peft")
-    models = dict.fromkeys(("runs/keel-64", "runs/keel-64-sft", "HuggingFaceTB/SmolLM2-135M"), "causal_lm")
-    models["runs/keel-64-reward"] = "sequence_classification"
-    for name in models.keys() - written:
-        template = TEMPLATES["alpaca"] if name == "runs/keel-64-sft" else None  # as fine-tuning leaves it
-        write_model(Path(name), head=models[name], template=template, positions=POSITIONS)
-    conversations = [[row["instruction"], row["output"]] for row in sorting(12)]
-    turns = [[{"role": ("user", "assistant")[i], "content": t} for i, t in enumerate(two)] for two in conversations]
-    pairs = [{"chosen": good, "rejected": [good[0], {"role": "assistant", "content": "no"}]} for good in turns]
-    files = {
-        "instructions.jsonl": sorting(12),
-        "questions.jsonl": sorting(12),
-        "chats.jsonl": [{"messages": messages} for messages in turns],
-        "preferences.jsonl": preferences(12),
-        "prompts.jsonl": [{"prompt": f"Sort {row['instruction']}"} for row in sorting(9)],
-        "sums.jsonl": [{"prompt": f"{a} + 1 =", "sum": a + 1} for a in range(9)],
-        "GAIR/lima/train.jsonl": [{"conversations": two, "source": "a list"} for two in conversations],
-        "trl-lib/ultrafeedback_binarized/train.jsonl": pairs,
-    }
-    for name, rows in files.items():
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        write_rows(Path(name), rows)
-    Path("sums.py").write_text("def is_right(prompt, answer, row):\n    return float(str(row['sum']) in answer)\n")
-
-
-SCENES = {  # a page, or a command's help: what makes the files that it names, but those that its lines write
-    "posttraining.md": after_pretraining,
-    **{f"lamina {job} --help": after_pretraining for job in ("sft", "reward", "rlhf", "dpo")},
+TYPED = {page: parts for page, parts in typed().items() if parts}
+FULL = {"posttraining.md", *(f"lamina {job} --help" for job in ("sft", "reward", "rlhf", "dpo"))}  # epochs, not steps
+FAST = {"posttraining.md", "convert.md", "distributed.md", "loss-spiked.md", "own-backbone.md", "watch.md"}
+FAST |= {"probe-a-checkpoint.md", "serving.md", *(f"lamina {name} --help" for name in ("convert", "completion"))}
+PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
+    "README.md": "tests/test_readme.py",
+    "own-placement.md": "tests/placements/test_own_placement_docs.py",
+    "own-probe.md": "tests/probes/test_probes_docs.py",
+    "probes.md": "tests/probes/test_probes_docs.py",
+    "serving.md": "tests/modeling/test_serving_docs.py",
+    "wire.md": "tests/modeling/test_wire_docs.py",
 }
-NOT_RUN = {  # the beginning of a line: why it is not typed
+NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
     "pip install": "changes the environment; the extras are compared with pyproject.toml",
+    "make demo": "trains for minutes; it is a line of README",
+    "make docs": "tests/test_site.py builds the site",
+    "make test": "runs this test",
+    "python tests/reliability/command_lines.py": "takes minutes; tests/reliability has its own tests",
+    "torchrun": "several processes: tests/training/test_distributed.py",
+    "accelerate launch": "several processes: tests/training/test_distributed.py",
+    "sbatch ": "needs Slurm: tests/training/test_distributed.py runs the script without it",
+    "ray up": "needs a cluster",
+    "vllm serve": "vLLM is not among what CI installs: a test does by hand what its sources do",
+    "lm_eval ": "the harness's own command: tests/evaluation compares with the harness in process",
+    "tensorboard --logdir": "a server; tests/training/test_run_folder.py reads what it shows",
+    "trackio show": "a server",
+    "lamina pretrain --placement keel --num-layers 64 --report-to trackio": "a package that CI does not install",
+    "lamina pretrain --placement keel --num-layers 64 --report-to wandb": "a package that CI does not install",
+    "lamina study run mix-ppl\n": "half an hour; tests/studies runs smaller ones to the end",
+    "lamina study run mix-ppl,keel-lr": "hours; tests/studies runs smaller ones to the end",
+    "lamina study run peri-lr": "hours; tests/studies runs smaller ones to the end",
+    "lamina study run all": "days",
+    "lamina report runs/studies/mix-ppl-cpu": "needs that study; tests/studies writes the figures of smaller ones",
+    "lamina report runs/compare --screenshot": "needs Chromium",
+    "lamina eval models/smollm2 --tasks arc_easy": "needs the hub",
+    "lamina study worker mix-ppl --scale gpu": "hours on a GPU: tests/studies has two workers",
+    "lamina study run mix-ppl --scale gpu --store": "hours on a GPU",
+    "lamina study run mix-ppl --scale gpu --engine ray": "needs a Ray cluster with GPUs",
+    "lamina study run fuse-128 --scale gpu": "needs a Ray cluster with GPUs",
+    "from transformers import AutoModelForCausalLM\nfrom transformers.distributed": (
+        "needs two processes under torchrun: tests/modeling has tensor parallelism"
+    ),
 }
 
 
-@pytest.mark.parametrize("page", SCENES)
-def test_the_lines_of_a_page_run_as_they_stand(tmp_path, monkeypatch, capsys, page):
+def marked(page):
+    return pytest.param(page, marks=[] if page in FAST else [pytest.mark.slow])
+
+
+@pytest.fixture(autouse=True)
+def registries_as_before():
+    with placements.PLACEMENTS.isolated(), probes.REGISTRY.isolated():
+        yield
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in TYPED])
+def test_what_a_page_says_to_type_runs_as_it_stands(tmp_path, monkeypatch, capsys, page):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     if page.endswith("--help"):  # most of the time; the pages' own lines write theirs
         monkeypatch.setattr("lamina.api.pages.write_page_once", lambda folder: None)
-    lines = TYPED[page]
-    SCENES[page]({line.split("--output ")[1].split()[0] for line in lines if "--output " in line})
-    for line in lines:
-        if line.startswith(tuple(NOT_RUN)):
-            continue
-        argv = words_of(line)
-        assert argv is not None, f"{line}: another program's, and no reason why it is not run"
-        assert main(argv) == 0, f"{line}: {capsys.readouterr().err}"
+    parts = [(language, said) for language, said in TYPED[page] if is_run(said)]
+    if page in FULL:
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+        after_pretraining(parts)
+    else:
+        lay(parts)
+        shorten(monkeypatch)
+    names = loop() if page == "watch.md" else {"__name__": "__main__"}
+    for language, said in parts:
+        if language == "python" and page not in PYTHON_ELSEWHERE:
+            exec(compile(said, page, "exec"), names)
+        elif language == "bash":
+            argv = words_of(said)
+            assert argv is not None, f"{said}: another program's, and no reason why it is not run"
+            before = folders()
+            assert main(argv) == 0, f"{said}: {capsys.readouterr().err[-2000:]}"
+            if page.endswith("--help") and "--output " not in said:  # the next example is for another day
+                for path in folders() - before:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def folders():
+    return {path for pattern in ("*", "*/*") for path in Path().glob(pattern) if path.is_dir()}
+
+
+def is_run(said):
+    return not f"{said}\n".startswith(tuple(NOT_RUN))
 
 
 def test_what_is_not_run_is_written_somewhere():
-    lines = [line for page in SCENES for line in TYPED[page]]
+    said = [each for parts in TYPED.values() for _, each in parts]
     for start in NOT_RUN:
-        assert any(line.startswith(start) for line in lines), start
+        assert any(f"{each}\n".startswith(start) for each in said), start
+    for page, test in PYTHON_ELSEWHERE.items():
+        assert page.removesuffix(".md") in (Path(__file__).parent.parent / test).read_text("utf-8")

@@ -13,7 +13,7 @@ from lamina.evaluation.settings import EvalSettings
 EXAMPLES = """
   lamina eval runs/keel-64 --corpus my_text.txt
   lamina eval runs/keel-64 runs/pre-64 --tasks generated --output runs/scores
-  lamina eval models/smollm2 --tasks fusenorm --limit 200 --data-dir eval-data
+  lamina eval models/smollm2 --tasks peri_ln --limit 200 --data-dir eval-data
   lamina eval models/smollm2 --tasks arc_easy,hellaswag@5 --output runs/smollm2
   lamina eval runs/compare --tasks peri_ln --data-dir eval-data --output runs/peri --resume=auto
   lamina eval --list

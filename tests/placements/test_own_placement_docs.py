@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -19,7 +18,6 @@ from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-placement.md").read_text(encoding="utf-8")
-TINY = "--num-layers 5 --hidden-size 16 --num-heads 2 --steps 2 --sequence-length 16 --batch-size 2 --eval-blocks 4"
 
 
 def blocks(language):
@@ -61,14 +59,6 @@ def llama():
     return LlamaConfig(vocab_size=61, **sizes)
 
 
-def test_the_page_has_the_commands_that_are_run_here():
-    assert [command.split()[:2] for command in COMMANDS] == [
-        ["lamina", "placements"],
-        ["lamina", "compare"],
-        ["lamina", "compare"],
-    ]
-
-
 def test_lamina_placements_shows_the_yaml_file_and_draws_it(folder, capsys):
     assert main(shlex.split(COMMANDS[0])[1:]) == 0
     out = capsys.readouterr().out
@@ -102,18 +92,6 @@ def test_the_python_files_option_reaches_the_model():
     model = lamina.build(llama(), "mine.py", alpha=0.9)
     assert model.model.layers[0].attention.skip_scale == 0.9
     assert torch.isfinite(model(input_ids=torch.arange(8)[None]).logits).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS[1:], ids=["yaml", "python"])
-def test_lamina_compare_trains_it_beside_the_others(folder, command):
-    argv = [*shlex.split(command)[1:], *TINY.split(), "--corpus", "words.txt", "--output", "study", "--workers", "1"]
-    done = run(*argv, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    table = pd.read_csv(folder / "study" / "results.csv")
-    assert len(table) == 3
-    assert {"pre_ln", "mine.yaml" if "yaml" in command else "mine.py(alpha=0.9)"} <= set(table.placement)
-    assert set(table.status) <= {"finished", "short", "stuck"}
 
 
 def test_a_packages_placements_are_listed_with_the_others(folder, tmp_path_factory):
