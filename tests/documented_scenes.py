@@ -43,8 +43,9 @@ def shorten(monkeypatch):
         if "limit" in offered:
             object.__setattr__(self, "limit", 2)
         if getattr(self, "backbone", None) in PRESETS and getattr(self, "from_model", None) is None:
-            for name in offered & LEFT_TO_A_PRESET.keys():
-                if getattr(self, name) is None and "proxy_width" not in offered:  # of a target that is not trained
+            left = offered & LEFT_TO_A_PRESET.keys()
+            for name in left - {"hidden_size"} if "proxy_width" in offered else left:  # that target is not trained
+                if getattr(self, name) is None:
                     object.__setattr__(self, name, LEFT_TO_A_PRESET[name])
 
     monkeypatch.setattr(Settings, "__post_init__", check_and_shorten)
