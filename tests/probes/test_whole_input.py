@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny import blocks, llama
+from probes.tiny import blocks, llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina

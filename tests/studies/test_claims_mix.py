@@ -56,6 +56,7 @@ LOSSES = {
     "mix-others/best": (ORDERED, REVERSED),
     "mix-others/around-pre": (ORDERED, REVERSED),
     "mix-init": (INIT, INIT_BAD),
+    "mix-init/pre": (INIT, INIT_BAD),
     "mix-init/embed": (INIT, INIT_BAD),
     "mix-init/mix": (INIT, INIT_BAD),
 }

@@ -78,7 +78,7 @@ def test_the_results_hold_the_columns_of_the_design_and_a_row_for_each_trial(stu
 def test_a_trial_is_what_pretrain_gives_with_the_same_settings(study, corpus, tmp_path):
     compare(study(seeds="3"), bar=False)
     (trial,) = (tmp_path / "study" / "trials").glob("keel*")
-    alone = settings(corpus, tmp_path / "alone", placement="keel", seed=3, init="scaled")
+    alone = settings(corpus, tmp_path / "alone", placement="keel", seed=3, init="small_scaled")
     pretrain(alone, bar=False)
     assert result(trial)["eval_loss"] == result(tmp_path / "alone")["eval_loss"]
     assert records(trial) == records(tmp_path / "alone")

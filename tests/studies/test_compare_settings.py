@@ -89,7 +89,7 @@ def test_lists_are_taken_as_well_as_text():
 
 
 def test_one_initializer_for_all_is_the_default():
-    assert {t.init for t in CompareSettings().trials().values()} == {"scaled"}
+    assert {t.init for t in CompareSettings().trials().values()} == {"small_scaled"}
     assert {t.init for t in CompareSettings(init="recommended").trials().values()} == {"recommended"}
 
 

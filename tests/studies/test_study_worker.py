@@ -45,16 +45,11 @@ def test_a_trial_that_another_driver_runs_is_waited_for(tmp_path, corpus):
     assert (folder / "result.json").exists()
 
 
-def test_a_scale_without_trials_to_share_has_no_workers(tmp_path, corpus):
-    space = {"space": {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}, "trials": 2}
-    for name, scale, why in (
-        ("searched", {"axes": {"seed": 2}, "search": space}, "one driver runs a search"),
-        ("later", {"needs": "a cluster"}, "a cluster"),
-    ):
-        file = write_study(tmp_path / name, corpus=corpus, claims="", **scale)
-        settings = StudySettings(study=str(file), store=str(tmp_path / "trials"), records=str(tmp_path / "records"))
-        with pytest.raises(UserError, match=f"scale: 'cpu' has no trials to share: {why}"):
-            work(settings, bar=False)
+def test_a_scale_without_trials_has_no_workers(tmp_path, corpus):
+    file = write_study(tmp_path / "later", corpus=corpus, claims="", needs="a cluster")
+    settings = StudySettings(study=str(file), store=str(tmp_path / "trials"), records=str(tmp_path / "records"))
+    with pytest.raises(UserError, match="scale: 'cpu' has no trials: a cluster"):
+        work(settings, bar=False)
     assert not (tmp_path / "trials").exists()
 
 

@@ -49,13 +49,14 @@ def check_probe(spec: str) -> None:
     """Raise UserError for a name or an option that no probe has, with the nearest one."""
     name, options = specs.parse(spec, "probe")
     registry = sys.modules.get("lamina.probes.engine.registry")  # which knows the probes of the user's own, too
-    if Path(name).suffix == ".py" or (registry is not None and registry.REGISTRY.registered(name) is not None):
-        return
-    if name not in listed():
-        raise unknown("probe", name, listed())
+    known = listed()
+    if name not in known:
+        if Path(name).suffix == ".py" or (registry is not None and registry.REGISTRY.registered(name) is not None):
+            return
+        raise unknown("probe", name, known)
     for option in options:
-        if option not in listed()[name].options:
-            raise unknown(f"option of the probe {name}", option, listed()[name].options)
+        if option not in known[name].options:
+            raise unknown(f"option of the probe {name}", option, known[name].options)
 
 
 def read(path: Path) -> Iterator[Listed]:

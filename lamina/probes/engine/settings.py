@@ -48,8 +48,8 @@ class ProbeSettings(
     )
     corpus: str = changed(
         "embedded",
-        help="embedded, or read whole (what the model was trained on, too): a .txt/.jsonl file (.gz/.xz/.zst too), a "
-        "folder, hf:NAME; for a vision model noise, a .npy file or a folder of images",
+        help="embedded, or read whole, training text too: a .txt/.jsonl file (.gz/.xz/.zst), a folder, hf:NAME; for "
+        "a vision model noise, a .npy file, a folder",
     )
     tolerance: float | None = setting(
         None,
