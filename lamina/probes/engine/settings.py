@@ -48,8 +48,8 @@ class ProbeSettings(
     )
     corpus: str = changed(
         "embedded",
-        help="embedded, or read whole, training text too: a .txt/.jsonl file (.gz/.xz/.zst), a folder, hf:NAME; for "
-        "a vision model noise, a .npy file, a folder",
+        help="embedded, or read whole: a .txt/.jsonl file (.gz/.xz/.zst), a folder, hf:NAME; for a vision model "
+        "noise, a .npy file, a folder",
     )
     tolerance: float | None = setting(
         None,
