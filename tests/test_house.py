@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lamina"
 FILES = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {path: ast.parse(text) for path, text in FILES.items()}
 LONGEST_FUNCTION = 60
-LONGEST_FILE = 320
+LONGEST_FILE = 700
 # It travels beside a checkpoint as one file.
 LONG_FILES = {"modeling/modeling_lamina.py"}
 
