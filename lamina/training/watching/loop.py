@@ -113,8 +113,7 @@ def watch(
 
     Works with any model whose layers the probes can follow, with gradient accumulation, clipping, DDP and FSDP2 (call
     it in every process, after the model is wrapped). `lamina report OUTPUT` draws the records, `lamina diagnose
-    OUTPUT` reads them. The training itself computes the same bits as without it, unless ``skip_outliers`` or
-    ``on_divergence="roll_back"`` change it.
+    OUTPUT` reads them. The training itself computes the same bits as without it, unless ``skip_outliers`` changes it.
 
     Args:
         model: the model that is trained.

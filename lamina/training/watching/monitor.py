@@ -23,11 +23,8 @@ from lamina.training.watching.instruments import Instruments
 from lamina.training.watching.outliers import GRADIENT, OutlierRule
 from lamina.training.watching.outliers import LOSS as LOSS_VALUE
 from lamina.training.watching.records import Records
-from lamina.training.watching.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
-
-MOST_ROLLBACKS = 3
 
 
 class Monitor:
@@ -56,11 +53,10 @@ class Monitor:
         self.series = StepSeries(processes)
         self.outliers = None if settings.skip_outliers is None else OutlierRule(sigmas=settings.skip_outliers)
         self.diverged: Diverged | None = None
-        self.skipped, self.rolled_back = 0, 0
+        self.skipped = 0
         self._broken: set[str] = set()  # series of a noted divergence, until they are finite again
         self._micro: list[torch.Tensor] = []  # losses of the step's micro-batches
         self._losses: list[float] = []
-        self._snapshots: list[Snapshot] = []
         self._held = ExitStack()
         self._begun = self._since = time.monotonic()
         self._tokens_written = self.tokens
@@ -171,9 +167,6 @@ class Monitor:
         if due:
             self._write(rate)
         self._check(losses, rows)
-        if due and self.settings.on_divergence == "roll_back" and self.guard.above_since is None:
-            model, optimizers = self.instruments.model, self.instruments.optimizers
-            self._snapshots = [*self._snapshots[-1:], Snapshot(self.step, model, optimizers)]
 
     def _series_rows(self) -> list[Row]:
         """Loss and gradient norm of the steps since the last call; a step that a loss scaler left out has no norm."""
@@ -222,23 +215,10 @@ class Monitor:
             logger.warning("lamina.watch: diverged: %s", diverged)
         if self.records is not None:
             self.records.write({"step": diverged.step, "tokens": None, "loss": None, "diverged": diverged.reason})
-        action = self.settings.on_divergence
-        if action == "roll_back" and self._snapshots and self.rolled_back < MOST_ROLLBACKS:
-            snapshot = self._snapshots[0]
-            snapshot.restore(self.instruments.model, self.instruments.optimizers)
-            self.rolled_back += 1
-            self._snapshots = [snapshot]
-            self.guard.above_since, self.guard.departed = None, {}
-            if self.processes.first:
-                logger.warning("lamina.watch: weights and optimizer are back at step %d", snapshot.step)
-            if self.records is not None:
-                self.records.write({"step": self.step, "rollback": self.rolled_back, "to": snapshot.step})
-            return
         self.diverged = self.diverged or diverged
-        if action == "note":
-            self.guard.above_since, self.guard.best = None, math.inf  # noted once; a new level may follow
-            return
-        raise diverged
+        if self.settings.on_divergence == "stop":
+            raise diverged
+        self.guard.above_since, self.guard.best = None, math.inf  # noted once; a new level may follow
 
     def close(self, status: Status, reason: str = "") -> None:
         """Detach, and write what was collected; may be called twice."""
@@ -256,7 +236,7 @@ class Monitor:
             result: Json = {"status": str(status), "reason": reason, "steps": self.step, "tokens": self.tokens}
             result |= {"seconds": seconds, "tokens_per_second": new / seconds if seconds else None}
             result |= {"parameters": self.instruments.parameters, "skipped": self.skipped}
-            self.records.close({**result, "rollbacks": self.rolled_back})
+            self.records.close(result)
 
 
 def _number(loss: object) -> torch.Tensor:

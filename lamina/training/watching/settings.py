@@ -9,7 +9,7 @@ from lamina.core.values import path
 from lamina.jobs.settings import Settings, above, at_least, not_below, setting
 from lamina.training.setting_groups import trackers
 
-OnDivergence = Literal["note", "stop", "roll_back"]
+OnDivergence = Literal["note", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class WatchSettings(Settings):
     every: int = setting(20, "steps between two records; losses and gradients are kept for every step", at_least(1))
     layers: str | None = setting(None, "path of the list of layers, if they cannot be found (model.layers)")
     attention: bool = setting(True, "whether to record the largest attention logit and the experts' loads")
-    on_divergence: OnDivergence = setting("note", "note a divergence, stop, or roll_back to the last good record")
+    on_divergence: OnDivergence = setting("note", "note a divergence, or stop")
     divergence_margin: float = setting(1.0, "nats above its best at which a loss counts as diverging", not_below(0.0))
     divergence_patience: int = setting(20, "steps that the loss must stay there", at_least(1))
     skip_outliers: float | None = setting(
