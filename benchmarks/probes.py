@@ -40,7 +40,7 @@ def make_context(arguments: argparse.Namespace) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lamina.probes.engine.loading import load
+    from lamina.modeling.checkpoint import load
     from lamina.probes.engine.measure import make_context
     from lamina.probes.engine.settings import ProbeSettings
 

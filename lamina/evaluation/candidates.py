@@ -19,7 +19,7 @@ from lamina.jobs.files import read_result
 from lamina.jobs.manifest import MANIFEST
 from lamina.jobs.model_folder import model_folder
 from lamina.jobs.status import Status
-from lamina.probes.engine.loading import config_of, load, tokenizer_of
+from lamina.modeling.checkpoint import config_of, load, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
-from lamina.probes.engine.measure import checked_device
+from lamina.modeling.checkpoint import checked_device
 
 POLICY = ResumePolicy(
     what="evaluation",

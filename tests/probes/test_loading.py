@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.engine.loading import load
+from lamina.modeling.checkpoint import load
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from lamina.core.values import text
 from lamina.data.corpus import EMBEDDED
 from lamina.errors import UserError
+from lamina.modeling.checkpoint import Loaded, checked_device, load
 from lamina.probes.engine.context import Context, RunState
 from lamina.probes.engine.inputs import NOISE, Inputs, batches_of, reads_images
-from lamina.probes.engine.loading import Loaded, load
 from lamina.probes.engine.new_weights import new_head
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.engine.running import run
@@ -189,19 +189,3 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
             "one tower, a decoder, an encoder or a vision model)"
         ) from error
     return find_structure(model, tiny, layers=layers)
-
-
-def checked_device(name: str | None) -> str:
-    """The device with this name; without one, the fastest. Raises UserError if this machine does not have it."""
-    if name is None:
-        if torch.cuda.is_available():
-            return "cuda"
-        return "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device: {name!r}: {str(error).splitlines()[0]} (allowed: cpu, or a device of this machine)"
-        ) from None
-    return name

@@ -33,6 +33,22 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
 
+def checked_device(name: str | None) -> str:
+    """The device with this name; without one, the fastest. Raises UserError if this machine does not have it."""
+    if name is None:
+        if torch.cuda.is_available():
+            return "cuda"
+        return "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device: {name!r}: {str(error).splitlines()[0]} (allowed: cpu, or a device of this machine)"
+        ) from None
+    return name
+
+
 def load(path: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
     """Load a checkpoint: a folder with config.json, a run's folder, a .gguf file or a folder with one, a hub's name.
 
