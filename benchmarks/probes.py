@@ -109,7 +109,7 @@ def monitor(arguments: argparse.Namespace) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     import lamina
-    from lamina.training.monitoring.layers import GradientNorms, gain_rows, hidden_state_rows
+    from lamina.training.monitor.measure import GradientNorms, gain_rows, hidden_state_rows
 
     torch.manual_seed(0)
     sizes = sizes_of(arguments.size)

@@ -149,8 +149,8 @@ def train_lamina(task: dict[str, Any], baton: Baton, folder: str) -> None:
     import lamina
     from lamina.training.arguments import training_arguments
     from lamina.training.execution import speed
-    from lamina.training.monitoring.experts import ExpertBalance
-    from lamina.training.monitoring.guard import DivergenceGuard
+    from lamina.training.monitor.experts import ExpertBalance
+    from lamina.training.monitor.guard import DivergenceGuard
     from lamina.training.settings import PretrainSettings
     from lamina.training.trainer import LaminaTrainer
 

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     )
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
-    from lamina.training.watching.callback import LayerMonitor
-    from lamina.training.watching.loop import watch
+    from lamina.training.monitor.callback import LayerMonitor
+    from lamina.training.monitor.watch import watch
 
     eval = evaluate
 
@@ -85,8 +85,8 @@ _ELSEWHERE = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
     "probe": "lamina.probes.engine.measure",
-    "LayerMonitor": "lamina.training.watching.callback",
-    "watch": "lamina.training.watching.loop",
+    "LayerMonitor": "lamina.training.monitor.callback",
+    "watch": "lamina.training.monitor.watch",
 }
 _PACKAGES = (
     *("api", "placements", "modeling", "data", "probes", "training", "evaluation", "preflights", "studies", "reports"),

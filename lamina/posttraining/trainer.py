@@ -14,9 +14,9 @@ from transformers import Trainer
 from lamina.core.json_types import Json
 from lamina.training.checkpointing.stateful import RunState, Stateful
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.gradient_norms import LayerGradNorms
-from lamina.training.monitoring.guard import DivergenceGuard
-from lamina.training.monitoring.series import StepSeries
+from lamina.training.monitor.guard import DivergenceGuard
+from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.step_series import StepSeries
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.trainers.checkpointed import CheckpointedTrainer
 from lamina.training.trainers.ordered import OrderedTrainer

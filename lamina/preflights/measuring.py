@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
 from lamina.modeling.parts import body_of, sublayers
-from lamina.training.monitoring.layers import STATE_METRICS, GradientNorms, Row, state_statistics
+from lamina.training.monitor.measure import STATE_METRICS, GradientNorms, Row, state_statistics
 
 FP16_MAX = 65504.0
 

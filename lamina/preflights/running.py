@@ -23,7 +23,7 @@ from lamina.preflights.proxy import choose
 from lamina.preflights.rules import calibration, kind_of
 from lamina.preflights.settings import PreflightSettings
 from lamina.preflights.verdict import Case, Verdict, judge
-from lamina.training.monitoring.writers import LAYER_COLUMNS
+from lamina.training.monitor.writers import LAYER_COLUMNS
 from lamina.training.objectives.causal_lm import CausalLM
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import read_text

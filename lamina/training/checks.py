@@ -21,7 +21,7 @@ from lamina.probes.engine import registry
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.hub import check_repository
 from lamina.training.execution.compiling import missing_compiler
-from lamina.training.monitoring.experts import choose, find_routers
+from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import about_eval_corpus
 from lamina.training.optimization.optimizer import check_optimizer, width_scaling_of

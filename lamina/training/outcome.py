@@ -15,9 +15,9 @@ from lamina.modeling.backbones.counting import used_by_a_token
 from lamina.modeling.building import recommended
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.placements import Plan
-from lamina.training.monitoring.falling import still_falling
-from lamina.training.monitoring.guard import Diverged
-from lamina.training.monitoring.series import spike_columns
+from lamina.training.monitor.guard import Diverged
+from lamina.training.monitor.loss_trend import still_falling
+from lamina.training.monitor.step_series import spike_columns
 from lamina.training.objectives.bigram import entropy_of
 
 if TYPE_CHECKING:

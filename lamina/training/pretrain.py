@@ -33,8 +33,8 @@ from lamina.training.checkpointing.saved_model import save_model
 from lamina.training.checkpointing.store import checkpoints, discard, newest_checkpoint, step_of
 from lamina.training.execution.processes import Processes, join, reported_once
 from lamina.training.execution.recorded import recorded
-from lamina.training.monitoring.guard import Diverged, MakeGuard, usual_guard
-from lamina.training.monitoring.writers import keep_abandoned
+from lamina.training.monitor.guard import Diverged, MakeGuard, usual_guard
+from lamina.training.monitor.writers import keep_abandoned
 from lamina.training.objectives.objective import Processor
 from lamina.training.outcome import outcome, verdict
 from lamina.training.resolve import POLICY, ResolvedRun, resolve_run

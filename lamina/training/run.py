@@ -27,14 +27,14 @@ from lamina.training.checks import task_measure
 from lamina.training.execution import speed
 from lamina.training.execution.processes import Processes
 from lamina.training.initial import initial_model
-from lamina.training.monitoring.experts import ExpertBalance
-from lamina.training.monitoring.falling import RecordedLosses
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.recorder import RunRecorder, stop_signals
-from lamina.training.monitoring.scheduled_probes import ScheduledProbes, undisturbed
-from lamina.training.monitoring.trackers import Trackers, tensorboard
-from lamina.training.monitoring.updates import UpdateRatios
-from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
+from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.loss_trend import RecordedLosses
+from lamina.training.monitor.recorder import RunRecorder, stop_signals
+from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
+from lamina.training.monitor.trackers import Trackers, tensorboard
+from lamina.training.monitor.updates import UpdateRatios
+from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.averaging import WeightAverage
 from lamina.training.optimization.order import TrainOrder, order_of

@@ -21,9 +21,9 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lamina.data.blocks import Block
 from lamina.training.arguments import training_arguments
-from lamina.training.monitoring.experts import ExpertBalance
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.series import StepSeries
+from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.step_series import StepSeries
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.settings import PretrainSettings
 from lamina.training.trainer import LaminaTrainer

@@ -18,11 +18,11 @@ from lamina.training.checkpointing import sharding
 from lamina.training.checkpointing.stateful import Stateful
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.experts import ExpertBalance
-from lamina.training.monitoring.gradient_norms import LayerGradNorms
-from lamina.training.monitoring.guard import DivergenceGuard
-from lamina.training.monitoring.layers import hidden_state_rows
-from lamina.training.monitoring.series import StepSeries
+from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.guard import DivergenceGuard
+from lamina.training.monitor.measure import hidden_state_rows
+from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.step_series import StepSeries
 from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.averaging import WeightAverage
 from lamina.training.optimization.optimizer import parameter_groups

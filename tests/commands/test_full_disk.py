@@ -14,7 +14,7 @@ from training.tiny_runs import SMALL, flags, start
 
 from lamina.cli import main
 from lamina.jobs.files import disk_full
-from lamina.training.monitoring.writers import MetricsWriter
+from lamina.training.monitor.writers import MetricsWriter
 
 
 def full(*args, **kwargs):

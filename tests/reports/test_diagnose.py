@@ -17,7 +17,7 @@ from lamina.reports.diagnosing.advice import CAUSES, cause_of, open_changes
 from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
 from lamina.reports.diagnosing.jumps import jump_around
 from lamina.reports.diagnosing.telling import diagnose
-from lamina.training.monitoring.alarms import Alarm
+from lamina.training.monitor.alarms import Alarm
 
 
 @pytest.fixture(scope="module")

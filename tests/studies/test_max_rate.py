@@ -16,8 +16,8 @@ from lamina.reports.max_rates import spread, summarize
 from lamina.studies.max_rate import run_max_rate
 from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
 from lamina.studies.trials.jobs import JOBS
-from lamina.training.monitoring.max_rate_rules import find_stop
-from lamina.training.monitoring.recorder import RunRecorder
+from lamina.training.monitor.max_rate_rules import find_stop
+from lamina.training.monitor.recorder import RunRecorder
 
 FAST = {"precision": "fp32", "compile": "off"}
 QUICK = {**SMALL, "steps": 60, "logging_steps": 5, "eval_steps": 60, "window": 2, "init": "normal"} | FAST

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lamina.training.monitoring.alarms import Alarms, describe
+from lamina.training.monitor.alarms import Alarms, describe
 
 
 def row(step, value, *, layer=1, sublayer="attention", metric="gradient_norm", role="all"):

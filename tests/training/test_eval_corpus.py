@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.reports import report
 from lamina.training import pretrain as pretraining
-from lamina.training.monitoring.recorder import RunRecorder
+from lamina.training.monitor.recorder import RunRecorder
 
 NAME = "eval_corpus_loss"
 

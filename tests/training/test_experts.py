@@ -4,7 +4,7 @@ import pytest
 import torch
 from training.tiny_experts import CHOSEN, CONFIGS, EXPERTS, moe, token_ids, watched
 
-from lamina.training.monitoring.experts import ExpertBalance, balance_loss, find_routers, scores
+from lamina.training.monitor.experts import ExpertBalance, balance_loss, find_routers, scores
 
 
 @torch.no_grad()

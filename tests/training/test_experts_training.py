@@ -10,7 +10,7 @@ from training.tiny_experts import CONFIGS, EXPERTS, config, moe, token_ids, watc
 from training.tiny_runs import layers, settings
 
 from lamina.errors import UserError
-from lamina.training.monitoring.experts import ExpertBalance, find_routers
+from lamina.training.monitor.experts import ExpertBalance, find_routers
 from lamina.training.resolve import resolve_run
 
 

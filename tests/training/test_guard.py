@@ -8,7 +8,7 @@ import pytest
 import torch
 from training.tiny_runs import layers, records, result
 
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
 
 
 def named(layer, sublayer) -> str:

@@ -9,7 +9,7 @@ from training.tiny_runs import SMALL, flags
 
 from lamina.cli import main
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.trainer import LayerGradNorms
 from lamina.training.trainers.checkpointed import CheckpointedTrainer
 

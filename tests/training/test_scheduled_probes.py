@@ -15,8 +15,8 @@ import lamina
 from lamina import build
 from lamina.errors import UserError
 from lamina.reports import report
-from lamina.training.monitoring import scheduled_probes as scheduled
-from lamina.training.monitoring.scheduled_probes import ScheduledProbes, forget, undisturbed
+from lamina.training.monitor import scheduled_probes as scheduled
+from lamina.training.monitor.scheduled_probes import ScheduledProbes, forget, undisturbed
 
 ENDED = ("finished", "short", "stuck")  # four steps of a tiny model teach it nothing
 
@@ -102,7 +102,7 @@ def test_a_resumed_run_goes_on_and_drops_what_came_after_its_checkpoint(trained,
 
 
 def test_the_clock_of_the_training_stands_still(trained, tmp_path, own, monkeypatch, trainers):
-    from lamina.training.monitoring import recorder as recording
+    from lamina.training.monitor import recorder as recording
 
     now = [0.0]
     monkeypatch.setattr(recording.time, "monotonic", lambda: now[0])

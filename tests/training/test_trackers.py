@@ -6,9 +6,9 @@ import types
 import pytest
 
 from lamina.errors import UserError
-from lamina.training.monitoring import trackers
-from lamina.training.monitoring.layers import TOP
-from lamina.training.monitoring.trackers import STEP, Trackers, series_of
+from lamina.training.monitor import trackers
+from lamina.training.monitor.measure import TOP
+from lamina.training.monitor.trackers import STEP, Trackers, series_of
 
 ROWS = [
     (3, -1, "embedding", "all", 0, "gradient_norm", 0.5),

@@ -16,7 +16,7 @@ from lamina.reports.diagnosing.jumps import Jump
 from lamina.reports.metrics import METRICS
 from lamina.reports.page import Section, figure, sentence, write_page
 from lamina.reports.style import polish, to_html
-from lamina.training.monitoring.alarms import Alarm, describe
+from lamina.training.monitor.alarms import Alarm, describe
 
 PAGE = "diagnosis.html"
 _SHOWN = 12  # alarms

@@ -17,7 +17,7 @@ from lamina.training.checkpointing import state as saving
 from lamina.training.checkpointing import store as checkpoints
 from lamina.training.checkpointing.stateful import RunState, Stateful, collected
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.guard import DivergenceGuard
+from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.optimization.averaging import WeightAverage
 
 _Trainer = Trainer if TYPE_CHECKING else object  # a mixin: the class that uses it chooses the trainer

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lamina.training.monitoring.layers import STATE_METRICS, state_statistics
-from lamina.training.watching.stream import Seen, rows_of
+from lamina.training.monitor.forward import Seen, rows_of
+from lamina.training.monitor.measure import STATE_METRICS, state_statistics
 
 
 def seen(x, logit, load):

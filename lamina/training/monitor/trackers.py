@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from lamina.errors import UserError
-from lamina.training.monitoring.layers import TOP, Row
+from lamina.training.monitor.measure import TOP, Row
 
 Library: TypeAlias = Any
 """An extra that may be missing, or an object of it."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.checkpointing.stateful import RunState
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.layers import Row
-from lamina.training.monitoring.max_rate_rules import MaxRateRules, Stop, find_stop, no_stop
-from lamina.training.monitoring.series import LOSS
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.max_rate_rules import MaxRateRules, Stop, find_stop, no_stop
+from lamina.training.monitor.measure import Row
+from lamina.training.monitor.step_series import LOSS
 
 
 @dataclass(kw_only=True)

@@ -16,13 +16,12 @@ from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.structure.outputs import Kwargs, Output
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.layers import GradientNorms, Row, rows_of_gains
-from lamina.training.monitoring.places import followed_places, own_part
-from lamina.training.monitoring.updates import UpdateRatios
-from lamina.training.watching.clipping import before_clipping
-from lamina.training.watching.following import Followed, bare, called, follow, is_compiled, items_of, main_input
-from lamina.training.watching.gains import Gain, gains_of
-from lamina.training.watching.optimizers import (
+from lamina.training.monitor.clipping import before_clipping
+from lamina.training.monitor.find_layers import Followed, bare, called, follow, is_compiled, items_of, main_input
+from lamina.training.monitor.forward import ForwardMeter, Seen, in_half, rows_of
+from lamina.training.monitor.gains import Gain, gains_of
+from lamina.training.monitor.measure import GradientNorms, Row, rows_of_gains
+from lamina.training.monitor.optimizers import (
     Taken,
     accumulates,
     after_closure,
@@ -31,8 +30,9 @@ from lamina.training.watching.optimizers import (
     loss_scale,
     stepping,
 )
-from lamina.training.watching.settings import WatchSettings
-from lamina.training.watching.stream import ForwardMeter, Seen, in_half, rows_of
+from lamina.training.monitor.parameter_owners import followed_places, own_part
+from lamina.training.monitor.updates import UpdateRatios
+from lamina.training.monitor.watch_settings import WatchSettings
 
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]

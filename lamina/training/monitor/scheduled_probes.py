@@ -32,14 +32,14 @@ from lamina.probes.engine.measure import structure_of
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.probes.engine.running import run
 from lamina.training.checkpointing.stateful import RunState
-from lamina.training.monitoring.writers import checked_parts, set_aside
+from lamina.training.monitor.writers import checked_parts, set_aside
 from lamina.training.objectives.objective import Processor
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from lamina.probes.structure.sites import Structure
-    from lamina.training.monitoring.gradient_norms import LayerGradNorms
+    from lamina.training.monitor.measured_trainer import LayerGradNorms
     from lamina.training.settings import PretrainSettings
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from lamina.core.json_types import Json
 from lamina.jobs.folder import Resume
 from lamina.jobs.status import Status
-from lamina.training.monitoring.guard import Diverged
-from lamina.training.watching.loop import open_monitor
-from lamina.training.watching.monitor import Monitor
-from lamina.training.watching.settings import WatchSettings
+from lamina.training.monitor.guard import Diverged
+from lamina.training.monitor.monitor import Monitor
+from lamina.training.monitor.watch import open_monitor
+from lamina.training.monitor.watch_settings import WatchSettings
 
 
 class LayerMonitor(TrainerCallback):

@@ -12,7 +12,7 @@ from lamina.core.json_types import Json
 from lamina.jobs.columns import SPIKES
 from lamina.probes.spikes import FEWEST, spikes, surges
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.layers import Row
+from lamina.training.monitor.measure import Row
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.training.execution.compiling import uncompiled
-from lamina.training.monitoring.places import Place, Placed, own_part, places_of, share
+from lamina.training.monitor.parameter_owners import Place, Placed, own_part, places_of, share
 
 Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")

@@ -20,12 +20,12 @@ from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.gradient_norms import LayerGradNorms
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.layers import Row, gain_rows, hidden_state_rows
-from lamina.training.monitoring.trackers import Trackers
-from lamina.training.monitoring.updates import UpdateRatios
-from lamina.training.monitoring.writers import LayersWriter, MetricsWriter, NoWriter
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.measure import Row, gain_rows, hidden_state_rows
+from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.trackers import Trackers
+from lamina.training.monitor.updates import UpdateRatios
+from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
 
 TWICE_SECONDS = 3.0
 

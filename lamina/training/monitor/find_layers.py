@@ -16,7 +16,7 @@ from lamina.probes.structure.discovery import find_structure
 from lamina.probes.structure.forward import forward
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
-from lamina.training.monitoring.scheduled_probes import undisturbed
+from lamina.training.monitor.scheduled_probes import undisturbed
 
 Inputs = dict[str, torch.Tensor]
 _TOKENS = 8  # of the small pass

@@ -15,11 +15,11 @@ from lamina.errors import UserError, one_line
 from lamina.jobs.folder import Resume
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.guard import Diverged
-from lamina.training.watching.instruments import Instruments
-from lamina.training.watching.monitor import Monitor
-from lamina.training.watching.records import Records
-from lamina.training.watching.settings import WatchSettings
+from lamina.training.monitor.guard import Diverged
+from lamina.training.monitor.monitor import Monitor
+from lamina.training.monitor.training_hooks import Instruments
+from lamina.training.monitor.watch_settings import WatchSettings
+from lamina.training.monitor.watched_records import Records
 
 logger = logging.getLogger(__name__)
 

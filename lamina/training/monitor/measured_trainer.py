@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
-from lamina.training.monitoring.experts import ExpertBalance
-from lamina.training.monitoring.guard import DivergenceGuard
-from lamina.training.monitoring.layers import GradientNorms, Row
-from lamina.training.monitoring.series import StepSeries
+from lamina.training.monitor.experts import ExpertBalance
+from lamina.training.monitor.guard import DivergenceGuard
+from lamina.training.monitor.measure import GradientNorms, Row
+from lamina.training.monitor.step_series import StepSeries
 
 Norm = Any
 """A gradient norm in Trainer: a tensor, a DTensor or a number, depending on the device and accelerate's version."""

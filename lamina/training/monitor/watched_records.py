@@ -13,13 +13,13 @@ from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import finite, write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, claim, in_use, lock
 from lamina.jobs.kinds import Kind
-from lamina.training.monitoring.alarms import Alarm
-from lamina.training.monitoring.layers import Row
-from lamina.training.monitoring.series import spike_columns
-from lamina.training.monitoring.trackers import Trackers
-from lamina.training.monitoring.writers import LayersWriter, MetricsWriter
-from lamina.training.watching.reading import ALARMS, VERSION, WATCHED, check_version, read_alarms
-from lamina.training.watching.settings import WatchSettings
+from lamina.training.monitor.alarms import Alarm
+from lamina.training.monitor.measure import Row
+from lamina.training.monitor.step_series import spike_columns
+from lamina.training.monitor.trackers import Trackers
+from lamina.training.monitor.watch_settings import WatchSettings
+from lamina.training.monitor.watched_folder import ALARMS, VERSION, WATCHED, check_version, read_alarms
+from lamina.training.monitor.writers import LayersWriter, MetricsWriter
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitoring.alarms import Alarm, Alarms, describe
-from lamina.training.monitoring.guard import Diverged, DivergenceGuard
-from lamina.training.monitoring.layers import Row
-from lamina.training.monitoring.series import LOSS, NORM, StepSeries
-from lamina.training.watching.instruments import Instruments
-from lamina.training.watching.outliers import GRADIENT, OutlierRule
-from lamina.training.watching.outliers import LOSS as LOSS_VALUE
-from lamina.training.watching.records import Records
+from lamina.training.monitor.alarms import Alarm, Alarms, describe
+from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.measure import Row
+from lamina.training.monitor.outliers import GRADIENT, OutlierRule
+from lamina.training.monitor.outliers import LOSS as LOSS_VALUE
+from lamina.training.monitor.step_series import LOSS, NORM, StepSeries
+from lamina.training.monitor.training_hooks import Instruments
+from lamina.training.monitor.watched_records import Records
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""What a run records while it trains, and what ends it."""
