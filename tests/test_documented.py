@@ -21,7 +21,7 @@ from lamina.probes.engine import registry as probes
 TYPED = {page: parts for page, parts in typed().items() if parts}
 FULL = {"posttraining.md", *(f"lamina {job} --help" for job in ("sft", "reward", "rlhf", "dpo"))}  # epochs, not steps
 FAST = {"posttraining.md", "convert.md", "distributed.md", "loss-spiked.md", "serving.md", "watch.md"}
-FAST |= {"probe-a-checkpoint.md"} | {f"lamina {job} --help" for job in ("completion", "convert", "generate", "reward")}
+FAST |= {"probe-a-checkpoint.md"} | {f"lamina {job} --help" for job in ("convert", "generate", "reward")}
 PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
     "README.md": "tests/test_readme.py",
     "own-placement.md": "tests/placements/test_own_placement_docs.py",

@@ -167,11 +167,7 @@ def add_settings(
             parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=help)
         else:
             value = value_name(settings, name)
-            action = parser.add_argument(
-                flag, *SHORTER.get(name, ()), type=kind, default=default, help=help, metavar=value
-            )
-            if get_origin(settings.kind(name)) is Literal:
-                action.__dict__["words"] = get_args(settings.kind(name))
+            parser.add_argument(flag, *SHORTER.get(name, ()), type=kind, default=default, help=help, metavar=value)
 
 
 def value_name(settings: type[Settings], name: str) -> str:

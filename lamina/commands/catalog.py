@@ -1,4 +1,4 @@
-"""The commands, each with what it does: `lamina --help` and shell completion list them."""
+"""The commands, each with what it does: `lamina --help` lists them."""
 
 from __future__ import annotations
 
@@ -22,5 +22,4 @@ COMMANDS = {
     "report": "rewrite the page of a folder, whichever command wrote the folder",
     "generate": "continue a text with a trained model",
     "convert": "turn a transformers checkpoint into a Lamina one with the same logits, or back",
-    "completion": "print the script with which bash, zsh or tcsh completes commands and flags",
 }

@@ -107,7 +107,7 @@ SETTINGS = {
     "rlhf": RlhfSettings,
     "dpo": DpoSettings,
 }
-JOBS = {name.replace("-", "_") for name in COMMANDS} - {"completion", "placements", "probe"}
+JOBS = {name.replace("-", "_") for name in COMMANDS} - {"placements", "probe"}
 EXPORTED = {"__version__", "build", "evaluate", "placements", "probe", "probe_folder", "LayerMonitor", "watch", "wire"}
 EXPORTED |= JOBS
 
@@ -138,7 +138,6 @@ def test_the_command_line_has_these_commands():
         "report",
         "generate",
         "convert",
-        "completion",
     ]
 
 
