@@ -446,6 +446,7 @@ def pretrain(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     streaming: bool = False,
     shuffle_buffer: int = 2048,
+    branches: Numbers = None,
     pause_step: int | None = None,
     push_to_hub: PathLike | None = None,
     rollback: int = 0,

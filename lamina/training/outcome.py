@@ -60,7 +60,8 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
         result["eval_corpus_loss"] = recorder.second_loss
     if settings.eval_tasks is not None:
         result["tasks"] = recorder.task_scores
-    return {**columns.checked(result), "rollbacks": run.rollbacks.to_list(), **run.guard.outcome(status)}
+    branches = {"branches": run.branches.rows} if run.branches.rows else {}
+    return {**columns.checked(result), "rollbacks": run.rollbacks.to_list(), **branches, **run.guard.outcome(status)}
 
 
 def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:

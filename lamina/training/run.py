@@ -41,6 +41,7 @@ from lamina.training.optimization.order import TrainOrder, order_of
 from lamina.training.optimization.schedule import schedule_of
 from lamina.training.resolve import ResolvedRun
 from lamina.training.trainer import LaminaTrainer
+from lamina.training.trainers.branches import Branches
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,15 @@ class TrainingRun:
         self.trackers = Trackers(settings.report_to, self.folder) if processes.first else None
         self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
         self._probing = self._make_probing()
+        self.branches = Branches(
+            settings,
+            self.model,
+            splits=splits,
+            items=self.train_items,
+            order=self.order,
+            recorder=self.recorder,
+            processes=processes,
+        )
         self.states: list[Stateful] = [
             self.recorder,  # first: it syncs to disk what the others refer to
             *([self.losses] if processes.first else []),
@@ -98,6 +108,7 @@ class TrainingRun:
             RunIdentity(settings, resolved.plan, splits.stats.fingerprint),
             StreamPosition(self),
             *self._probing,
+            self.branches,
         ]
         self.trainer = self._make_trainer()
         self.trainer.load_state_dict(state)
@@ -144,7 +155,7 @@ class TrainingRun:
             train_dataset=self.train_items,
             eval_dataset=self._evaluated(held_out),
             data_collator=objective.collate(settings, self.splits),
-            callbacks=[self.updates, self.recorder, *tensorboard(self.trackers), *self._probing],
+            callbacks=[self.updates, self.recorder, *tensorboard(self.trackers), *self._probing, self.branches],
             guard=self.guard,
             order=self.order,
             processes=self.processes,
@@ -162,7 +173,7 @@ class TrainingRun:
         )
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
-        for callback in (self.recorder, *self._probing):
+        for callback in (self.recorder, *self._probing, self.branches):
             callback.trainer = trainer
         return trainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.core.values import comma_separated, numbers, place
+from lamina.core.values import comma_separated, numbers, place, steps_or_share
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import DeviceSettings, OutputSettings, ProbesSettings, SeedSettings, ThreadSettings
 from lamina.jobs.settings import Settings, at_least, between, changed, setting
@@ -25,6 +25,7 @@ from lamina.training.setting_groups import (
     StreamSettings,
     TrainerSettings,
     WidthSettings,
+    in_steps,
 )
 
 Parallel = Literal["auto", "ddp", "fsdp2"]
@@ -118,6 +119,31 @@ class RollbackSettings(Settings):
     )
 
 
+def shares_or_steps(name: str, value: object) -> str | None:
+    """Comma-separated spans of the run, each in steps (1 or more) or as a share of all steps (below 1)."""
+    if value is None:
+        return None
+    listed = comma_separated(name, value)
+    for span in numbers(name, listed, float):
+        if steps_or_share(name, span) <= 0:
+            raise UserError(f"{name}: {span:g} (allowed: numbers above 0)")
+    return listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchSettings(Settings):
+    """Shorter runs that leave this one."""
+
+    group = "steps and learning rate"
+
+    branches: str | float | tuple[float, ...] | None = setting(
+        None,
+        "with wsd, also give the loss of shorter runs that leave this one where their decay begins: comma-separated "
+        "lengths, in steps (1 or more) or as shares of all steps (below 1)",
+        shares_or_steps,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PauseSettings(Settings):
     """Where a run pauses."""
@@ -150,6 +176,7 @@ class PretrainSettings(
     SeedSettings,
     ParallelSettings,
     StreamSettings,
+    BranchSettings,
     PauseSettings,
     HubSettings,
     RollbackSettings,  # stays the last: a run's config.yaml that does not end with it counts as cut short
@@ -172,6 +199,7 @@ class PretrainSettings(
             raise UserError(
                 f"trainer.dataloader_num_workers: {workers!r} (allowed with streaming: 0, a thread reads ahead)"
             )
+        self._check_branches()
         if self.rollback and not self.save_steps:
             raise UserError(
                 f"rollback: {self.rollback} needs checkpoints to roll back to (allowed: 0, or this with --save-steps)"
@@ -183,6 +211,36 @@ class PretrainSettings(
         for name in ("rollback_factor", "rollback_skip"):
             if not self.rollback and (value := getattr(self, name)) != self.default(name):
                 raise UserError(f"{name}: {value!r} has no effect here (allowed: with --rollback)")
+
+    def branch_steps(self) -> list[int]:
+        """The lengths of the decay branches in steps, the shortest first."""
+        spans = [] if self.branches is None else numbers("branches", str(self.branches), float)
+        return sorted({in_steps(span, self.steps) for span in spans})
+
+    def _check_branches(self) -> None:
+        """Raise UserError for branches that do not leave the run at its constant rate, or that its state rules out."""
+        if self.branches is None:
+            return
+        ruled_out = {
+            "schedule": self.schedule != "wsd",
+            "streaming": self.streaming,
+            "ema_decay": bool(self.ema_decay),
+            "rollback": bool(self.rollback),
+            "precision": self.precision == "fp16",
+        }
+        for name in (name for name, out in ruled_out.items() if out):
+            raise UserError(
+                f"branches: {self.branches!r} with {name} = {getattr(self, name)!r} (allowed: --schedule wsd, without "
+                "--streaming, --ema-decay, --rollback and fp16)"
+            )
+        earliest, latest = in_steps(self.warmup, self.steps), self.steps - in_steps(self.decay, self.steps)
+        for steps in self.branch_steps():
+            begins = steps - in_steps(self.decay, steps)
+            if not max(1, earliest) <= begins < steps or steps >= self.steps or begins > latest:
+                raise UserError(
+                    f"branches: a run of {steps} steps would begin to decay after {begins} (allowed: from the end of "
+                    f"the warm-up, {earliest}, to {latest}, and a length below steps = {self.steps})"
+                )
 
 
 def placement_list(name: str, value: object) -> str:

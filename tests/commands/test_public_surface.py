@@ -63,7 +63,17 @@ STUDY = "study scale seeds corpus set engine address gpus processes store record
 FIXED_BY_RISING = "schedule min-learning-rate warmup decay decay-shape divergence-margin divergence-patience"
 OPTIONS = {
     "compare": [*SHARED.split(), *["placements", "learning-rates", "learning-rates-of", "seeds", "output", "workers"]],
-    "pretrain": [*SHARED.split(), "placement", "from", "from-model", "output", "learning-rate", "seed", *SCALE.split()],
+    "pretrain": [
+        *SHARED.split(),
+        "placement",
+        "branches",
+        "from",
+        "from-model",
+        "output",
+        "learning-rate",
+        "seed",
+        *SCALE.split(),
+    ],
     "preflight": [
         *("placements", "learning-rates", "backbone", "num-layers", "hidden-size", "num-heads", "init", "corpus"),
         *(

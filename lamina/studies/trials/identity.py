@@ -26,6 +26,7 @@ from lamina.jobs.settings import Settings
 from lamina.placements import resolve
 from lamina.studies.trials.jobs import TrialJob
 from lamina.training.objective_settings import ImageSettings, ObjectiveSettings, RegularizationSettings
+from lamina.training.settings import BranchSettings
 
 NUMERICS = 1
 """The version of the code that trains. Raise it with any change after which the same settings give other numbers:
@@ -47,7 +48,7 @@ SPELLED = ("placement", "num_layers", "init", "corpus", "eval_corpus")
 _NAMES = ("placement", "options", "initialization")  # of a plan: what it is called
 # Settings younger than the first records, with the values at which they change nothing: left out there, so that older
 # trials keep their keys.
-_YOUNGER_GROUPS = (ObjectiveSettings, ImageSettings, RegularizationSettings)
+_YOUNGER_GROUPS = (BranchSettings, ObjectiveSettings, ImageSettings, RegularizationSettings)
 YOUNGER: Json = {
     "eval_corpus": None,
     "eval_tasks": None,
