@@ -145,7 +145,7 @@ class TuningRun:
                     trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
                 step = trainer.state.global_step
                 if step >= steps and self.processes.by_first(
-                    lambda: recorder.evaluated_step != step or not recorder.last_measured
+                    lambda: recorder.evaluation.step != step or not recorder.last_measured
                 ):
                     trainer.evaluate()
             except Diverged as diverged:

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
 from lamina.modeling.parts import body_of, sublayers
-from lamina.training.monitor.measure import STATE_METRICS, GradientNorms, Row, state_statistics
+from lamina.training.monitor.measure import STATE_METRICS, GradientNorms, state_statistics
+from lamina.training.monitor.rows import Row
 
 FP16_MAX = 65504.0
 

@@ -30,7 +30,8 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
     steps = run.trainer.state.global_step
     tokens = steps * recorder.tokens_per_step
     timed = recorder.training_steps * recorder.tokens_per_step
-    loss = recorder.last_eval if math.isfinite(recorder.last_eval) else math.nan
+    last = recorder.evaluation
+    loss = last.loss if math.isfinite(last.loss) else math.nan
     parameters = sum(p.numel() for p in run.model.parameters())
     init = recommended(plan) if settings.init == "recommended" else settings.init
     init = init if settings.from_model is None else "checkpoint"
@@ -42,7 +43,7 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
         "perplexity": None,
         "bits_per_byte": None,
         **run.resolved.objective.derived(loss, stats),
-        **recorder.scores,
+        **last.scores,
         "unigram_entropy": stats.unigram_entropy,
         "bigram_entropy": run.processes.by_first(lambda: entropy_of(run.splits, settings, run.order, steps)),
         **spikes,
@@ -57,9 +58,9 @@ def outcome(run: TrainingRun, status: Status, reason: str) -> Json:
         "reason": reason,
     }
     if run.splits.second is not None:
-        result["eval_corpus_loss"] = recorder.second_loss
+        result["eval_corpus_loss"] = last.second
     if settings.eval_tasks is not None:
-        result["tasks"] = recorder.task_scores
+        result["tasks"] = last.tasks
     branches = {"branches": run.branches.rows} if run.branches.rows else {}
     return {**columns.checked(result), "rollbacks": run.rollbacks.to_list(), **branches, **run.guard.outcome(status)}
 
@@ -69,8 +70,8 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
     settings, recorder, step = run.settings, run.recorder, run.trainer.state.global_step
     if recorder.interrupted and not complete:
         return Status.INTERRUPTED, f"{recorder.interrupted} at step {step}"
-    if not math.isfinite(recorder.last_eval):
-        return Diverged(step, f"the eval loss is {recorder.last_eval}; {run.guard.first_to_leave()}")
+    if not math.isfinite(loss := recorder.evaluation.loss):
+        return Diverged(step, f"the eval loss is {loss}; {run.guard.first_to_leave()}")
     entropy, margin = run.splits.stats.unigram_entropy, settings.stuck_margin
     guess = run.resolved.objective.guess
     if recorder.best_eval <= entropy - margin:

@@ -211,7 +211,7 @@ class TrainingRun:
                     trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
                 step = trainer.state.global_step
                 complete = step >= self.settings.steps
-                if complete and self.processes.by_first(lambda: recorder.evaluated_step != step):
+                if complete and self.processes.by_first(lambda: recorder.evaluation.step != step):
                     trainer.evaluate()
             except Diverged as diverged:
                 recorder.record_divergence(diverged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.measure import hidden_state_rows
 from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.rows import Evaluation
 from lamina.training.monitor.step_series import StepSeries
 from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.averaging import WeightAverage
@@ -48,7 +50,7 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
         states: further objects in a checkpoint's run state, resumed with the trainer.
         second: items of a second corpus, whose mean loss is measured with every evaluation.
         collate_eval: how held-out items become a batch; None for ``data_collator``.
-        scores: of logits and labels, each held-out item's further measures by name; their means are ``eval_scores``.
+        scores: of logits and labels, further measures of each held-out item by name; their means join ``evaluation``.
         average: of the weights; evaluations use it.
         measure_tasks: scores the bare model on tasks with every evaluation, in the first process.
         keep_also: whether an older checkpoint is not pruned, by its run state.
@@ -148,20 +150,22 @@ class LaminaTrainer(CheckpointedTrainer, OrderedTrainer, LayerGradNorms, Trainer
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The loss over the held-out blocks, each counted once, for any number of processes.
 
-        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. The loss on
-        the second corpus comes first: ``second_loss`` is there when the callbacks are told of the evaluation.
+        Trainer's own evaluation pads the processes' last batch with blocks that it has already counted. All but the
+        loss is in ``evaluation`` when the callbacks are told of it.
         """
-        if self.second is not None:
-            self.second_loss = self._measured(self.second)["eval_loss"]
+        second = None if self.second is None else self._measured(self.second)["eval_loss"]
+        tasks = None
         if self.measure_tasks is not None and self.processes.first:
-            self.task_scores = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
+            tasks = self.measure_tasks(self.bare_model() if self.average is None else self.average.model)
+        self.evaluation = Evaluation(second=second, tasks=tasks)
         alone = self.processes.size == 1 and self.scores is None and self.average is None
         if alone or any(args) or any(kwargs.values()):
             with torch.random.fork_rng(devices=[]):  # its data loader draws a seed: training's numbers stay as they are
                 return super().evaluate(*args, **kwargs)
         measured = self._measured(self.eval_dataset)
-        self.eval_scores = {name: value for name, value in measured.items() if name != "eval_loss"}
-        metrics = {"eval_loss": measured["eval_loss"], **{f"eval_{k}": v for k, v in self.eval_scores.items()}}
+        scores = {name: value for name, value in measured.items() if name != "eval_loss"}
+        self.evaluation = replace(self.evaluation, scores=scores)
+        metrics = {"eval_loss": measured["eval_loss"], **{f"eval_{k}": v for k, v in scores.items()}}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

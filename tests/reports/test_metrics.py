@@ -11,7 +11,7 @@ from lamina.reports.metrics import METRICS
 from lamina.reports.sections import by_depth
 from lamina.reports.style import Shown
 from lamina.training.monitor.measure import GradientNorms, gain_rows, hidden_state_rows
-from lamina.training.monitor.step_series import LOSS, NORM
+from lamina.training.monitor.rows import LOSS, NORM
 from lamina.training.monitor.updates import UpdateRatios
 from lamina.training.monitor.writers import LAYER_COLUMNS
 

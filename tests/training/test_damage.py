@@ -210,7 +210,7 @@ def test_the_best_evaluation_is_known_without_its_record(run, monkeypatch):
     seen = []
 
     def verdict(run, complete):
-        seen.append((run.recorder.evaluated_step, run.recorder.best_eval))
+        seen.append((run.recorder.evaluation.step, run.recorder.best_eval))
         return outcome.verdict(run, complete)
 
     monkeypatch.setattr(pretrain, "verdict", verdict)

@@ -9,7 +9,8 @@ from training.tiny_runs import layers, records, result
 from transformers import Trainer
 
 from lamina.probes.spikes import surges
-from lamina.training.monitor.step_series import LOSS, NORM, StepSeries, spike_columns
+from lamina.training.monitor.rows import LOSS, NORM
+from lamina.training.monitor.step_series import StepSeries, spike_columns
 from lamina.training.monitor.writers import LayersWriter
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from lamina.core.json_types import Json
 
 if TYPE_CHECKING:
-    from lamina.training.monitor.measure import Row
+    from lamina.training.monitor.rows import Row
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""

@@ -18,7 +18,8 @@ from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.structure.hooks import watch
 from lamina.probes.structure.outputs import Args, Kwargs, Output
 from lamina.probes.structure.sites import Point, Structure
-from lamina.training.monitor.measure import STATE_METRICS, Row, state_statistics
+from lamina.training.monitor.measure import STATE_METRICS, state_statistics
+from lamina.training.monitor.rows import Row
 
 Key = TypeVar("Key", bound=Hashable)
 Spot: TypeAlias = tuple[int, str, int]

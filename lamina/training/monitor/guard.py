@@ -12,7 +12,7 @@ from typing import TypeAlias
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.checkpointing.stateful import RunState
-from lamina.training.monitor.measure import Row
+from lamina.training.monitor.rows import Row
 from lamina.training.setting_groups import GuardSettings
 
 Key = tuple[int, str, str]  # layer, sub-layer, metric

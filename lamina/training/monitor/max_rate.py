@@ -10,8 +10,7 @@ from lamina.jobs.status import Status
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.max_rate_rules import MaxRateRules, Stop, find_stop, no_stop
-from lamina.training.monitor.measure import Row
-from lamina.training.monitor.step_series import LOSS
+from lamina.training.monitor.rows import LOSS, Row
 
 
 @dataclass(kw_only=True)

@@ -13,8 +13,8 @@ from lamina.modeling.modeling_lamina import LaminaModel, LaminaNorm
 from lamina.modeling.parts import body_of, sublayers
 from lamina.training.execution.compiling import uncompiled
 from lamina.training.monitor.parameter_owners import Place, Placed, own_part, places_of, share
+from lamina.training.monitor.rows import Row
 
-Row = tuple[int, int, str, str, int, str, float]
 STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
 _PIECE = 1024
 TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11

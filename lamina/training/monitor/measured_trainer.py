@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +13,8 @@ from transformers import Trainer, TrainingArguments
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.measure import GradientNorms, Row
+from lamina.training.monitor.measure import GradientNorms
+from lamina.training.monitor.rows import Evaluation, Row
 from lamina.training.monitor.step_series import StepSeries
 
 Norm = Any
@@ -34,9 +33,7 @@ class LayerGradNorms(_Trainer):
     gradient_norms: GradientNorms | None
     series: StepSeries | None = None
     experts: ExpertBalance | None = None
-    second_loss: float | None = None  # on the second corpus, at the last evaluation
-    task_scores: dict[str, float] | None = None  # on eval_tasks, at the last evaluation
-    eval_scores: Mapping[str, float] = MappingProxyType({})  # the objective's further measures, at the last evaluation
+    evaluation: Evaluation = Evaluation()  # the last one; the recorder sets step and loss
     overflows: int = 0
     overflows_in_a_row: int = 0
 

@@ -17,10 +17,10 @@ from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.alarms import Alarm, Alarms, describe
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.measure import Row
 from lamina.training.monitor.outliers import GRADIENT, OutlierRule
 from lamina.training.monitor.outliers import LOSS as LOSS_VALUE
-from lamina.training.monitor.step_series import LOSS, NORM, StepSeries
+from lamina.training.monitor.rows import LOSS, NORM, Row
+from lamina.training.monitor.step_series import StepSeries
 from lamina.training.monitor.training_hooks import Instruments
 from lamina.training.monitor.watched_records import Records
 

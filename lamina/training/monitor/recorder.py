@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.measure import Row, gain_rows, hidden_state_rows
+from lamina.training.monitor.measure import gain_rows, hidden_state_rows
 from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.rows import Evaluation, Row
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.updates import UpdateRatios
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
@@ -59,10 +61,7 @@ class RunRecorder(TrainerCallback):
         self.interrupted: str | None = None
         self.pause_step = pause_step
         self.trainer: LayerGradNorms | None = None
-        (self.evaluated_step, self.last_eval), self.best_eval = metrics.last_eval, metrics.best_eval
-        self.second_loss: float | None = None  # on the second corpus, at the last evaluation
-        self.task_scores: dict[str, float] | None = None  # on eval_tasks, at the last evaluation
-        self.scores: dict[str, float] = {}  # the objective's further measures, at the last evaluation
+        self.best_eval = metrics.best_eval
         # The clock stops during evaluations, records and checkpoints: they are not training time.
         self.training_seconds, self.training_steps = 0.0, 0
         self._since: float | None = None
@@ -137,6 +136,12 @@ class RunRecorder(TrainerCallback):
         self._monitor(step, self.trainer.layer_rows)
         self.guard.see_loss(step, loss)
 
+    @property
+    def evaluation(self) -> Evaluation:
+        """The last evaluation."""
+        assert self.trainer is not None
+        return self.trainer.evaluation
+
     def tokens_at(self, step: int) -> int:
         """The tokens trained on by the end of a step."""
         return step * self.tokens_per_step
@@ -158,19 +163,13 @@ class RunRecorder(TrainerCallback):
         **kwargs: object,
     ) -> None:
         loss = float((metrics or {}).get("eval_loss", math.nan))
-        self.last_eval, self.evaluated_step = loss, state.global_step
         self.best_eval = min(self.best_eval, loss) if math.isfinite(loss) else self.best_eval
-        place = {"step": state.global_step, "tokens": self.tokens_at(state.global_step)}
-        record: Json = {**place, **self.evaluated(metrics or {}, loss)}
         assert self.trainer is not None
-        if self.trainer.eval_scores:
-            self.scores = dict(self.trainer.eval_scores)
-            record |= self.scores
-        if (second := self.trainer.second_loss) is not None:
-            record["eval_corpus_loss"] = self.second_loss = second
-        if (scores := self.trainer.task_scores) is not None:
-            self.task_scores = scores
-            record["tasks"] = dict(scores)
+        self.trainer.evaluation = last = replace(self.evaluation, step=state.global_step, loss=loss)
+        record: Json = {"step": last.step, "tokens": self.tokens_at(last.step), **self.evaluated(metrics or {}, loss)}
+        record |= last.scores
+        record |= {} if last.second is None else {"eval_corpus_loss": last.second}
+        record |= {} if last.tasks is None else {"tasks": dict(last.tasks)}
         self.metrics.write(record)
 
     def evaluated(self, metrics: Json, loss: float) -> Json:
@@ -182,27 +181,28 @@ class RunRecorder(TrainerCallback):
         self._take_series()
         self.layers.flush()
         self.metrics.sync()
-        evaluations = [self.evaluated_step, self.last_eval, self.best_eval]
-        second = {} if self.second_loss is None else {"eval_corpus_loss": self.second_loss}
-        scores = {"scores": self.scores} if self.scores else {}
+        last = self.evaluation
+        evaluations = [last.step, last.loss, self.best_eval]
+        second = {} if last.second is None else {"eval_corpus_loss": last.second}
+        scores = {"scores": dict(last.scores)} if last.scores else {}
         return {"evaluations": evaluations, **second, **scores, **self.metrics.state_dict(), **self.layers.state_dict()}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
-        (self.evaluated_step, self.last_eval), self.best_eval = self.metrics.last_eval, self.metrics.best_eval
-        self.second_loss, self.scores = self.metrics.second_loss, dict(self.metrics.scores)
-        self.task_scores = self.metrics.task_scores
-        if "evaluations" not in state:
-            return
-        if self.second_loss is None:
-            self.second_loss = state.get("eval_corpus_loss")
-        self.scores = self.scores or dict(state.get("scores", {}))
-        step, last, best = state["evaluations"]
-        if step > self.evaluated_step:
-            self.evaluated_step, self.last_eval = int(step), last
-        self.best_eval = min(self.best_eval, best)
+        recorded, self.best_eval = self.metrics.evaluation, self.metrics.best_eval
+        if "evaluations" in state:
+            step, loss, best = state["evaluations"]
+            recorded = replace(
+                recorded,
+                second=state.get("eval_corpus_loss") if recorded.second is None else recorded.second,
+                scores=recorded.scores or dict(state.get("scores", {})),
+            )
+            recorded = replace(recorded, step=int(step), loss=loss) if step > recorded.step else recorded
+            self.best_eval = min(self.best_eval, best)
+        assert self.trainer is not None
+        self.trainer.evaluation = recorded
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

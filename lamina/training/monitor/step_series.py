@@ -12,11 +12,10 @@ from lamina.core.json_types import Json
 from lamina.jobs.columns import SPIKES
 from lamina.probes.spikes import FEWEST, spikes, surges
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.measure import Row
+from lamina.training.monitor.rows import LOSS, NORM, Row
 
 logger = logging.getLogger(__name__)
 
-LOSS, NORM = "step_loss", "step_gradient_norm"
 _CHUNK = 1000  # steps whose values are concatenated, so that rare records keep few tensors
 
 

@@ -20,7 +20,7 @@ from lamina.training.monitor.clipping import before_clipping
 from lamina.training.monitor.find_layers import Followed, bare, called, follow, is_compiled, items_of, main_input
 from lamina.training.monitor.forward import ForwardMeter, Seen, in_half, rows_of
 from lamina.training.monitor.gains import Gain, gains_of
-from lamina.training.monitor.measure import GradientNorms, Row, rows_of_gains
+from lamina.training.monitor.measure import GradientNorms, rows_of_gains
 from lamina.training.monitor.optimizers import (
     Taken,
     accumulates,
@@ -31,6 +31,7 @@ from lamina.training.monitor.optimizers import (
     stepping,
 )
 from lamina.training.monitor.parameter_owners import followed_places, own_part
+from lamina.training.monitor.rows import Row
 from lamina.training.monitor.updates import UpdateRatios
 from lamina.training.monitor.watch_settings import WatchSettings
 

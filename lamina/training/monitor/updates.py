@@ -13,9 +13,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lamina.probes.structure.outputs import Output
-from lamina.training.monitor.measure import GradientNorms, Row
+from lamina.training.monitor.measure import GradientNorms
 from lamina.training.monitor.measured_trainer import is_recorded
 from lamina.training.monitor.parameter_owners import own_part
+from lamina.training.monitor.rows import Row
 
 MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 """Metrics, and under which key Adam and its relatives in torch keep them."""

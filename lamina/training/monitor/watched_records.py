@@ -14,7 +14,7 @@ from lamina.jobs.files import finite, write_json, write_text, write_yaml
 from lamina.jobs.folder import Resume, claim, in_use, lock
 from lamina.jobs.kinds import Kind
 from lamina.training.monitor.alarms import Alarm
-from lamina.training.monitor.measure import Row
+from lamina.training.monitor.rows import Row
 from lamina.training.monitor.step_series import spike_columns
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.watch_settings import WatchSettings

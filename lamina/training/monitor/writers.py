@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lamina.core.json_types import Json
@@ -19,6 +18,7 @@ from lamina.jobs.columns import SCORES
 from lamina.jobs.files import finite, write_text, writing
 from lamina.jobs.manifest import entry_of, sync
 from lamina.training.checkpointing.stateful import RunState
+from lamina.training.monitor.rows import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, rollbacks: Iterable[Mapping[str, Any]] = ()):
         self.path, self.rollbacks = folder / "metrics.jsonl", tuple(rollbacks)
         self.best_eval = math.inf
-        self.last_eval: tuple[int, float] = (-1, math.inf)
-        self.second_loss: float | None = None  # at the last evaluation
-        self.task_scores: dict[str, float] | None = None  # at the last evaluation
-        self.scores: dict[str, float] = {}  # at the last evaluation
+        self.evaluation = Evaluation()  # the last one of an earlier process
         self.tokens_before = 0  # in the records of an earlier process
         self._sum, self._size = hashlib.sha256(), 0  # of the file
         self._records, self._count = hashlib.sha256(), 0  # of its records but the rollbacks', by step
@@ -68,17 +65,9 @@ class MetricsWriter:
         write_text(self.path, text)
         self._sum.update(text.encode())
         self._size = len(text.encode())
-        evals = [(r["step"], r["eval_loss"]) for r in map(json.loads, lines) if "eval_loss" in r]
-        self.best_eval = min((loss for _, loss in evals if loss is not None), default=math.inf)
-        self.tokens_before = max((r["tokens"] for r in map(json.loads, lines) if r.get("tokens")), default=0)
-        second = [r["eval_corpus_loss"] for r in map(json.loads, lines) if r.get("eval_corpus_loss") is not None]
-        self.second_loss = second[-1] if second else None
-        tasks = [r["tasks"] for r in map(json.loads, lines) if r.get("tasks") is not None]
-        self.task_scores = tasks[-1] if tasks else None
-        scores = [{name: r[name] for name in SCORES if name in r} for r in map(json.loads, lines) if "eval_loss" in r]
-        self.scores = scores[-1] if scores else {}
-        if evals:
-            self.last_eval = (evals[-1][0], math.nan if evals[-1][1] is None else evals[-1][1])
+        records = [json.loads(line) for line in lines]
+        self.tokens_before = max((record["tokens"] for record in records if record.get("tokens")), default=0)
+        self.evaluation, self.best_eval = _evaluations(records)
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(finite(dict(record)))
@@ -103,6 +92,22 @@ class MetricsWriter:
     def _count_in(self, line: str) -> None:
         self._records.update(f"{line}\n".encode())
         self._count += 1
+
+
+def _evaluations(records: list[Json]) -> tuple[Evaluation, float]:
+    """The last evaluation that records hold, and the best loss."""
+    evaluated = [record for record in records if "eval_loss" in record]
+    best = min((record["eval_loss"] for record in evaluated if record["eval_loss"] is not None), default=math.inf)
+    last: Json = evaluated[-1] if evaluated else {"step": -1, "eval_loss": math.inf}
+    later = {name: value for record in records for name, value in record.items() if value is not None}
+    evaluation = Evaluation(
+        step=last["step"],
+        loss=math.nan if last["eval_loss"] is None else last["eval_loss"],
+        second=later.get("eval_corpus_loss"),
+        scores={name: last[name] for name in SCORES if name in last},
+        tasks=later.get("tasks"),
+    )
+    return evaluation, best
 
 
 def _known_lines(path: Path, step: int, known: tuple[int, str] | None) -> list[str]:
@@ -139,10 +144,7 @@ class NoWriter:
     """Replaces the writers in every process but the first."""
 
     best_eval = math.inf
-    last_eval = (-1, math.inf)
-    second_loss: float | None = None
-    task_scores: dict[str, float] | None = None
-    scores: Mapping[str, float] = MappingProxyType({})
+    evaluation = Evaluation()
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
