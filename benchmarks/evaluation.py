@@ -59,8 +59,8 @@ def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tup
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from lamina.harness.quiet import quiet_harness
-    from lamina.harness.tasks import Tasks
+    from lamina.evaluation.harness import quiet_harness
+    from lamina.evaluation.task_files import Tasks
 
     built = Tasks.find(arguments.data_dir).build(task)
     with quiet_harness():
@@ -70,7 +70,7 @@ def by_the_harness(model: Path, task: str, arguments: argparse.Namespace) -> tup
         seconds = timed(wrapped)
         results = simple_evaluate(
             model=wrapped,
-            tasks=built,  # type: ignore[arg-type]
+            tasks=[*built["tasks"].values()],  # type: ignore[arg-type]
             limit=arguments.limit,
             bootstrap_iters=0,
             task_manager=TaskManager(include_defaults=False),
@@ -96,22 +96,21 @@ def timed(wrapped: Any) -> list[float]:
 def by_lamina(model: Path, task: str, arguments: argparse.Namespace) -> tuple[Any, float]:
     """The same of `lamina eval`'s code."""
     from lamina.evaluation.candidates import load_candidate
+    from lamina.evaluation.harness import Runner
     from lamina.evaluation.settings import EvalSettings
-    from lamina.harness.runner import Runner
-    from lamina.harness.tasks import Tasks
+    from lamina.evaluation.task_files import Tasks
 
     built = Tasks.find(arguments.data_dir).build(task)
     network, tokenizer = load_candidate(str(model), EvalSettings(), "cpu")
     runner = Runner(model=network, tokenizer=tokenizer, batch_size=arguments.batch_size, limit=arguments.limit)
-    seconds = timed(runner.language_model())
+    seconds = timed(runner.language_model)
     results, _ = runner.run(built, None)
     return results, sum(seconds)
 
 
 def compared(task: str, theirs: Any, ours: Any) -> dict[str, Any]:
     """The largest difference of a log-likelihood, and whether all metrics are equal."""
-    from lamina.evaluation.items import item_table
-    from lamina.evaluation.scores import scores_of
+    from lamina.evaluation.scores import item_table, scores_of
 
     one, two = item_table(theirs["samples"]), item_table(ours["samples"])
     if list(one["doc_id"]) != list(two["doc_id"]) or list(one["target"]) != list(two["target"]):

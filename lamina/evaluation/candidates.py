@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,17 +48,21 @@ class Candidate:
         return ""
 
     def state(self) -> str:
-        """A hash that changes when the checkpoint's files do; of the name for one on the hub."""
+        """Return a hash that changes when the checkpoint's files do; of the name for one on the hub."""
         folder = model_folder(self.path)
-        digest = hashlib.sha256(str(folder).encode())
         if (folder / MANIFEST).is_file():
-            digest.update((folder / MANIFEST).read_bytes())
-        else:
-            files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
-            for file in (file for file in files if file.is_file()):
-                about = file.stat()
-                digest.update(f"{file.name}|{about.st_size}|{about.st_mtime_ns}".encode())
-        return digest.hexdigest()[:16]
+            return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
+        return stamp(folder.rglob("*") if folder.is_dir() else [folder], str(folder))
+
+
+def stamp(paths: Iterable[Path], about: str = "") -> str:
+    """Return a hash of the names, sizes and times of files, and of a text; what is no file is left out."""
+    digest = hashlib.sha256(about.encode())
+    for path in sorted(paths):
+        if path.is_file():
+            stat = path.stat()
+            digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
 
 
 Expand = Callable[[str], Sequence[Candidate] | None]

@@ -1,28 +1,53 @@
-"""`lamina eval`: models and tasks in, a folder with scores and tables out."""
+"""`lamina eval`: models and tasks in, a folder with scores and tables out; each score is written once it is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pandas as pd
+import pyarrow.parquet
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 from lamina.core.json_types import Json
+from lamina.core.progress import has_bars
 from lamina.core.values import comma_separated
 from lamina.data import Corpus
-from lamina.evaluation.candidates import Candidate, Expand, candidates_of
-from lamina.evaluation.evaluating import Evaluating
-from lamina.evaluation.generated import writing as generated
-from lamina.evaluation.generated.tasks import NAMES
-from lamina.evaluation.scores import PERPLEXITY
+from lamina.errors import UserError, one_line
+from lamina.evaluation import generated
+from lamina.evaluation.candidates import Candidate, Expand, candidates_of, check_candidate, load_candidate, stamp
+from lamina.evaluation.harness import Runner
+from lamina.evaluation.perplexity import documents_of, perplexity
+from lamina.evaluation.scores import PERPLEXITY, Score, from_rows, item_table, number_of, scores_of, to_rows
 from lamina.evaluation.settings import EvalSettings
+from lamina.evaluation.tables import table
+from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.harness.tasks import Tasks
-from lamina.jobs.files import read_written_yaml
+from lamina.jobs.files import disk_full, read_written_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.status import Status
+from lamina.modeling.backbones.configurations import refuse_scores
 from lamina.modeling.checkpoint import checked_device
 
+logger = logging.getLogger(__name__)
+
+LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
+RUNNING = "it is still running, or was killed (--resume continues)"
 POLICY = ResumePolicy(
     what="evaluation",
     # what is evaluated, where, and how fast; not what a number means
@@ -46,8 +71,8 @@ def evaluate(
 ) -> Json:
     """Evaluate models and write the folder ``settings.output``; returns the content of result.json.
 
-    ``settings`` are a whole record, or the user's values by name. Each model's scores on each task are written as soon
-    as they are known; with ``resume``, those are not computed again. ``expand`` finds the runs in a study's folder.
+    ``settings`` are a whole record, or the user's values by name. With ``resume``, only scores that the folder lacks
+    are computed. ``expand`` finds the runs in a study's folder.
 
     Raises:
         UserError: for invalid settings, an unknown task, data or a checkpoint that can't be read, an output folder in
@@ -55,55 +80,331 @@ def evaluate(
         OSError: the disk is full; finished scores are kept.
         KeyboardInterrupt: after result.json says `interrupted`; finished scores are kept.
     """
-    given = settings if isinstance(settings, EvalSettings) else _normalized(settings)
+    if not isinstance(settings, EvalSettings):
+        lists = ("models", "tasks")
+        settings = {name: comma_separated(name, value) if name in lists else value for name, value in settings.items()}
     job = open_job(
-        Kind.EVALUATION, EvalSettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
+        Kind.EVALUATION, EvalSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
     )
     complete = job.settings
     complete.require()
     columns, tasks = what_to_run(complete)
     candidates = candidates_of(complete.model_list(), expand)
-    evaluating = Evaluating(complete, candidates, columns, tasks, device=checked_device(complete.device), bar=bar)
-    evaluating.check()  # before the folder is touched: the data may not be there
+    evaluation = Evaluation(complete, candidates, columns, tasks, device=checked_device(complete.device), bar=bar)
+    evaluation.check()  # before the folder is touched: the data may not be there
     with job:
         job.write_yaml("config.yaml", complete.to_dict())
-        return evaluating.run(job.folder)
-
-
-def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
-    """The columns, and the tasks that they need (None for a perplexity alone).
-
-    Raises UserError for an unknown task, or a corpus that does not exist.
-    """
-    names = settings.task_list()
-    columns: list[Wanted] = []
-    if settings.corpus is not None:
-        Corpus.parse(settings.corpus, settings.text_field)
-        columns.append(Wanted(task=PERPLEXITY, metric="token_perplexity", heading="ppl"))
-    if not names:
-        return columns, None
-    wanted = columns_of(names, settings.num_fewshot)
-    made = generated.cached() if any(one.task in NAMES for one in wanted) else None
-    tasks = Tasks.find(settings.data_dir, *([made] if made is not None else []), run_code=settings.run_code)
-    place = "DIR/tasks/*.yaml in --data-dir"
-    tasks.files.require([one.task for one in wanted], place=place, others=[*SETS, GENERATED])
-    for one in wanted:
-        members = tasks.files.tags.get(one.task) if one.task not in tasks.files.files else None
-        columns += [one] if members is None else [_member(one, task) for task in sorted(members)]
-    return list(dict.fromkeys(columns)), tasks
-
-
-def _member(tag: Wanted, task: str) -> Wanted:
-    return Wanted(task=task, num_fewshot=tag.num_fewshot, metric=tag.metric)
-
-
-def _normalized(settings: Mapping[str, object]) -> Json:
-    """The user's values, with lists as the command line has them."""
-    lists = ("models", "tasks")
-    return {name: comma_separated(name, value) if name in lists else value for name, value in settings.items()}
+        return evaluation.run(job.folder)
 
 
 def _stored(folder: Path) -> Json | None:
     """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
     path = folder / "config.yaml"
     return read_written_yaml(path) if path.is_file() else None
+
+
+def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:
+    """Return the columns, and the tasks that they need (None for a perplexity alone).
+
+    Raises UserError for an unknown task, or a corpus that does not exist.
+    """
+    columns: list[Wanted] = []
+    if settings.corpus is not None:
+        Corpus.parse(settings.corpus, settings.text_field)
+        columns.append(Wanted(task=PERPLEXITY, metric="token_perplexity", heading="ppl"))
+    if not settings.task_list():
+        return columns, None
+    wanted = columns_of(settings.task_list(), settings.num_fewshot)
+    folders = [generated.cached()] if any(column.task in generated.NAMES for column in wanted) else []
+    tasks = Tasks.find(settings.data_dir, *folders, run_code=settings.run_code)
+    source = "DIR/tasks/*.yaml in --data-dir"
+    tasks.require([column.task for column in wanted], source=source, others=[*SETS, GENERATED])
+    for column in wanted:
+        members = tasks.tagged(column.task)
+        columns += [replace(column, task=task, heading="") for task in members] if members else [column]
+    return list(dict.fromkeys(columns)), tasks
+
+
+class Evaluation:
+    """Models on tasks: ``check`` reads the tasks' data, ``run`` evaluates and writes.
+
+    Args:
+        settings: of the job.
+        candidates: the models.
+        columns: the numbers that the table prints.
+        tasks: what the columns need; None for a perplexity alone.
+        device: where the models run.
+        bar: whether to show progress.
+    """
+
+    def __init__(
+        self,
+        settings: EvalSettings,
+        candidates: Sequence[Candidate],
+        columns: Sequence[Wanted],
+        tasks: Tasks | None,
+        *,
+        device: str,
+        bar: bool,
+    ):
+        self.settings, self.candidates, self.columns, self.tasks = settings, candidates, columns, tasks
+        self.device, self.bar = device, bar
+        self.units = {column.unit: column for column in columns}
+        self.records: dict[tuple[str, str], Json] = {}
+
+    def check(self) -> None:
+        """Look at every model and read every task's data. Raises UserError, before the folder is touched."""
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+        for candidate in self.candidates:
+            if not candidate.left_out:
+                config = check_candidate(candidate.path, self.settings)
+                refuse_scores(config, f"models: {candidate.path!r}")
+                if PERPLEXITY in self.units:
+                    window_of(self.settings, config)
+        if PERPLEXITY in self.units:
+            next(iter(self._texts()), None)
+        for column in self.units.values():
+            if column.task != PERPLEXITY and self.tasks is not None:
+                self.tasks.build(column.task)
+
+    def run(self, folder: Path) -> Json:
+        """Evaluate, write, and return the content of result.json; errors as in ``evaluate``."""
+        self.folder = folder
+        self._read_finished()
+        self._write(Status.INTERRUPTED, RUNNING)
+        try:
+            for number, candidate in enumerate(self.candidates, start=1):
+                todo = [unit for unit in self.units if (candidate.name, unit) not in self.records]
+                if todo and not candidate.left_out:
+                    self._evaluate(candidate, todo, f"{number} of {len(self.candidates)}")
+        except KeyboardInterrupt:
+            self._write(Status.INTERRUPTED, "stopped by Ctrl-C; finished scores are kept (--resume continues)")
+            raise
+        except Exception as error:
+            if disk_full(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+            self._write(Status.FAILED, one_line(str(error) if isinstance(error, UserError) else error))
+            raise
+        return self._write(Status.FINISHED, "")
+
+    def _evaluate(self, candidate: Candidate, todo: list[str], position: str) -> None:
+        model, tokenizer = load_candidate(candidate.path, self.settings, self.device)
+        for unit in todo:
+            state = self._state(candidate, unit)
+            if self.bar:
+                tqdm.write(f"{candidate.name} ({position}): {unit}", file=sys.stderr)
+            began = time.monotonic()
+            scores, notes = self._score(model, tokenizer, candidate, self.units[unit])
+            record = {
+                "model": candidate.name,
+                "unit": unit,
+                "state": state,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "scores": to_rows(scores),
+                "notes": notes,
+                "seconds": round(time.monotonic() - began, 3),
+            }
+            path = self._file("scores", candidate.name, unit, ".json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, record)
+            self.records[candidate.name, unit] = record
+            self._write(Status.INTERRUPTED, RUNNING)
+
+    def _score(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, candidate: Candidate, column: Wanted
+    ) -> tuple[list[Score], list[str]]:
+        settings = self.settings
+        if column.task == PERPLEXITY:
+            return self._perplexity(model, tokenizer)
+        assert self.tasks is not None
+        runner = Runner(
+            model=model,
+            tokenizer=tokenizer,
+            batch_size=settings.batch_size,
+            limit=settings.limit,
+            seed=settings.seed,
+            chat_template=settings.chat_template,
+            run_code=settings.run_code,
+        )
+        results, notes = runner.run(self.tasks.build(column.task), column.num_fewshot, bar=self.bar)
+        path = self._file("items", candidate.name, column.unit, ".parquet")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path) as temporary:
+            item_table(results.get("samples", {})).to_parquet(temporary.absolute(), index=False)
+        return scores_of(results), notes
+
+    def _perplexity(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Score], list[str]]:
+        settings = self.settings
+        window, stride = window_of(settings, model.config)
+        with tqdm(desc="perplexity", unit=" tokens", disable=not (self.bar and has_bars()), leave=False) as progress:
+            measured = perplexity(
+                model,
+                tokenizer,
+                self._texts(),
+                window=window,
+                stride=stride,
+                batch_size=settings.batch_size,
+                progress=progress.update,
+            )
+        note = (
+            f"{measured.tokens:,} tokens, {measured.words:,} words, {measured.bytes:,} bytes in "
+            f"{measured.documents:,} documents; a window of {window} tokens, moved by {stride}"
+        )
+        scores = [
+            Score(task=PERPLEXITY, metric=name, value=value, items=measured.documents, higher_is_better=False)
+            for name, value in measured.numbers().items()
+        ]
+        return scores, [note]
+
+    def _texts(self) -> Iterable[str]:
+        return documents_of(str(self.settings.corpus), self.settings.text_field, self.settings.limit)
+
+    def _state(self, candidate: Candidate, unit: str) -> list[str]:
+        """What a score rests on: the weights, and the files of the text or of the tasks' data."""
+        if unit == PERPLEXITY:
+            corpus = Corpus.parse(str(self.settings.corpus), self.settings.text_field)
+            return [candidate.state(), stamp(corpus.changed_since(0.0))]
+        folder = self.settings.data_dir
+        return [candidate.state(), stamp([] if folder is None else Path(folder).rglob("*"))]
+
+    def _file(self, kind: str, model: str, unit: str, suffix: str) -> Path:
+        return self.folder / kind / _file_name(model) / f"{_file_name(unit)}{suffix}"
+
+    def _read_finished(self) -> None:
+        """Read the folder's scores of these models as they are now, on these tasks."""
+        for candidate in self.candidates:
+            for unit in self.units:
+                path = self._file("scores", candidate.name, unit, ".json")
+                items = self._file("items", candidate.name, unit, ".parquet")
+                if not path.is_file():
+                    continue
+                try:
+                    record = json.loads(path.read_text(encoding="utf-8"))
+                    if unit != PERPLEXITY:
+                        path = items
+                        pyarrow.parquet.read_metadata(items)
+                    if record["state"] == self._state(candidate, unit) and from_rows(record["scores"]):
+                        self.records[candidate.name, unit] = record
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    logger.warning("%s is missing or damaged (%s): it is computed again", path, one_line(error))
+
+    def scores(self) -> dict[tuple[str, Wanted], Score]:
+        """The columns' numbers so far, by model and column."""
+        numbers = {}
+        for (model, unit), record in self.records.items():
+            for column in (column for column in self.columns if column.unit == unit):
+                number = number_of(column, from_rows(record["scores"]))
+                if number is not None:
+                    numbers[model, column] = number
+        return numbers
+
+    def _write(self, status: Status, reason: str) -> Json:
+        keys = [(candidate.name, unit) for candidate in self.candidates for unit in self.units]
+        finished = [self.records[key] for key in keys if key in self.records]
+        printed = table(self.columns, self.candidates, self.scores())
+        result = {
+            "status": str(status),
+            "reason": reason,
+            "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "command": self.settings.command(),
+            "settings": self.settings.to_dict(),
+            "models": [self._about(candidate) for candidate in self.candidates],
+            "units": [record for _, record in sorted(self.records.items())],
+            "seconds": round(sum(record["seconds"] for record in self.records.values()), 2),
+            "table": printed.to_json(),
+        }
+        write_text(self.folder / "results.csv", rows(finished, self.candidates).to_csv(index=False))
+        for name, text in (("csv", printed.csv()), ("md", printed.markdown()), ("tex", printed.latex())):
+            write_text(self.folder / f"table.{name}", text)
+        write_json(self.folder / "result.json", result)  # the last: a page reads it first
+        return result
+
+    def _about(self, candidate: Candidate) -> Json:
+        records = [record for (name, _), record in self.records.items() if name == candidate.name]
+        return {
+            "name": candidate.name,
+            "path": candidate.path,
+            "arm": candidate.arm,
+            "seed": candidate.seed,
+            "status": candidate.status,
+            "left_out": candidate.left_out,
+            "parameters": records[0]["parameters"] if records else None,
+        }
+
+
+def rows(records: Iterable[Json], candidates: Sequence[Candidate]) -> pd.DataFrame:
+    """Make results.csv: one row per model, task, metric and filter."""
+    models = {candidate.name: candidate for candidate in candidates}
+    listed = [
+        {"model": record["model"], "arm": models[record["model"]].arm, "seed": models[record["model"]].seed, **score}
+        for record in records
+        for score in record["scores"]
+    ]
+    return pd.DataFrame(listed, columns=pd.Index(("model", "arm", "seed", *Score.__dataclass_fields__)))
+
+
+def window_of(settings: EvalSettings, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the window and the stride, tokens. Raises UserError for a window beyond the model's context."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    window = settings.window or min(longest or LONGEST_WINDOW, LONGEST_WINDOW)
+    if longest is not None and window > longest:
+        raise UserError(f"window: {window} is longer than the model's context (allowed: at most {longest})")
+    stride = settings.stride or max(1, window // 2)
+    if stride > window:
+        raise UserError(f"stride: {stride} skips tokens (allowed: at most the window, {window})")
+    return window, stride
+
+
+def _file_name(name: str) -> str:
+    """A name as a file's: letters, digits and a few marks; a name that is changed gets a hash, so that none clash."""
+    plain = re.sub(r"[^A-Za-z0-9@._-]+", "-", name).strip("-.")[-80:]
+    return plain if plain == name else f"{plain or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMeasure:
+    """The tasks to score at each evaluation of a training: `lamina pretrain --eval-tasks`.
+
+    Attributes:
+        columns: the numbers, one record each.
+        tasks: what they need.
+        limit: items per task; None for all.
+        batch_size: sequences per forward pass.
+        seed: of the few-shot examples.
+    """
+
+    columns: tuple[Wanted, ...]
+    tasks: Tasks
+    limit: int | None
+    batch_size: int
+    seed: int
+
+    @staticmethod
+    def find(names: str, data_dir: str | None, limit: int, batch_size: int, seed: int) -> TaskMeasure:
+        """Find the tasks and read their data once. Raises UserError, about eval_tasks, where that fails."""
+        try:
+            settings = EvalSettings(tasks=names, data_dir=data_dir, limit=limit or None)
+            columns, tasks = what_to_run(settings)
+            assert tasks is not None
+            for task in dict.fromkeys(column.task for column in columns):
+                tasks.build(task)
+        except UserError as error:
+            raise UserError(f"eval_tasks: {str(error).removeprefix('tasks: ')}") from error
+        return TaskMeasure(columns=tuple(columns), tasks=tasks, limit=settings.limit, batch_size=batch_size, seed=seed)
+
+    def scores(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+        """Return the columns' numbers by ``TASK`` or ``TASK:METRIC``; shares from 0 to 1.
+
+        The caller keeps the training undisturbed: the harness seeds the random generators.
+        """
+        runner = Runner(model=model, tokenizer=tokenizer, batch_size=self.batch_size, limit=self.limit, seed=self.seed)
+        numbers: dict[str, float] = {}
+        for unit in dict.fromkeys(column.unit for column in self.columns):
+            columns = [column for column in self.columns if column.unit == unit]
+            results, _ = runner.run(self.tasks.build(columns[0].task), columns[0].num_fewshot)
+            for column in columns:
+                number = number_of(column, scores_of(results))
+                if number is not None:
+                    numbers[unit if number.metric == "acc" else f"{unit}:{number.metric}"] = number.value
+        return numbers

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +17,6 @@ from lamina.errors import UserError
 
 UNSCORED = -100  # cross_entropy's ignore_index
 ROWS = 1024  # predictions whose logits are in float64 at a time
-
-
-class Progress(Protocol):
-    """A progress bar."""
-
-    def update(self, n: int) -> object:
-        """Count ``n`` more."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +82,7 @@ def perplexity(
     window: int,
     stride: int,
     batch_size: int = 8,
-    progress: Progress | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Perplexity:
     """Score texts, each on its own.
 
@@ -102,7 +93,7 @@ def perplexity(
         window: tokens that the model reads at once.
         stride: tokens by which the window moves.
         batch_size: windows per forward pass.
-        progress: counts the scored tokens.
+        progress: called with the number of tokens that were scored.
 
     Raises:
         UserError: no text has tokens; the tokenizer has neither token; the loss is not finite.
@@ -125,7 +116,7 @@ def perplexity(
     while batch := list(islice(found, batch_size)):
         total += _nll(model, batch, prefix)
         if progress is not None:
-            progress.update(sum(len(one.targets) for one in batch))
+            progress(sum(len(one.targets) for one in batch))
     if not counts["tokens"]:
         raise UserError("corpus: it has no tokens (allowed: a text)")
     if not math.isfinite(total):

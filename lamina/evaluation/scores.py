@@ -1,11 +1,14 @@
-"""Scores: what a model reached on a task, as rows of a table."""
+"""Scores: what a model reached on a task and on each of its items, as rows of tables."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+
+import pandas as pd
 
 from lamina.core.json_types import Json
 from lamina.evaluation.task_sets import Wanted
@@ -78,7 +81,7 @@ def from_rows(rows: Sequence[Mapping[str, object]]) -> list[Score]:
     """Scores as ``to_rows`` wrote them, through JSON, too."""
     known = {entry.name for entry in fields(Score)}
     return [
-        Score(**{name: value for name, value in row.items() if name in known} | {"value": _number(row)})  # type: ignore[arg-type]
+        Score(**{name: value for name, value in row.items() if name in known} | {"value": float(str(row["value"]))})  # type: ignore[arg-type]
         for row in rows
     ]
 
@@ -88,14 +91,6 @@ def to_rows(scores: Sequence[Score]) -> list[Json]:
     return [
         asdict(score) | {"value": score.value if math.isfinite(score.value) else str(score.value)} for score in scores
     ]
-
-
-def _number(row: Mapping[str, object]) -> float:
-    """A row's value; null, in files of earlier versions, was an infinite perplexity, or NaN."""
-    value = row["value"]
-    if value is None:
-        return math.inf if str(row["metric"]).endswith(PERPLEXITY) else math.nan
-    return float(str(value))
 
 
 def number_of(wanted: Wanted, scores: Sequence[Score]) -> Score | None:
@@ -119,3 +114,35 @@ def main_metric(scores: Sequence[Score], task: str) -> str | None:
     """The main metric of a task, or of a group's tasks."""
     own = [score.metric for score in scores if score.task == task] or [score.metric for score in scores]
     return next((metric for metric in _MAIN if metric in own), own[0] if own else None)
+
+
+def item_table(samples: Mapping[str, Sequence[Json]]) -> pd.DataFrame:
+    """One row per item.
+
+    Columns: ``task``; ``filter`` (of the answers: an item has one row per filter); ``doc_id`` (the item's number in the
+    data); ``target``; ``log_likelihoods`` (nats; of each choice, or of the one continuation or text) and ``greedy``
+    (whether each is the likeliest continuation); ``answer`` (the text that the model wrote, for a task that generates);
+    ``metrics`` (JSON: the item's part in each metric).
+    """
+    return pd.DataFrame(
+        [_row(task, sample) for task, listed in samples.items() for sample in listed],
+        columns=["task", "filter", "doc_id", "target", "log_likelihoods", "greedy", "answer", "metrics"],
+    )
+
+
+def _row(task: str, sample: Json) -> Json:
+    answers = [part[0] if isinstance(part, list | tuple) and part else part for part in sample.get("resps", [])]
+    scored = [part for part in answers if isinstance(part, list | tuple) and len(part) == 2]
+    numbers = [float(part[0]) for part in scored]
+    numbers += [float(part) for part in answers if isinstance(part, int | float)]  # a rolling log-likelihood
+    written = [part for part in answers if isinstance(part, str)]
+    return {
+        "task": task,
+        "filter": str(sample.get("filter", "none")),
+        "doc_id": int(sample["doc_id"]),
+        "target": str(sample.get("target")),
+        "log_likelihoods": numbers,
+        "greedy": [bool(part[1]) for part in scored],
+        "answer": written[0] if written else None,
+        "metrics": json.dumps({name: sample.get(name) for name in sample.get("metrics", [])}, default=str),
+    }

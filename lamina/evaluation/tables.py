@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lamina.core.json_types import Json
 from lamina.evaluation.candidates import Candidate
 from lamina.evaluation.scores import SHARES, Score
 from lamina.evaluation.task_sets import Wanted
@@ -48,7 +49,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ScoreLine:
     """A line of the table.
 
     Attributes:
@@ -83,9 +84,28 @@ class ScoreTable:
     """
 
     headings: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[ScoreLine, ...]
     best: tuple[tuple[int, ...], ...]
     shares: tuple[bool, ...]
+
+    def to_json(self) -> Json:
+        """Return the table for the page."""
+        lines = [
+            {
+                "arm": line.arm,
+                "runs": line.runs,
+                "left_out": line.left_out,
+                "mean": [cell.mean for cell in line.cells],
+                "std": [cell.std for cell in line.cells],
+            }
+            for line in self.lines
+        ]
+        return {
+            "headings": list(self.headings),
+            "best": list(self.best),
+            "shares": list(self.shares),
+            "lines": lines,
+        }
 
     def csv(self) -> str:
         """As CSV, with a column of means and one of standard deviations per number."""
@@ -118,7 +138,7 @@ class ScoreTable:
         lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head + r" \\", r"\midrule", *body]
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
-    def _texts(self, line: Line, plus_minus: str = "±", dash: str = "–") -> list[str]:
+    def _texts(self, line: ScoreLine, plus_minus: str = "±", dash: str = "–") -> list[str]:
         if not line.runs:
             return [FAILED, *[dash] * (len(self.headings) - 1)]
         return [cell.text(plus_minus).replace("–", dash) for cell in line.cells]
@@ -149,7 +169,7 @@ def _line(
     candidates: Sequence[Candidate],
     numbers: dict[tuple[str, Wanted], Score],
     shares: list[int],
-) -> Line:
+) -> ScoreLine:
     runs = [one for one in candidates if one.arm == arm]
     left_out: dict[str, int] = {}
     for one in runs:
@@ -162,7 +182,7 @@ def _line(
         # a run's average counts only if the run has every number: else the averages are of different tasks
         means = [statistics.fmean(row[at] for at in shares) for row in by_run]
         cells.append(Cell.of([mean for mean in means if math.isfinite(mean)]))
-    return Line(arm=arm, cells=tuple(cells), runs=len(evaluated), left_out=left_out)
+    return ScoreLine(arm=arm, cells=tuple(cells), runs=len(evaluated), left_out=left_out)
 
 
 def _printed(score: Score | None) -> float:

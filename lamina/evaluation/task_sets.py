@@ -105,7 +105,7 @@ def columns_of(names: Sequence[str], num_fewshot: int | None = None) -> list[Wan
 
     ``num_fewshot`` replaces every number of examples. No column appears twice. Raises UserError for a malformed number.
     """
-    from lamina.evaluation.generated.tasks import NAMES
+    from lamina.evaluation.generated import NAMES
 
     generated = tuple(Wanted(task=task, num_fewshot=0, metric="acc", heading=title) for task, title in NAMES.items())
     sets = {name: each.columns for name, each in SETS.items()} | {GENERATED: generated}

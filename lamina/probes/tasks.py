@@ -8,8 +8,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lamina.errors import UserError
-from lamina.harness.runner import Runner
-from lamina.harness.tasks import Tasks
+from lamina.evaluation.harness import Runner
+from lamina.evaluation.task_files import Tasks
 from lamina.probes.engine.context import Context
 
 
@@ -24,7 +24,7 @@ class Task:
         self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True
         try:
             self._tasks = Tasks.find(None, *([Path(include_path)] if include_path is not None else []))
-            self._tasks.files.require([name], place="*.yaml in include_path")
+            self._tasks.require([name], source="*.yaml in include_path")
             self._tasks.build(name)
         except UserError as error:
             raise UserError(f"task: {str(error).removeprefix('tasks: ')}") from None

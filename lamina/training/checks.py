@@ -28,7 +28,7 @@ from lamina.training.optimization.optimizer import check_optimizer, width_scalin
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
-    from lamina.evaluation.while_training import TaskMeasure
+    from lamina.evaluation.job import TaskMeasure
 
 # optimizers that treat each element of a weight independently
 SHARDED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
@@ -63,7 +63,7 @@ def task_measure(settings: PretrainSettings) -> TaskMeasure | None:
     """What scores the run's eval_tasks; None without them. Raises UserError for a task or data that is not there."""
     if settings.eval_tasks is None:
         return None
-    from lamina.evaluation.while_training import TaskMeasure  # needs the harness only now
+    from lamina.evaluation.job import TaskMeasure  # needs the harness only now
 
     return TaskMeasure.find(
         settings.eval_tasks, settings.eval_data_dir, settings.eval_task_limit, settings.batch_size, settings.seed

@@ -10,9 +10,9 @@ import yaml
 from evaluation.conftest import QUIZ
 
 from lamina.errors import UserError
-from lamina.harness import containment
-from lamina.harness.runner import Runner
-from lamina.harness.tasks import Tasks
+from lamina.evaluation.containment import contained
+from lamina.evaluation.harness import Runner
+from lamina.evaluation.task_files import Tasks
 from lamina.probes.tasks import Task
 
 pytest.importorskip("lm_eval")
@@ -166,7 +166,7 @@ def attempt(folder, model=None):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tasks = Tasks.find(str(folder))
-    tasks.files.require(["quiz"], place="")
+    tasks.require(["quiz"], source="")
     built = tasks.build("quiz")
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     Runner(model=network, tokenizer=tokenizer, limit=2).run(built, 1)
@@ -197,7 +197,7 @@ def test_a_generated_task_s_name_is_no_way_in(folder, canary, tmp_path):
 
 
 def test_a_metric_s_script_in_the_working_folder_is_not_loaded_for_a_shipped_task(canary, folder):
-    with containment.contained(False):
+    with contained(False):
         import evaluate
 
         with pytest.raises(UserError, match="the metric 'm' is a Python script"):
@@ -206,7 +206,7 @@ def test_a_metric_s_script_in_the_working_folder_is_not_loaded_for_a_shipped_tas
 
 
 def test_what_runs_while_a_model_trains_or_is_probed_runs_nothing_either(folder, canary):
-    from lamina.evaluation.while_training import TaskMeasure
+    from lamina.evaluation.job import TaskMeasure
 
     write(folder, canary, {"doc_to_text": CYCLER})
     with pytest.raises(UserError, match="eval_tasks: 'quiz': its template can't be filled in: SecurityError"):

@@ -73,9 +73,9 @@ def test_rows_have_the_hub_s_names_and_columns(script, tmp_path):
 def test_every_task_of_the_offline_sets_has_a_place(script):
     """The names in the script are those of the harness's own task files."""
     pytest.importorskip("lm_eval")
-    from lamina.harness.tasks import Tasks
+    from lamina.evaluation.task_files import Tasks
 
-    files = Tasks.find(None).files
+    files = Tasks.find(None)
     tables = {(name, config) for name, config, *_ in [*script.TABLES.values(), *script.REQUESTS.values()]}
     names = "hellaswag piqa arc_easy arc_challenge winogrande sciq openbookqa boolq rte social_iqa commonsense_qa"
     for task in f"{names} lambada_openai gsm8k humaneval mbpp cb copa".split():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.evaluation import evaluating
+from lamina.evaluation import job
 from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
 from lamina.jobs.kinds import Kind, kind_of
@@ -46,7 +46,7 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
     assert set(rows["metric"]) >= {"acc", "token_perplexity", "word_perplexity", "byte_perplexity"}
     assert set(rows.loc[rows["task"] == "quiz", "items"]) == {8}
     assert set(rows.loc[rows["task"] == "quiz", "num_fewshot"]) == {0, 2}
-    items = pd.read_parquet(out / "items/000-keel/quiz.parquet")
+    items = pd.read_parquet(out / "items/keel/quiz.parquet")
     assert len(items) == 8
     accuracy = items["metrics"].map(lambda each: json.loads(each)["acc"]).mean()
     numbers = rows[(rows["model"] == "keel") & (rows["metric"] == "acc") & (rows["num_fewshot"] == 0)]
@@ -62,7 +62,7 @@ def test_two_models_on_a_task_and_a_text(model, data_dir, text, tmp_path, capsys
 def test_a_killed_evaluation_resumes_with_what_is_missing(model, data_dir, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     given = {"models": [str(model)], "corpus": str(text), "output": str(out), "bar": False}
-    score = evaluating.Evaluating._score
+    score = job.Evaluation._score
     asked = []
 
     def interrupted(self, network, tokenizer, candidate, column):
@@ -71,7 +71,7 @@ def test_a_killed_evaluation_resumes_with_what_is_missing(model, data_dir, text,
             raise KeyboardInterrupt
         return score(self, network, tokenizer, candidate, column)
 
-    monkeypatch.setattr(evaluating.Evaluating, "_score", interrupted)
+    monkeypatch.setattr(job.Evaluation, "_score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lamina.evaluate(**given, tasks="quiz", data_dir=str(data_dir))
     assert result(out)["status"] == "interrupted"
@@ -99,7 +99,7 @@ def test_a_changed_checkpoint_is_evaluated_again(text, tmp_path):
 def test_what_a_killed_evaluation_had_half_written_is_deleted(text, tmp_path):
     given = {"models": [str(saved_model(tmp_path / "one"))], "corpus": str(text), "output": str(tmp_path / "out")}
     lamina.evaluate(**given, bar=False)
-    half = [tmp_path / "out" / name for name in ("scores/000-one/.perplexity.json.123", "items/000-one/.q.parquet.123")]
+    half = [tmp_path / "out" / name for name in ("scores/one/.perplexity.json.123", "items/one/.q.parquet.123")]
     for path in half:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{")
@@ -107,18 +107,18 @@ def test_what_a_killed_evaluation_had_half_written_is_deleted(text, tmp_path):
     assert not any(path.exists() for path in half)
 
 
-def test_a_model_keeps_its_number_in_another_order(data_dir, tmp_path):
+def test_models_in_another_order_are_the_same(data_dir, tmp_path):
     one, other = saved_model(tmp_path / "one"), saved_model(tmp_path / "other")
     given = {"tasks": "quiz", "data_dir": str(data_dir), "limit": 4, "output": str(tmp_path / "out"), "bar": False}
     lamina.evaluate(models=[str(one)], **given)
     shutil.rmtree(one)
     saved_model(one, "pre_ln")
     lamina.evaluate(models=[str(other), str(one)], resume=True, **given)
-    assert sorted(place.name for place in (tmp_path / "out" / "items").iterdir()) == ["000-one", "001-other"]
+    assert sorted(place.name for place in (tmp_path / "out" / "items").iterdir()) == ["one", "other"]
     fresh = {**given, "output": str(tmp_path / "fresh")}
     lamina.evaluate(models=[str(other), str(one)], **fresh)
-    found = pd.read_parquet(tmp_path / "out/items/000-one/quiz.parquet")
-    fresh_items = pd.read_parquet(tmp_path / "fresh/items/001-one/quiz.parquet")
+    found = pd.read_parquet(tmp_path / "out/items/one/quiz.parquet")
+    fresh_items = pd.read_parquet(tmp_path / "fresh/items/one/quiz.parquet")
     assert found.equals(fresh_items), "of the weights as they are now"
     assert (tmp_path / "out" / "results.csv").read_text() == (tmp_path / "fresh" / "results.csv").read_text()
 

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from lamina.evaluation.generated import tasks, writing
-from lamina.evaluation.generated.passages import BOOKS, passages
+from lamina.evaluation import generated
+from lamina.evaluation.generated import BOOKS, passages
 
 
 @pytest.fixture(scope="module")
 def made():
-    return {name: writing.items(name, 80, held_out=True) for name in tasks.NAMES}
+    return {name: generated.items(name, 80, held_out=True) for name in generated.NAMES}
 
 
-@pytest.mark.parametrize("name", tasks.NAMES)
+@pytest.mark.parametrize("name", generated.NAMES)
 def test_choices_differ_and_no_place_gives_the_answer_away(made, name):
     for item in made[name]:
         assert len(set(item.choices)) == len(item.choices)
@@ -75,19 +75,19 @@ def test_training_and_test_share_no_question_and_no_text():
     assert len(test.sentences) > 900
     assert len(set(test.sentences) & set(train.sentences)) < 5  # "..., said Emma." stands in both
     for name in ("lamina_arithmetic", "lamina_sorting"):
-        questions = {item.question for item in writing.items(name, 500, held_out=True)}
-        assert not questions & {item.question for item in writing.items(name, 200, held_out=False)}
+        questions = {item.question for item in generated.items(name, 500, held_out=True)}
+        assert not questions & {item.question for item in generated.items(name, 200, held_out=False)}
 
 
 def test_the_same_seed_makes_the_same_items(made):
-    again = writing.items("lamina_blank", 80, held_out=True)
+    again = generated.items("lamina_blank", 80, held_out=True)
     assert again == made["lamina_blank"]
-    assert writing.items("lamina_blank", 80, held_out=True, seed=1) != again
+    assert generated.items("lamina_blank", 80, held_out=True, seed=1) != again
 
 
 def test_a_row_serves_the_harness_and_fine_tuning(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "TEST", 4)
-    writing.write(tmp_path, train=3, test=4)
+    monkeypatch.setattr(generated, "TEST", 4)
+    generated.write(tmp_path, train=3, test=4)
     rows = [json.loads(line) for line in (tmp_path / "lamina_order/test.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert rows[0]["output"] == rows[0]["choices"][rows[0]["answer"]]

@@ -12,12 +12,11 @@ import yaml
 from evaluation.conftest import QUIZ
 
 from lamina.errors import UserError
-from lamina.evaluation.items import item_table
-from lamina.evaluation.scores import scores_of
+from lamina.evaluation import task_files
+from lamina.evaluation.harness import Runner
+from lamina.evaluation.scores import item_table, scores_of
+from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import SETS, columns_of
-from lamina.harness import tasks as harness
-from lamina.harness.runner import Runner
-from lamina.harness.tasks import Tasks
 
 pytest.importorskip("lm_eval")
 
@@ -35,31 +34,22 @@ def loaded(model):
 
 def test_every_task_of_a_paper_s_set_is_the_harness_s(shipped):
     for one in SETS.values():
-        shipped.files.require([column.task for column in one.columns], place="")
+        shipped.require([column.task for column in one.columns], source="")
 
 
-@pytest.mark.parametrize("name", ["hellaswag", "mmlu", "arc_easy", "boolq", "glue", "agieval", "social_iqa"])
-def test_a_scan_finds_what_the_harness_s_own_index_finds(shipped, name):
-    from lm_eval.tasks._index import TaskIndex
-
-    entries = shipped.files.entries(name)
-    path = entries[name].yaml_path
-    if path is None:  # a tag: its tasks are in many folders
-        assert {"mrpc", "rte", "cola"} <= entries[name].tags
-        return
-    theirs = TaskIndex().build([path.parent])
-    assert theirs[name].yaml_path == path
-    assert theirs[name].kind == entries[name].kind
-    if name == "mmlu":
-        assert {key for key in theirs if key.startswith("mmlu_")} - set(entries) <= {"mmlu_continuation"}
-        assert len([key for key in entries if key.startswith("mmlu_")]) == 65  # 57 subjects, 4 groups, their 4 tags
+def test_a_tag_is_its_tasks_and_a_group_has_its_members(shipped):
+    assert {"mrpc", "rte", "cola"} <= set(shipped.tagged("glue"))
+    assert shipped.tagged("mmlu") is shipped.tagged("hellaswag") is None
+    files = shipped._files("mmlu")
+    assert len(files) == 62  # 57 subjects, 4 groups and the whole
+    assert all(set(file) == {"include"} for file in files)
 
 
 def test_an_unknown_task_names_the_nearest(shipped):
     with pytest.raises(UserError, match="unknown task 'helaswag'; did you mean 'hellaswag'"):
-        shipped.files.require(["helaswag"], place="", others=list(SETS))
+        shipped.require(["helaswag"], source="", others=list(SETS))
     with pytest.raises(UserError, match="did you mean 'fusenorm'"):
-        shipped.files.require(["fusenom"], place="", others=list(SETS))
+        shipped.require(["fusenom"], source="", others=list(SETS))
 
 
 def test_examples_before_a_question_are_part_of_a_name():
@@ -157,7 +147,7 @@ def test_data_that_are_damaged_are_not_called_absent(data_dir, monkeypatch):
 
 
 def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(task_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lamina\[eval\]'"):
         Tasks.find(None)
 

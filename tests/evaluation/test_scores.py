@@ -3,7 +3,7 @@
 import json
 import math
 
-from lamina.evaluation.evaluating import rows
+from lamina.evaluation.job import rows
 from lamina.evaluation.scores import Score, from_rows, to_rows
 from lamina.jobs.files import write_json
 
@@ -21,13 +21,6 @@ def test_infinite_scores_come_back_as_they_were(tmp_path):
     tables = [rows([{"model": "m", "scores": found}], [_Candidate]).to_csv() for found in (to_rows(scores), stored)]
     assert tables[0] == tables[1], "a resumed evaluation writes the same results.csv"
     assert ",inf," in tables[1]
-
-
-def test_null_of_an_earlier_version_is_an_infinite_perplexity():
-    stored = [{**row, "value": None} for row in to_rows([perplexity(1.0), perplexity(1.0, metric="acc")])]
-    infinite, nothing = (score.value for score in from_rows(stored))
-    assert infinite == math.inf
-    assert math.isnan(nothing)
 
 
 class _Candidate:

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
-from lamina.evaluation.generated import writing
+from lamina.evaluation import generated as tasks
 from lamina.posttraining.examples import generated, rows
 from lamina.posttraining.examples.encoding import IGNORED, Encoder
 from lamina.posttraining.examples.formats import Completion, Dialogue, example_of, preference_of, question_of
@@ -244,7 +244,7 @@ def test_a_file_too_deep_for_python_is_one_line(tmp_path):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """The generated tasks, a few items of each."""
-    writing.write(tmp_path / "tasks", train=8, test=4)
+    tasks.write(tmp_path / "tasks", train=8, test=4)
     monkeypatch.setattr(generated, "cached", lambda: tmp_path / "tasks")
     return tmp_path / "tasks"
 

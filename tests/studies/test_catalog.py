@@ -12,7 +12,7 @@ import pytest
 from lamina.core import specs
 from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
-from lamina.evaluation.generated.tasks import NAMES
+from lamina.evaluation.generated import NAMES
 from lamina.jobs import columns
 from lamina.placements import resolve
 from lamina.probes.engine.listing import listed

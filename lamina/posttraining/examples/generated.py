@@ -9,8 +9,7 @@ from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, unknown
-from lamina.evaluation.generated.tasks import NAMES
-from lamina.evaluation.generated.writing import cached
+from lamina.evaluation.generated import NAMES, cached
 
 PREFIX = "generated:"
 ALLOWED = "generated:KIND[:TASK[+TASK...]][@test]"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lamina.core.frames import Frame
-from lamina.evaluation.generated.tasks import CHANCES
+from lamina.evaluation.generated import CHANCES
 from lamina.studies.judging.checks import NOT_TRAINED, TRAINED
 from lamina.studies.judging.findings import MOST, TOO_FEW, Finding, Verdict
 from lamina.studies.judging.statistics import t_interval

