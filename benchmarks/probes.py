@@ -42,7 +42,7 @@ def make_context(arguments: argparse.Namespace) -> Any:
 
     from lamina.modeling.checkpoint import load
     from lamina.probes.engine.measure import make_context
-    from lamina.probes.engine.settings import ProbeSettings
+    from lamina.probes.engine.probe_settings import ProbeSettings
 
     torch.manual_seed(0)
     if arguments.checkpoint:
@@ -59,7 +59,7 @@ def bare(context: Any) -> None:
     """The forward passes and nothing else (without the head, as the probes' are)."""
     import torch
 
-    from lamina.probes.structure.forward import forward
+    from lamina.probes.structure.hooks import forward
 
     with torch.no_grad():
         for inputs in context.batches:
@@ -68,8 +68,8 @@ def bare(context: Any) -> None:
 
 def probed(context: Any, probes: str) -> None:
     """The probes from their first look to their tables; no early stop."""
+    from lamina.probes.engine.measure import run
     from lamina.probes.engine.registry import make_all
-    from lamina.probes.engine.running import run
 
     run(context, make_all(probes), tolerance=0.0)
 

@@ -18,7 +18,7 @@ from lamina.jobs.kinds import refuse_other_kind
 from lamina.jobs.model_folder import refuse_as_output
 from lamina.jobs.settings import Settings
 from lamina.placements.resolution import check_spec, split_specs
-from lamina.probes.engine.listing import check_probes
+from lamina.probes.engine.registry import check_probes
 
 _READ = ("from_model", "checkpoint", "reward_model", "models")  # settings that name saved models
 _NO_FILE = ("mnist", "noise")  # data sets of images, which have names of their own

@@ -9,7 +9,7 @@ from lamina.api.job import job
 from lamina.api.pages import page_of
 from lamina.api.results import RunResult
 from lamina.evaluation.settings import EvalSettings
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 
 if TYPE_CHECKING:
     from lamina.jobs.folder import Resume
@@ -33,7 +33,7 @@ def probe_folder(
         UserError: (a ValueError) for invalid settings, a checkpoint or a corpus that can't be read, an output
             folder in use.
     """
-    from lamina.probes.job.folder import probe_folder as run
+    from lamina.probes.job.probe_folder import probe_folder as run
     from lamina.reports.pictures import draw
 
     folder = Path(str(settings.get("output", ProbeSettings.output)))

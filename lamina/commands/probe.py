@@ -8,7 +8,7 @@ from pathlib import Path
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 
 EXAMPLES = """
   lamina probe runs/keel-64
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 
 def listing(*, full: bool = False) -> str:
     """The probes, one sentence each; with ``full``, also their options and sources. Does not load torch."""
-    from lamina.probes.engine.listing import listed
+    from lamina.probes.engine.registry import listed
 
     lines = []
     for probe in listed().values():

@@ -10,11 +10,11 @@ import pandas as pd
 import torch
 
 from lamina.core.frames import Frame
-from lamina.probes.directions import DirectionsProbe, note_streams, once
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.directions import DirectionsProbe, note_streams, once
 from lamina.probes.engine.figures import Figure, heat_map
-from lamina.probes.engine.ratio import Ratio
 from lamina.probes.engine.registry import probe
+from lamina.probes.engine.statistics import Ratio
 
 WHOSE = {
     "last": "each sequence's last token (Gromov et al. 2024)",

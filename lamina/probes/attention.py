@@ -18,7 +18,7 @@ from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, heat_map, lines
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.outputs import Args, Kwargs, Output
+from lamina.probes.structure.hooks import Args, Kwargs, Output
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("entropy", "entropy_share", "first_token_share")
@@ -125,7 +125,6 @@ class Attention(Probe):
             (
                 lines(
                     shares,
-                    *("layer", "value"),
                     color="metric",
                     title="How spread out attention is, and the weight on the first token",
                     y_title="share",
@@ -135,12 +134,7 @@ class Attention(Probe):
                 "over the heads.",
             ),
             (
-                lines(
-                    every[every["metric"] == "max_logit"],
-                    *("layer", "value"),
-                    title="Largest attention logit",
-                    y_title="logit",
-                ),
+                lines(every[every["metric"] == "max_logit"], title="Largest attention logit", y_title="logit"),
                 "The largest value that goes into the softmax in a layer, over all heads and the whole sample.",
             ),
         ]

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lamina.core.frames import Frame
 from lamina.errors import UserError
-from lamina.probes.depth_bounds import Sides, fused, identity_distance, jacobian_sides, unnormed, variance_sides
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.layer_calls import Extent, frozen, record_layer_calls
+from lamina.probes.engine.jacobians import (
+    Wiring,
+    largest_gain,
+    largest_singular_value,
+    norm_scale,
+    spectral_norm,
+    wirings_of,
+)
+from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
 from lamina.probes.engine.registry import Probe, Sample, probe, sample_of
-from lamina.probes.last_layer import LastLayer, last_layer_sides
+from lamina.probes.spectra import stacked_side
+from lamina.probes.structure.hooks import intercept
+from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,6 +45,156 @@ _STATEMENTS = {
     "fusenorm_eq_20": "FuseNorm Eq 20: Var(Z) against Var(skip) + Var(F)",
     "fusenorm_eq_21": "FuseNorm Eq 13 and 21: Var(F) against c / L",
 }
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A statement's two sides at one layer, [sequences] in float64."""
+
+    layer: int
+    sublayer: str
+    role: str
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def variance_sides(block: LayerCall, num_layers: int, constant: float) -> list[Sides]:
+    """Eq 13 and 21, Var(F) against constant / L, for each branch; Eq 20, Var(Z) against Var(skip) + Var(F), at norms.
+
+    L is the number of blocks. Variances are over a token's channels, their mean over the tokens of a sequence.
+    """
+    points: dict[Hashable, Point] = {}
+    for index, sublayer in enumerate(block.site.sublayers):
+        points["branch", index] = sublayer.contribution
+        if (norm := post_norm(block, index)) is not None:
+            points["sum", index] = norm.input
+    with torch.no_grad():
+        _, tensors = block.watch(points, block.stream)
+    sides = []
+    for index, sublayer in enumerate(block.site.sublayers):
+        branch = tensors["branch", index].float() * _factor(sublayer.contribution)
+        branch = branch.reshape(block.stream.shape)
+        left = _variance(branch)
+        right = torch.full_like(left, constant / num_layers)
+        sides.append(Sides(block.site.index, sublayer.kind, "fusenorm_eq_21", left, right))
+        if ("sum", index) in tensors:
+            total = tensors["sum", index].float().reshape(block.stream.shape)
+            uncorrelated = _variance(total - branch) + _variance(branch)
+            sides.append(Sides(block.site.index, sublayer.kind, "fusenorm_eq_20", _variance(total), uncorrelated))
+    return sides
+
+
+def identity_distance(block: LayerCall, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """||J - I||_2 and the standard deviation of the block's input, [sequences]: Eq 9's sides but for a constant."""
+    distance = spectral_norm(block, block.stream, batch_dims=1, identity=1.0, tolerance=tolerance).value
+    return distance, _variance(block.stream).sqrt()
+
+
+def jacobian_sides(block: LayerCall, tolerance: float) -> list[Sides]:
+    """Eq 19: the block's Jacobian against the bound, as the paper approximates it and by the chain rule alone.
+
+    For blocks wired as FuseNorm's: a norm on both sums, the feed-forward's skip carrying the block's input. The gains,
+    which the paper takes for 1, are put in. role fusenorm_eq_19: sigma are means over tokens, and the feed-forward's
+    Jacobian is ||W_2 W_1||, as if its activation were the identity (of a gated one W_1 is the up-projection and the
+    gate is left out): no strict bound. role fusenorm_eq_19_chain: the smallest sigma over tokens and the feed-forward's
+    measured Jacobian: a true bound. ||W_O J_A|| is in both the measured norm of the attention's Jacobian.
+    """
+    attention, feed_forward = block.site.sublayers
+    norms = [norm for norm in (post_norm(block, 0), post_norm(block, 1)) if norm is not None]
+    wirings = wirings_of(block.site)
+    whole = spectral_norm(block, block.stream, batch_dims=1, tolerance=tolerance).value
+    points = {"after": norms[0].output, 0: norms[0].input, 1: norms[1].input}
+    with torch.no_grad():
+        _, tensors = block.watch(points, block.stream)
+    sigmas = [norm_scale(norms[i].module, tensors[i]).double().cpu().flatten(1) for i in (0, 1)]
+    gains = [largest_gain(norm) for norm in norms]
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return block.watch({0: attention.contribution}, x)[1][0] * _factor(attention.contribution)
+
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        end = feed_forward.contribution
+        return block.between(norms[0].output, end, y) * _factor(end)
+
+    mixing = spectral_norm(branch, block.stream, batch_dims=1, tolerance=tolerance).value
+    measured = spectral_norm(inner, tensors["after"], batch_dims=1, tolerance=tolerance).value
+    scales = [abs(wiring.skip_scale) for wiring in wirings]
+
+    def bound(inverse: Sequence[torch.Tensor], jacobian: Any) -> torch.Tensor:
+        first = gains[0] * inverse[0] * (scales[0] + mixing)
+        return gains[1] * inverse[1] * (scales[1] + jacobian * first)
+
+    sides = [
+        Sides(
+            *(block.site.index, "block", "fusenorm_eq_19_chain", whole),
+            bound([1 / sigma.amin(1) for sigma in sigmas], measured),
+        )
+    ]
+    if feed_forward.feed_forward is not None:
+        product = product_norm(block, feed_forward.feed_forward)
+        right = bound([1 / sigma.mean(1) for sigma in sigmas], product)
+        sides.append(Sides(block.site.index, "block", "fusenorm_eq_19", whole, right))
+    return sides
+
+
+def fused(block: LayerCall) -> bool:
+    """Whether a block is wired as FuseNorm's: both sums normed, the feed-forward's skip the block's input."""
+    wirings: list[Wiring] = wirings_of(block.site)
+    return len(wirings) == 2 and all(w.post_gain is not None for w in wirings) and wirings[1].skip == "block_input"
+
+
+def unnormed(block: LayerCall) -> bool:
+    """Whether no norm stands on a block's sums, so its residual path is the identity; the sums must be known."""
+    return bool(block.site.sublayers) and all(
+        post_norm(block, index) is None for index in range(len(block.site.sublayers))
+    )
+
+
+def post_norm(block: LayerCall, index: int) -> NormSite | None:
+    """The norm on the sum behind a sub-layer."""
+    return next((norm for norm in block.site.sublayers[index].norms if norm.role == "post_norm"), None)
+
+
+def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
+    """||W_2 W_1||_2 of a feed-forward's weights, without the product; W_1 is the up-projection, not the gate's."""
+    down = _matrix(feed_forward.down[1])
+    module = _up_projection(block, feed_forward)
+    up = _matrix(module)
+    if stacked_side(feed_forward, module) is not None:
+        up = up.chunk(2)[1]  # the first half is what the nonlinearity reads, in every model that stacks them
+    start = torch.randn(up.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(up.device)
+    norm = largest_singular_value(lambda v: down @ (up @ v), lambda u: up.T @ (down.T @ u), start, tolerance=1e-4)
+    return float(norm.value)
+
+
+def _up_projection(block: LayerCall, feed_forward: FeedForward) -> nn.Module:
+    """Of two projections the one whose output is not what goes into the nonlinearity."""
+    modules = [module for _, module in feed_forward.up]
+    if len(modules) == 1 or feed_forward.pre is None:
+        return modules[-1]
+    points: dict[int | str, Point] = {"pre": feed_forward.pre}
+    for number, (path, module) in enumerate(feed_forward.up):
+        points[number] = Point(module, path, "output", feed_forward.post.call)
+    with torch.no_grad():
+        _, tensors = block.watch(points, block.stream)
+    others = [m for n, m in enumerate(modules) if not torch.equal(tensors[n], tensors["pre"])]
+    return others[-1]
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    """A projection's weight as [out, in] in float64; GPT-2's Conv1D keeps the transpose."""
+    stored: Any = module.weight
+    weight = stored.detach().double()
+    return weight if hasattr(module, "in_features") else weight.T
+
+
+def _variance(x: torch.Tensor) -> torch.Tensor:
+    """Over each token's channels, [sequences, tokens, channels], their mean over tokens: [sequences], float64."""
+    return x.detach().float().var(-1, correction=0).double().mean(-1).cpu()
+
+
+def _factor(point: Point) -> float | torch.Tensor:
+    return 1.0 if point.factor is None else point.factor
 
 
 @probe
@@ -72,11 +232,7 @@ class Bounds(Probe):
     )
 
     def __init__(
-        self,
-        sequences: int | None = None,
-        tokens: int | None = None,
-        constant: float = 1.0,
-        tolerance: float = 1e-2,
+        self, sequences: int | None = None, tokens: int | None = None, constant: float = 1.0, tolerance: float = 1e-2
     ):
         if isinstance(constant, bool) or not isinstance(constant, int | float) or not 0 < constant < math.inf:
             raise UserError(f"bounds: option 'constant' is {constant!r} (allowed: a number above 0)")
@@ -185,7 +341,7 @@ class Bounds(Probe):
         layers["side"] = np.where(layers.sublayer == "block", layers.metric, layers.sublayer + ", " + layers.metric)
         for role, part in layers.groupby("role", sort=False):
             title = _STATEMENTS[str(role)]
-            figure = lines(part, "layer", "value", color="side", title=title, y_title="side", log_y=True)
+            figure = lines(part, color="side", title=title, y_title="side", log_y=True)
             drawn.append((figure, f"{title}: left and right side by layer."))
         return drawn
 
@@ -236,3 +392,91 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     slope = float((x * y).sum() / (x * x).sum())
     rest = float(((y - slope * x) ** 2).sum())
     return slope, math.sqrt(rest / max(len(x) - 2, 1) / float((x * x).sum()))
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """The last layer's feed-forward and the norms between its down-projection and the layer's output.
+
+    ``statement``: c1 without such a norm (Pre-LN), c2 with one on the output before the sum (Peri-LN), c3 with one on
+    the sum (Post-LN), c2_c3 with both.
+    """
+
+    site: LayerSite
+    sublayer: SublayerSite
+    feed_forward: FeedForward
+    norms: tuple[NormSite, ...]
+    statement: str
+
+    @classmethod
+    def of(cls, context: Context) -> LastLayer:
+        """Raises UserError where the last layer has no dense feed-forward."""
+        site = context.structure.layers[-1]
+        for sublayer in reversed(site.sublayers):
+            if sublayer.feed_forward is not None:
+                norms = tuple(norm for norm in sublayer.norms if norm.role in ("out_norm", "post_norm"))
+                roles = [norm.role for norm in norms]
+                names = [name for name, role in (("c2", "out_norm"), ("c3", "post_norm")) if role in roles]
+                return cls(site, sublayer, sublayer.feed_forward, norms, "_".join(names) or "c1")
+        raise UserError(
+            "bounds: the last layer has no dense feed-forward (experts, or none), so Proposition 3.1 has none"
+        )
+
+
+@dataclass(frozen=True)
+class LastLayerSides:
+    """Both sides for one batch, float64: of the gradient of the loss, and of each token's share of it, [tokens]."""
+
+    left: float
+    right: float
+    left_by_token: torch.Tensor
+    right_by_token: torch.Tensor
+
+
+def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, torch.Tensor]) -> LastLayerSides:
+    """Measure both sides on one batch: one forward pass, and a backward pass down to the last feed-forward.
+
+    With h_t what goes into the down-projection W, a_t what comes out, and o the layer's output, for the tokens t:
+
+        left    ||dL/dW||_F = ||sum_t h_t (x) dL/da_t||_F
+        right   sum_t ||h_t|| ||dL/do_t|| * product over the norms behind W of 2 max|gamma| sqrt(D) / ||their input_t||
+
+    Peri-LN (21) and (37) have 2 in the place of ||dL/do_t||, the bound of ||softmax(o) - y|| where the logits are o; a
+    model has a final norm and a head behind o. (11) is an equality: without a norm each token's sides are the same.
+    """
+    down_path, down = last.feed_forward.down
+    points: dict[str, Point] = {
+        "h": last.feed_forward.post,
+        "a": Point(down, down_path, "output", last.feed_forward.post.call),
+        "o": last.site.output,
+    }
+    points |= {f"norm{number}": norm.input for number, norm in enumerate(last.norms)}
+    tensors: dict[str, torch.Tensor] = {}
+
+    def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if key == "a":  # the graph starts here: nothing before it is kept
+            tensors[key] = tensor.detach().requires_grad_()
+            return tensors[key].clone()  # Falcon adds to it in place
+        tensors[key] = tensor
+        return None
+
+    with frozen(context.model), torch.enable_grad(), intercept(points, change, roots=[context.model]):
+        loss = context.loss(inputs)
+        by_a, by_o = torch.autograd.grad(loss, [tensors["a"], tensors["o"]])
+    tokens = [_by_token(tensor) for tensor in (tensors["h"], by_a, by_o)]
+    h, by_a, by_o = tokens
+    right = h.norm(dim=-1) * by_o.norm(dim=-1) * _largest(last.sublayer.contribution.factor)
+    for number, norm in enumerate(last.norms):
+        scale = norm_scale(norm.module, tensors[f"norm{number}"]).double().cpu().flatten()
+        right = right * 2 * largest_gain(norm) / scale
+    left = h.norm(dim=-1) * by_a.norm(dim=-1)
+    return LastLayerSides(float((h.T @ by_a).norm()), float(right.sum()), left, right)
+
+
+def _by_token(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten(0, -2).double().cpu()
+
+
+def _largest(factor: float | torch.Tensor | None) -> float:
+    """The largest factor by which a scale on the branch can stretch it."""
+    return 1.0 if factor is None else float(torch.as_tensor(factor).detach().abs().max())

@@ -60,7 +60,7 @@ class Gains(Probe):
                 rows["norm"] = rows["sublayer"] + ", " + rows["role"]
                 many = rows["index"] > 0
                 rows.loc[many, "norm"] += " " + (rows.loc[many, "index"] + 1).astype(str)
-                figure = lines(rows, "layer", "value", color="norm", title=title, y_title=metric.replace("_", " "))
+                figure = lines(rows, color="norm", title=title, y_title=metric.replace("_", " "))
                 drawn.append((figure, "The effective gain's elements, of each norm and learned scale of a layer."))
         return drawn
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -16,12 +19,16 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.magnitudes import Seen, as_tokens, moments
-from lamina.probes.stream_sentences import FP16_MAX, growth, headroom, massive
-from lamina.probes.stream_totals import BAND, StateTotals, Totals
-from lamina.probes.structure.outputs import Output
+from lamina.probes.engine.statistics import Running
+from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Point
 
+BAND = 100  # as many as Peri-LN Fig 11 shows
+MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024
+_NAMES = ("token_variance", "mean", "abs_mean", "mean_square", "sigma", "rms", "square_of_mean")
+_VARIANCE = len(_NAMES)  # a sequence's variance over all its elements, behind the averages
+FP16_MAX = 65504.0
+FITS = 0.7  # R^2 from which a curve's shape is named
 _MASSIVE_ROWS = 20
 
 
@@ -185,7 +192,6 @@ class HiddenStates(Probe):
             (
                 lines(
                     states[states["metric"].isin(["variance", "token_variance"])],
-                    *("layer", "value"),
                     color="metric",
                     title="Variance of the hidden states",
                     x_title="state",
@@ -198,7 +204,6 @@ class HiddenStates(Probe):
             (
                 lines(
                     states[magnitudes],
-                    *("layer", "value"),
                     color="metric",
                     title="Magnitudes of the hidden states",
                     x_title="state",
@@ -210,10 +215,8 @@ class HiddenStates(Probe):
             (
                 lines(
                     around,
-                    *("layer", "value"),
                     color="what",
                     title="Variance of what each sub-layer adds, and of the stream behind it",
-                    x_title="layer",
                     y_title="variance",
                     log_y=True,
                 ),
@@ -222,13 +225,7 @@ class HiddenStates(Probe):
         ]
         if len(sigma):
             figure = lines(
-                sigma,
-                *("layer", "value"),
-                color="norm",
-                title="Standard deviation at the norms' inputs",
-                x_title="layer",
-                y_title="sigma",
-                log_y=True,
+                sigma, color="norm", title="Standard deviation at the norms' inputs", y_title="sigma", log_y=True
             )
             drawn.append((figure, "A norm's Jacobian goes as 1 / sigma (Mix-LN Eq 5-7): above 1 it shrinks."))
         return drawn
@@ -288,3 +285,342 @@ def _frame(rows: list[dict[str, object]]) -> pd.DataFrame:
     columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
     frame = pd.DataFrame(rows, columns=[*columns, "channel", "position", "token"])
     return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tensor of the forward pass as [sequences, tokens, channels], and which tokens are text.
+
+    ``x`` is float32 (float64 where the model is), 0 in padding; ``valid`` [sequences, tokens] is None where all are.
+    """
+
+    x: torch.Tensor
+    valid: torch.Tensor | None
+
+
+def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Tokens:
+    """The watched tensor of a batch by sequence and token, with padding zeroed.
+
+    Takes [batch, tokens, channels], with heads before or behind the tokens (a norm of queries: each head's part counts
+    as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
+    fits none of these is one sequence.
+    """
+    x = value.detach()
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    main_input = next(iter(inputs.values()))
+    batch = len(main_input)
+    mask = inputs.get("attention_mask")
+    valid = None if mask is None or bool(mask.all()) else mask.bool().to(x.device)
+    tokens = main_input.shape[1] if main_input.ndim == 2 else -1
+    if x.ndim == 2 and len(x) == batch * tokens:
+        x = x.unflatten(0, (batch, tokens))
+    if x.ndim < 3 or len(x) != batch:
+        return Tokens(x.reshape(1, -1, x.shape[-1]), None)
+    if valid is not None and tokens not in x.shape[1:-1]:
+        valid = None
+    if valid is not None:
+        shape = [batch] + [tokens if i == x.shape[1:-1].index(tokens) else 1 for i in range(x.ndim - 2)]
+        valid = valid.reshape(shape).expand(x.shape[:-1]).flatten(1)
+        x = x.flatten(1, -2)
+        return Tokens(x.masked_fill(~valid.unsqueeze(-1), 0.0), valid)
+    return Tokens(x.flatten(1, -2), None)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of each token, over its channels, in float64, [sequences, tokens]; variance is the population's.
+
+    ``valid`` as in Tokens.
+    """
+
+    valid: torch.Tensor | None
+    mean: torch.Tensor
+    mean_square: torch.Tensor
+    variance: torch.Tensor
+    abs_mean: torch.Tensor | None = None
+    abs_max: torch.Tensor | None = None
+
+
+def moments(tokens: Tokens, magnitude: torch.Tensor | None = None) -> Moments:
+    """Of all its tokens, padding's too; the last two where ``magnitude`` (|x|) is given.
+
+    Sums are float32's vectorized ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
+    square overflows, that token is computed again in float64.
+    """
+    x = tokens.x
+    channels = x.shape[-1]
+    mean = x.sum(-1).double() / channels
+    mean_square = torch.linalg.vector_norm(x, 2, -1).double().square() / channels
+    variance = mean_square - mean.square()
+    again = ~(variance > 0.01 * mean_square)
+    if bool(again.any()):
+        rows = x[again].double()
+        mean[again], mean_square[again] = rows.mean(-1), rows.square().mean(-1)
+        variance[again] = rows.var(-1, correction=0)
+    if magnitude is None:
+        return Moments(tokens.valid, mean, mean_square, variance)
+    abs_mean = magnitude.sum(-1).double() / channels
+    return Moments(tokens.valid, mean, mean_square, variance, abs_mean, magnitude.amax(-1).double())
+
+
+def medians(tokens: Tokens, magnitude: torch.Tensor) -> torch.Tensor:
+    """The exact median of ``magnitude`` in each sequence, float64: the lower of the two in the middle, as torch.median.
+
+    Selected, not sorted. On the CPU in place: ``magnitude`` is out of order afterwards (each sequence in its own rows).
+    """
+    each = list(magnitude)
+    if tokens.valid is not None:
+        each = [m[v] for m, v in zip(magnitude, tokens.valid, strict=True)]
+    if magnitude.device.type != "cpu":
+        return torch.tensor([float(m.flatten().median()) if m.numel() else math.nan for m in each]).double()
+    arrays = [m.reshape(-1).numpy() for m in each]
+    if torch.get_num_threads() < 2:
+        return torch.tensor([_lower_median(array) for array in arrays], dtype=torch.float64)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy selects without holding the lock
+        return torch.tensor(list(pool.map(_lower_median, arrays)), dtype=torch.float64)
+
+
+def _lower_median(values: np.ndarray) -> float:
+    if not len(values):
+        return math.nan
+    middle = (len(values) - 1) // 2
+    values.partition(middle)
+    highest = values[middle:].max()  # NaN sorts last, so it would go unnoticed
+    return float(values[middle]) if highest == highest else math.nan
+
+
+def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` largest |x| of each sequence, descending, [sequences, count].
+
+    They lie in the ``count`` tokens whose largest |x| is largest, so only those are searched.
+    """
+    tokens = abs_max.topk(min(count, abs_max.shape[1]), dim=1).indices
+    rows = x.gather(1, tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])).abs().flatten(1)
+    return rows.topk(min(count, rows.shape[1]), dim=1).values
+
+
+class Seen:
+    """The results for the tensors of one forward pass: one tensor is often watched at several points.
+
+    A layer's output is the next one's input and that of its first norm. Recognized by identity and version, without
+    keeping the tensor alive.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[int, tuple[weakref.ref[torch.Tensor], int, Moments]] = {}
+
+    def get(self, value: torch.Tensor) -> Moments | None:
+        """The result that ``put`` stored for this tensor; None if the tensor is another, or has changed since."""
+        reference, version, result = self._results.get(id(value), (None, 0, None))
+        if reference is None or reference() is not value or version != _version(value):
+            return None
+        return result
+
+    def put(self, value: torch.Tensor, result: Moments) -> None:
+        """Store the result for as long as the tensor lives unchanged.
+
+        No longer: anything held between short-lived activations would fragment their memory.
+        """
+        number, results = id(value), self._results
+        reference = weakref.ref(value, lambda _: results.pop(number, None))
+        results[number] = (reference, _version(value), result)
+
+    def clear(self) -> None:
+        """Forget all, at the end of a forward pass."""
+        self._results.clear()
+
+
+def _version(value: torch.Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+class Totals:
+    """Averages over the tokens of a sample, their standard errors over its sequences, and the largest |x|."""
+
+    def __init__(self, *, magnitudes: bool = True):
+        self.magnitudes = magnitudes
+        self.tokens = 0
+        self.sums = torch.zeros(len(_NAMES), dtype=torch.float64)
+        self.samples = Running()
+        self.abs_max = torch.tensor(0.0, dtype=torch.float64)
+
+    def add(self, moments: Moments) -> None:
+        """Add one batch's tokens."""
+        valid = moments.valid
+        abs_mean = torch.zeros_like(moments.mean) if moments.abs_mean is None else moments.abs_mean
+        mean, square = moments.mean, moments.mean_square
+        each = [moments.variance, mean, abs_mean, square, moments.variance.sqrt(), square.sqrt(), mean.square()]
+        table = torch.stack(each)  # [names, sequences, tokens]
+        if valid is None:
+            self.tokens += table[0].numel()
+            self.sums += table.sum((1, 2)).cpu()
+            samples = table.mean(2).T
+        else:
+            table = table.masked_fill(~valid, 0.0)
+            lengths = valid.sum(1)
+            self.tokens += int(lengths.sum())
+            self.sums += table.sum((1, 2)).cpu()
+            samples = (table.sum(2) / lengths).T[lengths > 0]
+        variance = samples[:, 0] + samples[:, 6] - samples[:, 1].square()
+        self.samples.add(torch.cat([samples, variance.unsqueeze(1)], dim=1))
+        if moments.abs_max is not None:
+            self.abs_max = torch.maximum(self.abs_max, moments.abs_max.max().cpu())
+
+    def average(self, name: str) -> tuple[float, float]:
+        """The mean over all tokens of a column of the table, and its standard error."""
+        index = _NAMES.index(name)
+        return float(self.sums[index]) / max(self.tokens, 1), float(self.samples.standard_error[index])
+
+    def relative_error(self) -> float:
+        """The standard error of the sequences' variance over its mean; infinite for fewer than two."""
+        mean = float(self.samples.mean[_VARIANCE]) if self.samples.count else 0.0
+        error = float(self.samples.standard_error[_VARIANCE]) if self.samples.count else math.inf
+        return error / mean if mean > 0 else 0.0 if error == 0 else math.inf
+
+    def variance(self) -> tuple[float, float]:
+        """Over all elements: the tokens' mean variance and the variance of their means."""
+        inner, mean, square = (self.average(name)[0] for name in ("token_variance", "mean", "square_of_mean"))
+        return inner + max(square - mean**2, 0.0), float(self.samples.standard_error[_VARIANCE])
+
+
+class StateTotals(Totals):
+    """Of a state x^l, also the magnitudes: the largest and where they are, the median, the massive ones."""
+
+    def __init__(self, top: int):
+        super().__init__()
+        self.top = top
+        self.largest, self.medians, self.ratios, self.massive = Running(), Running(), Running(), Running()
+        self.band = torch.zeros(0, dtype=torch.float64)
+        self.place: tuple[int, int, int | None] | None = None  # channel, position, token id of the largest
+        # (channel, position) -> the value, in how many sequences it is massive, the token's id
+        self.massive_places: dict[tuple[int, int], tuple[float, int, int | None]] = {}
+
+    def add_values(
+        self, tokens: Tokens, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
+    ) -> None:
+        """Before ``add`` of the same batch. Leaves ``magnitude`` out of order."""
+        assert moments.abs_max is not None
+        peaks = moments.abs_max if tokens.valid is None else moments.abs_max.masked_fill(~tokens.valid, 0.0)
+        self.largest.add(largest(tokens.x, peaks, self.top))
+        self._extend_band(tokens.x, peaks)
+        if float(peaks.max()) > float(self.abs_max):
+            self._locate(tokens, peaks, input_ids)
+        middle = medians(tokens, magnitude)
+        highest = peaks.amax(1).double().cpu()
+        real = ~torch.isnan(middle) | torch.isnan(highest)  # a sequence of padding alone has no median
+        self.medians.add(middle[real])
+        self.ratios.add((highest / middle)[real])
+        hot = (highest > MASSIVE) & (highest >= TIMES_MEDIAN * middle)
+        counts = torch.zeros(len(middle))
+        if bool(hot.any()):
+            counts = self._note_massive(tokens, peaks, middle, hot, input_ids)
+        self.massive.add(counts[real])
+
+    def _extend_band(self, x: torch.Tensor, peaks: torch.Tensor) -> None:
+        """The largest |x| so far: they lie in the tokens with the largest peaks, above the smallest of the band."""
+        least = float(self.band[-1]) if len(self.band) == BAND else -1.0
+        flat = peaks.flatten()
+        rows = (flat > least).nonzero().flatten()
+        if len(rows) > BAND:
+            rows = rows[flat[rows].topk(BAND).indices]
+        if len(rows):
+            values = x.flatten(0, 1)[rows].abs().flatten()
+            values = torch.cat([self.band, values.topk(min(BAND, len(values))).values.double().cpu()])
+            self.band = values.topk(min(BAND, len(values))).values
+
+    def _locate(self, tokens: Tokens, peaks: torch.Tensor, input_ids: torch.Tensor | None) -> None:
+        sequence, token = divmod(int(peaks.argmax()), peaks.shape[1])
+        channel = int(tokens.x[sequence, token].abs().argmax())
+        position = token if tokens.valid is None else int(tokens.valid[sequence, : token + 1].sum()) - 1
+        self.place = (channel, position, _identifier(input_ids, peaks, sequence, token))
+
+    def _note_massive(
+        self,
+        tokens: Tokens,
+        peaks: torch.Tensor,
+        middle: torch.Tensor,
+        hot: torch.Tensor,
+        input_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        least = (TIMES_MEDIAN * middle).to(peaks.device)
+        chosen = (peaks > MASSIVE) & (peaks >= least.unsqueeze(1)) & hot.to(peaks.device).unsqueeze(1)
+        sequence, token = chosen.nonzero(as_tuple=True)
+        rows = tokens.x[sequence, token].double()
+        magnitude = rows.abs()
+        row, channel = ((magnitude > MASSIVE) & (magnitude >= least[sequence].unsqueeze(1))).nonzero(as_tuple=True)
+        values = rows[row, channel].cpu().numpy()
+        sequence, token = sequence[row], token[row]
+        place = token if tokens.valid is None else (tokens.valid.cumsum(1) - 1)[sequence, token]
+        width = tokens.x.shape[-1]
+        code, inverse, counts = np.unique((place * width + channel).cpu(), return_inverse=True, return_counts=True)
+        best = np.zeros(len(code), dtype=np.int64)
+        order = np.argsort(np.abs(values), kind="stable")
+        best[inverse[order]] = order  # the largest is written last
+        for place_code, at, count in zip(code.tolist(), best.tolist(), counts.tolist(), strict=True):
+            key = (place_code % width, place_code // width)
+            before, times, identifier = self.massive_places.get(key, (0.0, 0, None))
+            value = float(values[at])
+            if abs(value) > abs(before):
+                identifier = _identifier(input_ids, peaks, int(sequence[at]), int(token[at]))
+            else:
+                value = before
+            self.massive_places[key] = (value, times + count, identifier)
+        return torch.bincount(sequence.cpu(), minlength=len(middle)).float()
+
+
+def _identifier(input_ids: torch.Tensor | None, peaks: torch.Tensor, sequence: int, token: int) -> int | None:
+    """The token's id, where the state's tokens are those of the input."""
+    if input_ids is None or input_ids.shape != peaks.shape:
+        return None
+    return int(input_ids[sequence, token])
+
+
+def growth(variance: Frame, linear: float, exponential: float) -> str:
+    """How the variance changes with depth; ``variance`` is a series by state, the others R^2."""
+    last = variance.index[-1]
+    if not np.isfinite(variance).all():
+        return f"The hidden states are not finite from state {variance.index[~np.isfinite(variance)][0]} on."
+    if variance.min() > 0 and variance.max() < 4 * variance.min():
+        return f"The hidden states' variance stays between {variance.min():.3g} and {variance.max():.3g}."
+    goes = "grows" if variance.iloc[-1] > variance.iloc[0] else "goes"
+    text = f"The hidden states' variance {goes} from {variance.iloc[0]:.3g} (state 0) to {variance.iloc[-1]:.3g} "
+    text += f"(state {last}), largest at state {variance.idxmax()} with {variance.max():.3g}"
+    if math.isnan(linear) or math.isnan(exponential):
+        return text + "."
+    fits = f"(R^2 {linear:.2f} linear, {exponential:.2f} exponential)"
+    if max(linear, exponential) < FITS:
+        return text + f"; over depth it follows neither a line nor an exponential {fits}."
+    kind = "linear" if linear >= exponential else "exponential"
+    return text + f"; over depth it is closer to {kind} {fits}."
+
+
+def headroom(peak: Frame) -> str:
+    """The largest |x|, a row of the frame, and FP16's limit."""
+    token = f" ({peak['token']!r})" if isinstance(peak["token"], str) else ""
+    text = f"The largest |x| is {peak['value']:.4g}, in state {peak['layer']} at channel {peak['channel']}, token "
+    text += f"{peak['position']}{token}: "
+    if not peak["value"] > 0:
+        return text + "the stream is 0."
+    factor = FP16_MAX / peak["value"]
+    if factor < 1:
+        return text + f"{1 / factor:.3g} times FP16's limit of 65504, which overflows."
+    return text + f"FP16's limit of 65504 is {factor:.3g} times as large ({math.log2(factor):.1f} bits of headroom)."
+
+
+def massive(states: Frame) -> str:
+    """Where the states' rows have massive activations."""
+    activations = states[states["metric"] == "massive_activation"]
+    ratio = states[states["metric"] == "max_to_median"].sort_values("value").iloc[-1]
+    if activations.empty:
+        return (
+            "No massive activations (|x| > 100 and at least 1000 times the median); the largest |x| is at most "
+            f"{ratio['value']:.3g} times its sequence's median (state {ratio['layer']})."
+        )
+    layers = sorted(activations["layer"].unique())
+    most = activations.loc[activations["value"].abs().idxmax()]
+    channels = activations["channel"].nunique()
+    return (
+        f"Massive activations (|x| > 100 and at least 1000 times the median) in {len(layers)} states, {layers[0]} to "
+        f"{layers[-1]}, in {channels} channel{'s' * (channels > 1)}; the largest is {most['value']:.4g} at channel "
+        f"{most['channel']}, token {most['position']} (state {most['layer']})."
+    )

@@ -12,14 +12,25 @@ import torch
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.probes.block_norms import block_norms, log10_total_norm
-from lamina.probes.directions import once
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.directions import once
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
+from lamina.probes.engine.jacobians import (
+    Jacobian,
+    SpectralNorm,
+    Wiring,
+    block_factor,
+    expected_sigmas,
+    largest_singular_value,
+    norm_of,
+    norm_scale,
+    spectral_norm,
+    start_vector,
+    typical_stretch,
+    wirings_of,
+)
+from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls, short_inputs
 from lamina.probes.engine.registry import Probe, Sample, probe, sample_of
-from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, norm_scale, wirings_of
-from lamina.probes.spectral_norm import Jacobian, SpectralNorm, norm_of, spectral_norm, typical_stretch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -221,17 +232,8 @@ class JacobianProbe(Probe):
         norms["which"] = norms.role.map({**_PATHS, "identity": "distance to the identity"})
         products = blocks[blocks.metric == "log10_product"].copy()
         products["which"] = products.role.map(_PATHS)
-        drawing = lines(
-            norms, "layer", "value", color="which", title="Spectral norms", x_title="layer", y_title="norm", log_y=True
-        )
-        two = lines(
-            products,
-            *("layer", "value"),
-            color="which",
-            title="Products from the first layer on",
-            x_title="layer",
-            y_title="log10 of the product",
-        )
+        drawing = lines(norms, color="which", title="Spectral norms", y_title="norm", log_y=True)
+        two = lines(products, color="which", title="Products from the first layer on", y_title="log10 of the product")
         return [
             (
                 drawing,
@@ -283,3 +285,62 @@ class JacobianProbe(Probe):
 def _power(exponent: float) -> str:
     """10 to an exponent, which may be 0 but not -0."""
     return f"10^{round(exponent, 2) + 0.0:.2f}"
+
+
+def block_norms(
+    context: Context,
+    *,
+    sequences: int = 1,
+    tokens: int = 32,
+    identity: float = 0.0,
+    tolerance: float = 1e-2,
+    iterations: int = 100,
+) -> torch.Tensor:
+    """||dx^(l+1)/dx^l - identity * I||_2 of every block, [layers, sequences], float64; over all tokens of a sequence.
+
+    ``tokens``: how many of each sequence; the other arguments are those of ``spectral_norm``.
+    """
+    inputs = short_inputs(context, sequences, tokens)
+    norms = []
+    with context.eager_attention(), frozen(context.model):
+        for block in record_layer_calls(context, inputs):
+            options = {"batch_dims": 1, "identity": identity, "tolerance": tolerance, "iterations": iterations}
+            norms.append(spectral_norm(block, block.stream, **options).value)
+    return torch.stack(norms)
+
+
+def log10_total_norm(
+    blocks: Sequence[LayerCall], *, tolerance: float, iterations: int
+) -> tuple[torch.Tensor, SpectralNorm]:
+    """log10 ||dx^N/dx^0||_2, [sequences], of the product of all blocks' Jacobians, and how the search for it ended.
+
+    Keeps every block's graph of one short input, as a training step would. A thousand blocks can shrink a vector below
+    the smallest float, so each is divided by what it did to a random one, and the logarithms are added.
+    """
+    jacobians = [Jacobian(block, block.stream) for block in blocks]
+    start = start_vector(blocks[0].stream)
+    scales, v = [], start
+    for jacobian in jacobians:
+        u = jacobian.forward(v)
+        scale = _length(u) / _length(v)
+        scales.append(torch.where(scale > 0, scale, torch.ones_like(scale)))
+        v = u / scales[-1]
+
+    def forward(v: torch.Tensor) -> torch.Tensor:
+        for jacobian, scale in zip(jacobians, scales, strict=True):
+            v = jacobian.forward(v) / scale
+        return v
+
+    def transpose(u: torch.Tensor) -> torch.Tensor:
+        for jacobian, scale in zip(reversed(jacobians), reversed(scales), strict=True):
+            u = jacobian.transpose(u) / scale
+        return u
+
+    norm = largest_singular_value(forward, transpose, start, batch_dims=1, tolerance=tolerance, iterations=iterations)
+    shift = torch.stack([scale.flatten().double().cpu().log10() for scale in scales]).sum(0)
+    return shift + norm.value.log10(), norm
+
+
+def _length(x: torch.Tensor) -> torch.Tensor:
+    length = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True, dtype=torch.float64)
+    return length.to(x.dtype)

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.probes import harm, paired
+from lamina.evaluation.harness import Runner
+from lamina.evaluation.task_files import Tasks
+from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.figures import Figure
+from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
-from lamina.probes.engine.removal import BRANCH, MEANINGS, REMOVE, removed
-from lamina.probes.structure.forward import forward
-from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.outputs import stream_of
-from lamina.probes.suffixes import Suffixes
+from lamina.probes.structure.hooks import (
+    Args,
+    Kwargs,
+    Output,
+    argument_of,
+    forward,
+    intercept,
+    refill,
+    stream_of,
+    watch,
+    with_argument,
+)
+from lamina.probes.structure.sites import LayerSite, Point
 
+REMOVE, BRANCH = "remove", "branch"
+MEANINGS = (REMOVE, BRANCH)
+_MEANT = {REMOVE: "the layer skipped", BRANCH: "its branches set to zero, its norms kept"}
+Forward: TypeAlias = Callable[..., Output]
 METRICS = ("loss", "perplexity")
 _MIN_SEQUENCES = 16
 _SEQUENCES = 4  # of a corpus, by default
@@ -104,9 +124,7 @@ class LayerDrop(Probe):
         self._read: list[Mapping[str, torch.Tensor]] = []
         self.task = None
         if task is not None:
-            from lamina.probes.tasks import Task
-
-            self.task = Task(str(task), include_path=include_path, metric=task_metric, limit=limit)
+            self.task = HarnessTask(str(task), include_path=include_path, metric=task_metric, limit=limit)
 
     def cost(self, context: Context) -> float:
         return (
@@ -151,12 +169,11 @@ class LayerDrop(Probe):
         dropped: dict[tuple[int, str], list[float]] = {(s, m): [] for s in starts for m in self.meanings}
         angles = AngularDistance()
         angles.begin(context)
-        prepare_loss(context)
         batches = context.first(context.most(self.sequences, _SEQUENCES))
         precision = self.tolerance if self.tolerance is not None else 0.0 if context.whole else _PRECISION
         for number, batch in enumerate(batches):
-            inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
-            with Suffixes(context, partial(self._sequences, context, inputs)) as passes:
+            inputs = context.on_device(batch)
+            with PassesWithoutLayers(context, partial(_sequence_losses, context, inputs)) as passes:
                 with watch(context.structure.states(), angles.see, root=context.model):
                     whole += passes.full().tolist()
                 angles.end_batch(inputs, None)
@@ -169,13 +186,13 @@ class LayerDrop(Probe):
                         result = bare if meaning == BRANCH and bare is not None else plain
                         dropped[start, meaning] += result.tolist()
             self._read = batches[: number + 1]
-            if len(whole) >= _MIN_SEQUENCES and _precise(whole, dropped, precision):
-                break
+            if len(whole) >= _MIN_SEQUENCES and precision > 0:
+                increases = [loss_increase(whole, losses) for losses in dropped.values()]
+                if all(error <= precision * max(abs(value), 0.1) for value, error in increases):
+                    break
         rows: list[tuple] = []
         for metric in self.metrics:
-            level, rise = (
-                (paired.mean, paired.increase) if metric == "loss" else (paired.perplexity, paired.perplexity_increase)
-            )
+            level, rise = (mean_loss, loss_increase) if metric == "loss" else (perplexity, perplexity_increase)
             rows.append((-1, 0, "", metric, *level(whole)))
             for (start, meaning), losses in dropped.items():
                 rows.append((start, self.block, meaning, f"{metric}_increase", *rise(whole, losses)))
@@ -183,11 +200,6 @@ class LayerDrop(Probe):
         frame = frame[(frame["metric"] == "angular_distance") & (frame["size"] == self.block)]
         distances = frame.assign(meaning="")[["start", "size", "meaning", "metric", "value", "standard_error"]]
         return rows + list(distances.itertuples(index=False, name=None))
-
-    @staticmethod
-    def _sequences(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Mean loss of each sequence [batch]."""
-        return context.token_losses(inputs).double().mean(1)
 
     def _scored(self, context: Context, starts: range) -> list[tuple]:
         name = "score" if self.task is None else "accuracy" if self.task.metric.startswith("acc") else self.task.metric
@@ -216,31 +228,384 @@ class LayerDrop(Probe):
         return float(self.score(context.model)), math.nan
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
-        return harm.figures(frame)
+        """One line over the layers per metric, and per meaning where the meanings differ."""
+        drawn = []
+        for metric, group in _harm(frame).groupby("metric", sort=False):
+            several, size = _differ(group), int(group["size"].iloc[0])
+            rows = group if several else group[group["meaning"] == group["meaning"].iloc[0]]
+            figure = lines(
+                rows,
+                color="meaning" if several else None,
+                title=f"{_words(metric).capitalize()} without {'each layer' if size == 1 else f'{size} layers'}",
+                x_title="layer dropped" if size == 1 else "first layer dropped",
+                y_title=_words(metric),
+                band="standard_error",
+            )
+            drawn.append((figure, "Positive is harm. Bars are standard errors, where they are known."))
+        return drawn
 
     def sentences(self, frame: Frame) -> Sequence[str]:
-        return harm.sentences(frame)
+        """Which layers matter least and most, which could be dropped, and whether the angular distance agrees."""
+        harm = _harm(frame)
+        harm = harm[harm["metric"] == harm["metric"].iloc[0]]
+        metric = str(harm["metric"].iloc[0])
+        whole = float(frame.loc[frame["layer"] == -1, "value"].iloc[0])
+        unit = " nats" if metric == "loss_increase" else ""
+        several, text = _differ(harm), []
+        for meaning, group in harm.groupby("meaning", sort=False):
+            if meaning != harm["meaning"].iloc[0] and not several:
+                continue
+            group = group.dropna(subset="value").sort_values("value")
+            if not len(group):
+                text.append(f"The {_words(metric)} is NaN for every layer.")
+                continue
+            least, most, size = group.iloc[0], group.iloc[-1], int(group["size"].iloc[0])
+            meant = f" ({_MEANT[str(meaning)]})" if several else ""
+            if most["value"] - least["value"] < 1e-5 * abs(whole):
+                dropped = "any one layer" if size == 1 else f"any {size} layers in a row"
+                text.append(f"Dropping {dropped} does equal harm ({_words(metric)} {least['value']:.3g}{unit}){meant}.")
+            else:
+                text.append(
+                    f"Dropping {_which(least['layer'], size)} harms least ({_words(metric)} {least['value']:.3g}{unit})"
+                    f", dropping {_which(most['layer'], size)} most ({most['value']:.3g}{unit}){meant}."
+                )
+            text += _could_go(group, whole, unit) if size == 1 else []
+        return text + _agreement(frame, harm)
 
 
-def _precise(whole: list[float], dropped: Mapping[tuple[int, str], list[float]], precision: float) -> bool:
-    pairs = [paired.increase(whole, losses) for losses in dropped.values()]
-    return precision > 0 and all(error <= precision * max(abs(value), 0.1) for value, error in pairs)
-
-
-def prepare_loss(context: Context) -> None:
-    """Decide the model's kind of loss before hooks watch it: this takes forward passes of its own."""
-    inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
-    context.token_losses(inputs)
+def _sequence_losses(context: Context, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of each sequence [batch]."""
+    return context.token_losses(inputs).double().mean(1)
 
 
 def _same_meanings(context: Context, starts: range, size: int) -> set[int]:
     """The starts at which the two meanings agree: the layers return their input once they add nothing to it."""
-    inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
+    inputs = context.on_device(context.batches[0], 1)
     same = set()
-    with Suffixes(context, lambda: stream_of(forward(context.base, inputs))) as passes:
+    with PassesWithoutLayers(context, lambda: stream_of(forward(context.base, inputs))) as passes:
         passes.full()
         for start in starts:
             passes.without(start, size)
             if passes.without_branches(start, size) is None:
                 same.add(start)
     return same
+
+
+def _harm(frame: Frame) -> Frame:
+    return frame[frame["metric"].str.endswith(("_increase", "_drop"))]
+
+
+def _words(metric: str) -> str:
+    return str(metric).replace("_", " ")
+
+
+def _differ(harm: Frame) -> bool:
+    wide = harm.pivot_table(index=["metric", "layer"], columns="meaning", values="value")
+    return len(wide.columns) > 1 and bool((wide.nunique(axis=1) > 1).any())
+
+
+def _which(layer: float, size: int) -> str:
+    first = int(layer)
+    return f"layer {first}" if size == 1 else f"layers {first} to {first + size - 1}"
+
+
+def _could_go(group: Frame, whole: float, unit: str) -> list[str]:
+    """The layers whose harm is below 1 % of the whole model's value, or within the noise."""
+    errors = group["standard_error"].replace(math.inf, math.nan)  # of one sequence it is unknown
+    border = (2 * errors.fillna(0.0)).clip(lower=0.01 * abs(whole))
+    harmless = group[group["value"] < border]
+    if not len(harmless):
+        return [
+            "No layer could be dropped unnoticed: each costs more than 1 % of the whole and over two standard errors."
+        ]
+    layers = ranges([int(layer) for layer in harmless["layer"]])
+    return [
+        f"Layers that could be dropped, one at a time: {layers} (harm below 1 % of the whole's {whole:.3g}{unit}, or "
+        "below two standard errors)."
+    ]
+
+
+def _agreement(frame: Frame, harm: Frame) -> list[str]:
+    angles = frame[frame["metric"] == "angular_distance"].set_index("layer")["value"]
+    first = harm[harm["meaning"] == harm["meaning"].iloc[0]].set_index("layer")["value"]
+    paired: Frame = pd.concat([angles, first], axis=1, keys=["angle", "harm"]).dropna()
+    if len(paired) < 4 or paired.nunique().min() < 2:
+        return []
+    size = int(harm["size"].iloc[0])
+    agreement = float(paired["angle"].rank().corr(paired["harm"].rank()))
+    turned, missed = paired["angle"].idxmin(), paired["harm"].idxmin()
+    same = "the same" if turned == missed else _which(missed, size)
+    return [
+        f"The angular distance would drop {_which(turned, size)} first, the measured harm {same}; over all starts the "
+        f"two rank alike with a Spearman correlation of {agreement:.2f}."
+    ]
+
+
+def mean_loss(losses: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Mean loss over sequences of one length, with its standard error (inf for fewer than two)."""
+    values = np.asarray(losses)
+    return float(values.mean()), _error(values)
+
+
+def loss_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Mean of other - whole over the same sequences: what makes a text easy or hard for both drops out."""
+    return mean_loss(np.asarray(other) - np.asarray(whole))
+
+
+def perplexity(losses: Sequence[float]) -> tuple[float, float]:
+    """exp(mean loss), its error to first order."""
+    value, error = mean_loss(losses)
+    estimate = _exp(value)
+    return estimate, estimate * error
+
+
+def perplexity_increase(whole: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """exp(mean of other) - exp(mean of whole), its error to first order with the two's covariance."""
+    a, b = np.asarray(whole), np.asarray(other)
+    first, second = _exp(a.mean()), _exp(b.mean())
+    return second - first, _error(second * (b - b.mean()) - first * (a - a.mean()))
+
+
+def _exp(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.exp(value))
+
+
+def _error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.inf
+
+
+class _Unchanged(Exception):
+    """The layers without their branches return their input, so the pass can stop."""
+
+
+class PassesWithoutLayers:
+    """Forward passes of one batch without blocks of layers, by their starts in ascending order; used as a context.
+
+    Only one state is held. A pass for the start l computes the layers after the omitted ones; those before them
+    pass the stored x^l through. That costs half of running the whole model each time. If a model changes the
+    stream between two layers, so that a layer's output is not the next one's input, whole passes run.
+    """
+
+    def __init__(self, context: Context, run: Callable[[], torch.Tensor]):
+        self.context, self.run = context, run
+        self.sites = {(id(site.module), site.call): site for site in context.structure.layers}
+        self.chained = True
+        self._mode, self._start, self._size = "full", 0, 1
+        self._calls: dict[int, int] = {}
+        self._refill: dict[int, Callable[[torch.Tensor], Output]] = {}
+        self._bases: dict[int, dict[int, int]] = {}
+        self._counts: dict[int, int] = {}
+        self._state = self._next = self._last = torch.zeros(0)
+        self._changed = False
+
+    def full(self) -> torch.Tensor:
+        """The whole model's result."""
+        self._mode, self._counts = "full", {}
+        modules = {
+            id(s.contribution.module): s.contribution.module
+            for site in self.context.structure.layers
+            for s in site.sublayers
+        }
+
+        def count(module: nn.Module, args: Args) -> None:
+            self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+
+        try:
+            with temporary_hooks() as hooks:
+                hooks += [m.register_forward_pre_hook(count) for m in modules.values()]
+                return self.run()
+        finally:
+            self._last = torch.zeros(0)
+
+    def without(self, start: int, size: int) -> torch.Tensor:
+        """The result without the layers ``start`` ... ``start + size - 1``; starts go up by one from 0."""
+        if not self.chained:
+            return self._hooked(start, size, REMOVE)
+        assert start in (0, self._start + 1)
+        if start:
+            self._state = self._next
+        self._mode, self._start, self._size = REMOVE, start, size
+        return self.run()
+
+    def without_branches(self, start: int, size: int) -> torch.Tensor | None:
+        """The result with the layers' contributions set to zero, after ``without``; None if it equals that."""
+        if not self.chained:
+            return self._hooked(start, size, BRANCH)
+        assert start == self._start
+        self._mode, self._size, self._changed = BRANCH, size, False
+        try:
+            return self.run()
+        except _Unchanged:
+            return None
+
+    def _hooked(self, start: int, size: int, meaning: str) -> torch.Tensor:
+        self._mode = "plain"
+        with removed(self.context, range(start, start + size), meaning):
+            return self.run()
+
+    def __enter__(self) -> PassesWithoutLayers:
+        """Intercept the layers' calls."""
+        self._opened = ExitStack()
+        self._opened.enter_context(_uncompiled(self.context.model))
+        self._before: list[tuple[nn.Module, Forward | None]] = []
+        for module in {id(site.module): site.module for site in self.context.structure.layers}.values():
+            self._before.append((module, module.__dict__.get("forward")))
+            module.forward = partial(self._call, module, module.forward)
+        hooks = self._opened.enter_context(temporary_hooks())
+        for root in self.context.roots:
+            hooks.append(root.register_forward_pre_hook(lambda *_: self._calls.clear()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the layers."""
+        for module, own in self._before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._opened.close()
+
+    def _call(self, module: nn.Module, original: Forward, *args: object, **kwargs: object) -> Output:
+        number = self._calls.get(id(module), 0)
+        self._calls[id(module)] = number + 1
+        site = self.sites.get((id(module), number))
+        if site is None or self._mode == "plain":
+            return original(*args, **kwargs)
+        stream = argument_of(args, kwargs, site.argument)
+        if self._mode == "full":
+            return self._record(site, stream, original, args, kwargs)
+        if site.index < self._start:
+            return self._refill[site.index](stream)
+        if site.index >= self._start + self._size:
+            return original(*args, **kwargs)
+        if self._mode == BRANCH:
+            stream = self._state.clone() if site.index == self._start else stream
+            return self._bare(site, stream, original, args, kwargs)
+        if site.index > self._start:
+            return self._refill[site.index](stream)
+        if site.index == 0:
+            self._state = stream.clone()
+        # Computed for the next start; its other outputs are the model's own.
+        args, kwargs = with_argument(args, kwargs, site.argument, self._state.clone())
+        output = original(*args, **kwargs)
+        self._next = stream_of(output)
+        return refill(output)(self._state.clone())
+
+    def _record(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
+        if site.index and (self._last.shape != stream.shape or not torch.equal(self._last, stream)):
+            self.chained = False
+        modules = (id(sublayer.contribution.module) for sublayer in site.sublayers)
+        self._bases[site.index] = {module: self._counts.get(module, 0) for module in modules}
+        output = original(*args, **kwargs)
+        self._refill[site.index] = refill(output)
+        self._last = stream_of(output)
+        return output
+
+    def _bare(self, site: LayerSite, stream: torch.Tensor, original: Forward, args: Args, kwargs: Kwargs) -> Output:
+        args, kwargs = with_argument(args, kwargs, site.argument, stream)
+        before = stream.clone()
+        bases = self._bases[site.index]
+        with ExitStack() as stack:
+            for point in _contributions(site):  # counted from the layer's own start: the layers before it did not run
+                point = dataclasses.replace(point, call=point.call - bases[id(point.module)])
+                stack.enter_context(_replaced(self.context.roots, point))
+            output = original(*args, **kwargs)
+        self._changed = self._changed or not torch.equal(stream_of(output), before)
+        if site.index == self._start + self._size - 1 and not self._changed:
+            raise _Unchanged
+        return output
+
+
+class HarnessTask:
+    """One task. Raises UserError if lm-eval is not installed or has no such task, or if the task would run code."""
+
+    def __init__(self, name: str, *, include_path: str | None = None, metric: str = "acc", limit: int | None = None):
+        if include_path is not None and not Path(include_path).is_dir():
+            raise UserError(f"include_path: {include_path!r} is no folder (allowed: a folder of task YAML)")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise UserError(f"limit: {limit!r} (allowed: a number of documents, 1 or more)")
+        self.name, self.metric, self.limit, self.higher_is_better = name, metric, limit, True
+        try:
+            self._tasks = Tasks.find(None, *([Path(include_path)] if include_path is not None else []))
+            self._tasks.require([name], source="*.yaml in include_path")
+            self._tasks.build(name)
+        except UserError as error:
+            raise UserError(f"task: {str(error).removeprefix('tasks: ')}") from None
+
+    def measure(self, context: Context) -> tuple[float, float]:
+        """The metric's value and standard error (NaN if the task has none) for the model in its present state."""
+        if context.tokenizer is None:
+            raise UserError(f"task: {self.name!r} is text, and the checkpoint has no tokenizer (allowed: --tokenizer)")
+        assert isinstance(context.model, PreTrainedModel)
+        rows = len(context.batches[0]["input_ids"])
+        runner = Runner(model=context.model, tokenizer=context.tokenizer, batch_size=rows, limit=self.limit)
+        output, _ = runner.run(self._tasks.build(self.name), None)
+        results = output["results"][self.name]
+        key = next((k for k in results if k.split(",")[0] == self.metric), None)
+        if key is None:
+            known = sorted({k.split(",")[0] for k, v in results.items() if isinstance(v, float) and "stderr" not in k})
+            raise UserError(f"task_metric: {self.name!r} has no {self.metric!r} (allowed: {', '.join(known)})")
+        self.higher_is_better = bool(output.get("higher_is_better", {}).get(self.name, {}).get(self.metric, True))
+        error = results.get(f"{self.metric}_stderr,{key.partition(',')[2]}")
+        return float(results[key]), float(error) if isinstance(error, int | float) else math.nan
+
+
+@contextmanager
+def removed(context: Context, layers: Sequence[int], meaning: str = REMOVE) -> Iterator[None]:
+    """In this context, every forward pass of the model omits ``layers`` (indices); nothing else changes.
+
+    ``remove``: a layer returns its input. ``branch``: its sub-layers add zero, but its skips, their scales and its
+    post-norms stay (the same for Pre-LN). The layer is still computed, so a cache of keys and values stays whole. If
+    several layers share a module, only the calls of the removed layers change.
+    """
+    roots = context.roots
+    with _uncompiled(context.model), ExitStack() as stack:
+        for index in layers:
+            site = context.structure.layers[index]
+            if meaning == REMOVE:
+                stack.enter_context(_replaced(roots, site.output, site.input))
+            else:
+                for point in _contributions(site):
+                    stack.enter_context(_replaced(roots, point))
+        yield
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """In this context modules compiled in place run uncompiled: a compiled module calls no hooks inside it."""
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def _contributions(site: LayerSite) -> list[Point]:
+    """The points of what a layer's sub-layers add. Raises UserError if the sub-layers were not found."""
+    if not site.sublayers:
+        raise UserError(
+            f"meaning: 'branch' needs the sub-layers of layer {site.index}, which were not found (allowed: remove)"
+        )
+    return [sublayer.contribution for sublayer in site.sublayers]
+
+
+@contextmanager
+def _replaced(roots: Sequence[nn.Module], point: Point, skip: Point | None = None) -> Iterator[None]:
+    """Replace a point's tensor by the one at ``skip``, or by zeros, in each forward pass of ``roots``."""
+    skipped: torch.Tensor | None = None
+
+    def change(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        nonlocal skipped
+        if key == "skip":
+            skipped = tensor.clone()  # a layer may add to it in place
+            return None
+        before, skipped = skipped, None
+        return torch.zeros_like(tensor) if before is None else before  # times zero would keep NaN
+
+    points = {"point": point} if skip is None else {"skip": skip, "point": point}
+    with intercept(points, change, roots=roots):
+        yield

@@ -15,15 +15,12 @@ from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.engine.causality import is_causal
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.losses import logits_of, masked_positions
+from lamina.probes.engine.losses import is_causal, logits_of, masked_positions
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.structure.forward import forward
-from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.outputs import Args, Output, refill
+from lamina.probes.structure.hooks import Args, Output, forward, refill, watch
 
 METRICS = ("cross_entropy", "kl_to_final", "top1_agreement")
 _LOGITS = 2**23  # at most so many at a time: 32 MiB in float32
@@ -169,7 +166,6 @@ class LogitLens(Probe):
         ):
             figure = lines(
                 frame[frame["metric"].isin(metrics)],
-                *("layer", "value"),
                 color="metric",
                 title=title,
                 x_title="state",

@@ -16,11 +16,9 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
-from lamina.probes.engine.removal import roots_of
 from lamina.probes.engine.statistics import Running
-from lamina.probes.magnitudes import as_tokens
-from lamina.probes.structure.hooks import intercept
-from lamina.probes.structure.outputs import Output
+from lamina.probes.hidden_states import as_tokens
+from lamina.probes.structure.hooks import Output, intercept
 from lamina.probes.structure.sites import Point
 
 _FLOATS = {
@@ -204,7 +202,6 @@ class LowPrecision(Probe):
             if len(rows):
                 figure = lines(
                     rows,
-                    *("layer", "value"),
                     color="format",
                     title=f"Relative error of the {title} in low precision",
                     x_title="state" if role == "state" else "layer",
@@ -284,7 +281,7 @@ def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> fl
 @contextmanager
 def changed_states(context: Context, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Every state x^0 ... x^N is replaced by ``change(x)`` where a layer reads it, and behind the last layer."""
-    with intercept(context.structure.states(), lambda state, x: change(x), roots=roots_of(context)):
+    with intercept(context.structure.states(), lambda state, x: change(x), roots=context.roots):
         yield
 
 

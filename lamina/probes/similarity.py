@@ -11,11 +11,11 @@ import torch
 
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
-from lamina.probes.directions import DirectionsProbe, note_streams
 from lamina.probes.engine.context import Context
+from lamina.probes.engine.directions import DirectionsProbe, note_streams
 from lamina.probes.engine.figures import Figure, heat_map, lines
-from lamina.probes.engine.ratio import Ratio
 from lamina.probes.engine.registry import probe
+from lamina.probes.engine.statistics import Ratio
 
 
 @probe
@@ -109,7 +109,6 @@ class Similarity(DirectionsProbe):
                     x="start",
                     y="value",
                     title="Block influence",
-                    x_title="layer",
                     y_title="1 - cosine of the stream before and behind it",
                 ),
                 "Block influence (ShortGPT): the layers with the smallest change the stream's direction least.",

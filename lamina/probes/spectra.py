@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,14 +14,14 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, check_most, probe, sample_of
-from lamina.probes.ranks import Covariance, spectral_utilisation
 from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.sites import Point
-from lamina.probes.weight_spectra import Row, condition_rows, embedding_rows, inner_width
+from lamina.probes.structure.sites import FeedForward, LayerSite, Point
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Row = tuple[int, str, str, int, str, float, float]
+FLOOR = 1e-12  # eigenvalues below it are rounding
 COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
 RANKS = ("hard_rank", "soft_rank", "edr", "eee")
 _TITLES = {
@@ -239,13 +239,11 @@ class Spectra(Probe):
         conditions = table[table.metric == "condition_number"]
         if len(conditions):
             axes = {"x_title": "layer", "y_title": "s_max / s_min", "log_y": True}
-            figure = lines(conditions, "layer", "value", color="role", title="Condition numbers", **axes)
+            figure = lines(conditions, color="role", title="Condition numbers", **axes)
             drawn.append((figure, "Condition number of each projection of the feed-forward."))
         ranks = table[(table.layer >= 0) & table.metric.isin(RANKS)]
         for metric in RANKS if len(ranks) else ():
-            figure = lines(
-                ranks[ranks.metric == metric], "layer", "value", color="role", title=_TITLES[metric], y_title=metric
-            )
+            figure = lines(ranks[ranks.metric == metric], color="role", title=_TITLES[metric], y_title=metric)
             drawn.append((figure, _CAPTIONS[metric]))
         return drawn
 
@@ -275,3 +273,166 @@ class Spectra(Probe):
                     f"{means[role, 'tokens']:.0f} tokens)."
                 )
         return text
+
+
+def embedding_rows(context: Context) -> list[Row]:
+    """The eigenvalues of the covariance of the embedding's rows, absolute and over their median; index = rank."""
+    weight = getattr(context.structure.embedding, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        context.notes.append("spectra: the model has no embedding of tokens, so there are no eigenvalues of one")
+        return []
+    if len(weight) <= weight.shape[1]:
+        context.notes.append(
+            f"spectra: the embedding has {len(weight)} rows of {weight.shape[1]} channels, so its covariance has "
+            f"at most {len(weight) - 1} eigenvalues above 0"
+        )
+    values = row_covariance_eigenvalues(weight)
+    if not bool(values.isfinite().all()):
+        raise UserError("spectra: the embedding's covariance is not finite: its weights hold NaN or infinity")
+    median = float(values.quantile(0.5))
+    rows = []
+    for rank, value in enumerate(values.tolist()):
+        rows.append((-1, "model", "embedding", rank, "eigenvalue", value, math.nan))
+        ratio = value / median if median > 0 else math.inf
+        rows.append((-1, "model", "embedding", rank, "eigenvalue_over_median", ratio, math.nan))
+    return rows
+
+
+def inner_width(feed_forward: FeedForward) -> int:
+    """D_ff: how many channels the down-projection reads."""
+    down: Any = feed_forward.down[1]
+    return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
+
+
+def condition_rows(site: LayerSite) -> list[Row]:
+    """s_max / s_min of each projection of a layer's dense feed-forwards; of gate and up in one matrix each half's."""
+    rows: list[Row] = []
+    for feed_forward in (sublayer.feed_forward for sublayer in site.sublayers if sublayer.feed_forward is not None):
+        for path, module in (*feed_forward.up, feed_forward.down):
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+                continue
+            name, parts = path.removeprefix(site.path + "."), (weight,)
+            side = stacked_side(feed_forward, module)
+            if side is not None:
+                parts = weight.chunk(2, side)
+            for number, part in enumerate(parts):
+                role = name if side is None else f"{name}[{number}]"
+                value = condition_number(part)
+                rows.append((site.index, "feed_forward", role, 0, "condition_number", value, math.nan))
+    return rows
+
+
+def stacked_side(feed_forward: FeedForward, module: torch.nn.Module) -> int | None:
+    """The axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
+    if module is feed_forward.down[1] or len(feed_forward.up) != 1:
+        return None
+    weight: Any = module.weight
+    # A projection is [out, in] or, in GPT-2's Conv1D, [in, out].
+    out = 0 if hasattr(module, "in_features") else 1
+    return out if weight.shape[out] == 2 * inner_width(feed_forward) else None
+
+
+class Covariance:
+    """The centered covariance of samples [n, channels] added batch by batch: one matrix of channels x channels.
+
+    Each batch's products are formed in float32 at least, about the first batch's mean, so a channel with a massive mean
+    costs the others no digits; they are summed in float64.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shift = torch.zeros(())
+        self._sum = torch.zeros(())
+        self._products = torch.zeros(())
+
+    def add(self, samples: torch.Tensor) -> None:
+        """Add samples [..., channels]."""
+        samples = samples.detach().flatten(0, -2)
+        samples = samples.to(torch.promote_types(samples.dtype, torch.float32))
+        if not len(samples):
+            return
+        if not self.count:
+            channels, device = samples.shape[-1], samples.device
+            self._shift = samples.mean(0)
+            self._sum = torch.zeros(channels, dtype=torch.float64, device=device)
+            self._products = torch.zeros(channels, channels, dtype=torch.float64, device=device)
+        samples = samples - self._shift
+        self._sum += samples.sum(0, dtype=torch.float64)
+        self._products += samples.T @ samples
+        self.count += len(samples)
+
+    def matrix(self) -> torch.Tensor:
+        """The sample covariance, divisor n - 1, [channels, channels] in float64. Needs two samples."""
+        if self.count < 2:
+            raise ValueError(f"a covariance of {self.count} samples (needed: at least 2)")
+        mean = self._sum / self.count
+        return (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
+
+    def eigenvalues(self) -> torch.Tensor:
+        """Descending, clamped at 1e-12, float64 on the CPU."""
+        return torch.linalg.eigvalsh(self.matrix()).flip(0).clamp(min=FLOOR).cpu()
+
+
+def hard_rank(eigenvalues: torch.Tensor) -> float:
+    """The participation ratio (sum l)^2 / sum l^2 over the number of eigenvalues D: from 1 / D to 1."""
+    values = eigenvalues.double()
+    return float(values.sum().square() / values.square().sum() / len(values))
+
+
+def soft_rank(eigenvalues: torch.Tensor) -> float:
+    """Shannon's rank exp(-sum p ln p), p = l / sum l, over the number of eigenvalues D: from 1 / D to 1."""
+    shares = eigenvalues.double() / eigenvalues.double().sum()
+    return float(torch.exp(-torch.special.xlogy(shares, shares).sum()) / len(shares))
+
+
+def effective_dimension_ratio(hard: float, soft: float) -> float:
+    """200 h s / (h + s), a hundred times the harmonic mean of both ranks: our definition, the paper's isn't known."""
+    return 200 * hard * soft / (hard + soft)
+
+
+def early_enrichment(eigenvalues: torch.Tensor) -> float:
+    """EEE = 2 / D sum_k (C_k - k / D), C_k the share of the k largest: 0 where all are equal, 1 - 1 / D with one alone.
+
+    Our definition of the spectral concentration, after Marbut et al. 2023; the paper's isn't known.
+    """
+    values = eigenvalues.double().sort(descending=True).values
+    number = len(values)
+    cumulated = values.cumsum(0) / values.sum()
+    return float(2 / number * (cumulated - torch.arange(1, number + 1, dtype=torch.float64) / number).sum())
+
+
+def spectral_utilisation(eigenvalues: torch.Tensor) -> dict[str, float]:
+    """hard_rank, soft_rank, edr and eee of a covariance's eigenvalues."""
+    hard, soft = hard_rank(eigenvalues), soft_rank(eigenvalues)
+    edr = effective_dimension_ratio(hard, soft)
+    return {"hard_rank": hard, "soft_rank": soft, "edr": edr, "eee": early_enrichment(eigenvalues)}
+
+
+def condition_number(weight: torch.Tensor) -> float:
+    """s_max / s_min of a matrix, over its min(rows, columns) singular values in float64; inf where it is singular."""
+    weight = weight.detach().double()
+    # The smaller Gram matrix's eigenvalues are the squares: many times faster, and exact enough far from 1 / eps.
+    weight = weight if weight.shape[0] <= weight.shape[1] else weight.T
+    squares = torch.linalg.eigvalsh(weight @ weight.T)
+    least, most = float(squares[0]), float(squares[-1])
+    if least > 1e-10 * most:
+        return math.sqrt(most / least)
+    values = torch.linalg.svdvals(weight)
+    smallest = float(values[-1])
+    tiny = max(weight.shape) * torch.finfo(torch.float64).eps * float(values[0])
+    return math.inf if smallest <= tiny else float(values[0]) / smallest
+
+
+def row_covariance_eigenvalues(weight: torch.Tensor, rows: int = 8192) -> torch.Tensor:
+    """Eigenvalues of the covariance of a matrix' rows, centered, divisor n - 1: descending, float64; by chunks."""
+    weight = weight.detach()
+    total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for chunk in weight.split(rows):
+        total += chunk.double().sum(0)
+    mean = total / len(weight)
+    products = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=weight.device)
+    for chunk in weight.split(rows):
+        centered = chunk.double() - mean
+        products += centered.T @ centered
+    return torch.linalg.eigvalsh(products / (len(weight) - 1)).flip(0).cpu()

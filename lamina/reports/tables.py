@@ -8,7 +8,7 @@ from html import escape
 
 from lamina.jobs.columns import RANKING, TRIALS, Column
 from lamina.jobs.status import severity
-from lamina.probes.spikes import FEWEST, SIGMAS, WINDOW
+from lamina.probes.engine.spikes import FEWEST, SIGMAS, WINDOW
 from lamina.reports.ranking import is_above_bigram, is_ranked
 from lamina.reports.records import Frame, flatten, rows_of
 from lamina.reports.table import Field, Row, Table, chip, in_form, named, number, text

@@ -27,7 +27,7 @@ from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.placements import resolve
 from lamina.posttraining.settings import SftSettings
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 
 ROOT = Path(__file__).parents[2]
 JOBS = [name for names in HOME.values() for name in names if hasattr(getattr(lamina.api, name), "record")]

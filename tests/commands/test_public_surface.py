@@ -12,7 +12,7 @@ from lamina.commands.arguments import add_settings, make_parser
 from lamina.evaluation.settings import EvalSettings
 from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
 from lamina.preflights.settings import PreflightSettings
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.studies.engine.settings import StudySettings
 from lamina.studies.max_rate_settings import MaxRateStudySettings
 from lamina.studies.settings import CompareSettings

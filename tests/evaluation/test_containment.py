@@ -13,7 +13,7 @@ from lamina.errors import UserError
 from lamina.evaluation.containment import contained
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.task_files import Tasks
-from lamina.probes.tasks import Task
+from lamina.probes.layer_drop import HarnessTask
 
 pytest.importorskip("lm_eval")
 TOUCH = "open('{canary}', 'w').write('it ran')"
@@ -214,13 +214,13 @@ def test_what_runs_while_a_model_trains_or_is_probed_runs_nothing_either(folder,
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": ROWS}}, "training_split": None}
     write(folder, canary, {"doc_to_text": CYCLER, **files})
     with pytest.raises(UserError, match="task: 'quiz': its template can't be filled in: SecurityError"):
-        Task("quiz", include_path=str(folder / "tasks"))
+        HarnessTask("quiz", include_path=str(folder / "tasks"))
     write(folder, canary, "task: quiz\ninclude: base.inc\ndoc_to_text: !function evil.f\n")
     with pytest.raises(UserError, match=r"task: .*runs Python code"):
-        Task("quiz", include_path=str(folder / "tasks"))
+        HarnessTask("quiz", include_path=str(folder / "tasks"))
     write(folder, canary, {"dataset_path": "pandas", "dataset_kwargs": {"data_files": "{folder}/rows.pkl"}})
     with pytest.raises(UserError, match=r"task: .*the reader 'pandas'"):
-        Task("quiz", include_path=str(folder / "tasks"))
+        HarnessTask("quiz", include_path=str(folder / "tasks"))
 
 
 def test_code_runs_where_it_is_asked_for(folder, tmp_path, model):

@@ -15,7 +15,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.jobs.settings import Settings, at_least, changed, setting
 from lamina.preflights.settings import PreflightSettings
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings
 from lamina.training.settings import PretrainSettings
@@ -167,7 +167,7 @@ def test_a_span_of_steps_is_a_share_or_a_whole_number(record, name):
 
 
 def test_settings_load_no_heavy_library():
-    modules = "lamina.preflights.settings, lamina.probes.engine.settings, lamina.studies.width_settings"
+    modules = "lamina.preflights.settings, lamina.probes.engine.probe_settings, lamina.studies.width_settings"
     script = (
         f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'numpy', 'pandas') if m in sys.modules])"
     )

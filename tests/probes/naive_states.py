@@ -5,7 +5,7 @@ from transformers import AlbertForMaskedLM, BertForMaskedLM, LlamaForCausalLM
 
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import structure_of
-from lamina.probes.structure.forward import base_of
+from lamina.probes.structure.hooks import base_of
 
 
 def layers_of(model):

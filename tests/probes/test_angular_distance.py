@@ -12,10 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.errors import UserError
 from lamina.probes.angular_distance import AngularDistance, best_blocks, scaled_rows
-from lamina.probes.directions import Directions, ranges
 from lamina.probes.engine import registry
-from lamina.probes.engine.measure import probe
-from lamina.probes.engine.running import run
+from lamina.probes.engine.directions import Directions, ranges
+from lamina.probes.engine.measure import probe, run
 
 
 def naive(model, inputs, position=None, mask=None):

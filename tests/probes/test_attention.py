@@ -11,7 +11,7 @@ from lamina.errors import UserError
 from lamina.probes.attention import Attention, of_heads
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, probe
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 
 
 def measure(model, ids, **settings):

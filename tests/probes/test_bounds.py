@@ -21,11 +21,9 @@ from torch import nn
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.bounds import Bounds
-from lamina.probes.depth_bounds import variance_sides
+from lamina.probes.bounds import Bounds, LastLayer, last_layer_sides, variance_sides
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.layer_calls import record_layer_calls
-from lamina.probes.last_layer import LastLayer, last_layer_sides
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 
 WIDTH, INNER = 12, 20

@@ -12,13 +12,11 @@ from small_models import small_inputs, small_model
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.engine.causality import is_causal
-from lamina.probes.engine.losses import loss, masked_positions, token_losses
-from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.losses import is_causal, loss, masked_positions, token_losses
+from lamina.probes.engine.measure import make_context, run
 from lamina.probes.engine.measure import probe as run_probe
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
-from lamina.probes.engine.running import run
-from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.engine.statistics import Running
 
 

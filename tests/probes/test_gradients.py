@@ -12,10 +12,8 @@ from transformers import LlamaConfig
 import lamina
 from lamina.errors import UserError
 from lamina.modeling.initialization import weights
-from lamina.probes.engine.measure import probe
-from lamina.probes.engine.parameters import places
-from lamina.probes.engine.running import run
-from lamina.probes.gradients import Gradients
+from lamina.probes.engine.measure import probe, run
+from lamina.probes.gradients import Gradients, places
 
 
 class Masks:

@@ -11,12 +11,9 @@ from probes.tiny import albert, bert, blocks, llama, outputs, states, value
 import lamina
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.measure import make_context, probe
-from lamina.probes.engine.running import run
-from lamina.probes.engine.settings import ProbeSettings
-from lamina.probes.hidden_states import HiddenStates, r_squared
-from lamina.probes.magnitudes import Tokens, as_tokens, largest, medians, moments
-from lamina.probes.stream_sentences import growth
+from lamina.probes.engine.measure import make_context, probe, run
+from lamina.probes.engine.probe_settings import ProbeSettings
+from lamina.probes.hidden_states import HiddenStates, Tokens, as_tokens, growth, largest, medians, moments, r_squared
 
 
 def measure(model, ids, spec="hidden_states", **settings):

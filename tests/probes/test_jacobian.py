@@ -17,9 +17,8 @@ from tiny_contexts import (
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.block_norms import block_norms
-from lamina.probes.jacobian import JacobianProbe
-from lamina.probes.residual_path import Wiring, block_factor, expected_sigmas, wirings_of
+from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
+from lamina.probes.jacobian import JacobianProbe, block_norms
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
 ENCODERS = ["BertForMaskedLM", "GPT2LMHeadModel", "AlbertForMaskedLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM"]
@@ -223,7 +222,7 @@ def test_a_model_in_16_bits_is_measured_in_float32_and_stays_in_16_bits():
 def test_images():
     model = transformers_model("ViTForImageClassification", image_size=8, patch_size=4, num_channels=1)
     from lamina.probes.engine.measure import make_context
-    from lamina.probes.engine.settings import ProbeSettings
+    from lamina.probes.engine.probe_settings import ProbeSettings
 
     context = make_context(model, ProbeSettings(), torch.randn(2, 1, 8, 8))
     frame = measured(JacobianProbe(sequences=2), context)

@@ -19,12 +19,9 @@ from lamina.errors import UserError
 from lamina.placements import names
 from lamina.probes.engine import registry
 from lamina.probes.engine.losses import token_losses
-from lamina.probes.engine.measure import probe
-from lamina.probes.engine.removal import removed
-from lamina.probes.engine.running import run
-from lamina.probes.layer_drop import LayerDrop
-from lamina.probes.structure.outputs import refill
-from lamina.probes.suffixes import Suffixes
+from lamina.probes.engine.measure import probe, run
+from lamina.probes.layer_drop import LayerDrop, PassesWithoutLayers, removed
+from lamina.probes.structure.hooks import refill
 
 CONFIG = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 CAUSAL = [name for name, (_, kind, _) in MODELS.items() if "CausalLM" in kind or "LMHead" in kind]
@@ -166,7 +163,7 @@ def test_suffixes_are_what_whole_passes_without_the_layers_are(name):
 
     whole = losses()
     for size in (1, 2):
-        with Suffixes(context, losses) as passes, torch.no_grad():
+        with PassesWithoutLayers(context, losses) as passes, torch.no_grad():
             assert torch.equal(passes.full(), whole)
             assert passes.chained
             found = []
@@ -189,7 +186,7 @@ def test_a_model_that_changes_the_stream_between_layers_is_run_whole():
     ids = small_inputs(model)["input_ids"]
     context = context_of(model, [{"input_ids": ids}])
     scale = model.model.layers[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
-    with Suffixes(context, lambda: token_losses(model, {"input_ids": ids})) as passes, torch.no_grad():
+    with PassesWithoutLayers(context, lambda: token_losses(model, {"input_ids": ids})) as passes, torch.no_grad():
         passes.full()
         assert not passes.chained
         found = passes.without(1, 1)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lamina.probes.engine import registry
-from lamina.probes.engine.listing import listed, read
+from lamina.probes.engine.registry import listed, read
 
 
 def test_the_list_is_that_of_the_registry():
@@ -25,7 +25,7 @@ def test_what_is_read_is_what_the_class_says(name):
 
 
 def test_the_list_loads_neither_torch_nor_pandas():
-    code = "import sys; from lamina.probes.engine.listing import listed; listed(); "
+    code = "import sys; from lamina.probes.engine.registry import listed; listed(); "
     code += "assert not {'torch', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -13,7 +13,7 @@ from lamina.probes import logit_lens
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.losses import masked_positions
 from lamina.probes.engine.measure import make_context, probe
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.logit_lens import LogitLens
 
 TOKENIZER = SimpleNamespace(mask_token_id=4)

@@ -7,9 +7,8 @@ import torch
 from probes.tiny import bert, blocks, llama, outputs, states, value
 
 from lamina.errors import UserError
-from lamina.probes.engine.measure import make_context, probe
-from lamina.probes.engine.running import run
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.measure import make_context, probe, run
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.low_precision import FORMATS, LowPrecision, round_trip
 
 

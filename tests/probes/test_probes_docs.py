@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 import lamina
 from lamina.errors import UserError
 from lamina.probes.engine import registry
-from lamina.probes.engine.listing import listed
+from lamina.probes.engine.registry import listed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "probes.md").read_text(encoding="utf-8")

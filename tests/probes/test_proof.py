@@ -11,10 +11,10 @@ from small_models import IMAGE, TEXT, small_inputs, small_model
 
 import lamina
 from lamina.errors import UserError
-from lamina.probes.engine.causality import is_causal
+from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.measure import make_context
-from lamina.probes.engine.settings import ProbeSettings
-from lamina.probes.structure.norms import effective_gain
+from lamina.probes.engine.probe_settings import ProbeSettings
+from lamina.probes.structure.sites import effective_gain
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 GATED = {f"linear_{what}": 4 for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.probes.engine.ratio import Ratio
+from lamina.probes.engine.statistics import Ratio
 
 
 def test_ratio_is_total_over_count_with_the_error_of_a_ratio_of_sums():

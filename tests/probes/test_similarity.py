@@ -12,8 +12,7 @@ import lamina
 from lamina.errors import UserError
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine import registry
-from lamina.probes.engine.measure import probe
-from lamina.probes.engine.running import run
+from lamina.probes.engine.measure import probe, run
 from lamina.probes.similarity import Similarity
 
 

@@ -9,8 +9,9 @@ from tiny_contexts import context_of, lamina_model, llama, measured, shake, tran
 from transformers import LlamaForCausalLM
 
 from lamina.errors import UserError
-from lamina.probes.ranks import (
+from lamina.probes.spectra import (
     Covariance,
+    Spectra,
     condition_number,
     early_enrichment,
     effective_dimension_ratio,
@@ -18,7 +19,6 @@ from lamina.probes.ranks import (
     row_covariance_eigenvalues,
     soft_rank,
 )
-from lamina.probes.spectra import Spectra
 
 
 def naive_ranks(activations):

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.errors import UserError
-from lamina.probes.spectral_norm import Jacobian, largest_singular_value, spectral_norm, typical_stretch
+from lamina.probes.engine.jacobians import Jacobian, largest_singular_value, spectral_norm, typical_stretch
 
 
 def random(*shape, seed=0):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lamina.errors import UserError
-from lamina.probes.spikes import spike_score, spike_scores, spikes
+from lamina.probes.engine.spikes import spike_score, spike_scores, spikes
 
 
 def naive(series, window, sigmas, fewest):

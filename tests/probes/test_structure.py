@@ -11,10 +11,8 @@ from transformers import BertConfig, LlamaConfig, SwinConfig, SwinForImageClassi
 import lamina
 from lamina.errors import UserError
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.forward import forward
-from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.norms import effective_gain
-from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.hooks import forward, watch
+from lamina.probes.structure.sites import Structure, effective_gain
 
 # What a layer's norms are, in the order attention, feed-forward; the inner ones left out.
 ROLES = {

@@ -10,8 +10,8 @@ import lamina
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.probes.engine.measure import make_context, measure
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import make, names
-from lamina.probes.engine.settings import ProbeSettings
 
 SEQUENCES, TOKENS = 70, 12  # more than any probe takes of a corpus, and than the corpus' 64 blocks
 SEARCHED = {"jacobian": 7, "bounds": 7}  # a search in each sequence

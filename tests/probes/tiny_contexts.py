@@ -5,9 +5,8 @@ import transformers
 from transformers import LlamaConfig
 
 import lamina
-from lamina.probes.engine.measure import make_context
-from lamina.probes.engine.running import run
-from lamina.probes.engine.settings import ProbeSettings
+from lamina.probes.engine.measure import make_context, run
+from lamina.probes.engine.probe_settings import ProbeSettings
 
 VOCABULARY = 61
 

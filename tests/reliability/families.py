@@ -20,10 +20,9 @@ from record import RIGHT, TRACEBACK, WRONG, Case, main
 from tiny_families import buildable, count_of, inputs, layer_calls, tiny_model
 
 from lamina.errors import UserError
-from lamina.probes.engine.measure import make_context
+from lamina.probes.engine.measure import make_context, run
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import make_all
-from lamina.probes.engine.running import run
-from lamina.probes.engine.settings import ProbeSettings
 
 PROBES = {
     **dict.fromkeys(("hidden_states", "similarity", "gradients", "gains", "attention"), ""),

@@ -15,7 +15,7 @@ from lamina.errors import UserError
 from lamina.evaluation.generated import NAMES
 from lamina.jobs import columns
 from lamina.placements import resolve
-from lamina.probes.engine.listing import listed
+from lamina.probes.engine.registry import listed
 from lamina.studies.catalog.arms import arms, matches
 from lamina.studies.catalog.places import BASES, catalog_folder
 from lamina.studies.catalog.study import SCALES, read_study

@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 from training.tiny_runs import layers, records, result
 from transformers import Trainer
 
-from lamina.probes.spikes import surges
+from lamina.probes.engine.spikes import surges
 from lamina.training.monitor.rows import LOSS, NORM
 from lamina.training.monitor.step_series import StepSeries, spike_columns
 from lamina.training.monitor.writers import LayersWriter

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
 from lamina.probes.engine.losses import token_losses
-from lamina.probes.structure.forward import eager_attention, forward
-from lamina.probes.structure.outputs import Output
+from lamina.probes.structure.hooks import Output, eager_attention, forward
 from lamina.probes.structure.sites import Structure
 
 
@@ -71,6 +70,15 @@ class Context:
     def reads_tokens(self) -> bool:
         """Whether it is a model of text."""
         return "input_ids" in self.batches[0]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules whose forward pass restarts the count of calls: a head may bypass the base model (OPT's)."""
+        return [self.model] if self.base is self.model else [self.model, self.base]
+
+    def on_device(self, batch: Mapping[str, torch.Tensor], sequences: int | None = None) -> dict[str, torch.Tensor]:
+        """Return a batch, or its first ``sequences`` inputs, where the model is."""
+        return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
 
     def most(self, option: int | None, sample: int) -> int:
         """How many sequences or tokens a probe measures, 0 for all: its option, or by default a sample of a corpus."""

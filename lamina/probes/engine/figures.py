@@ -18,8 +18,8 @@ MOST_LINES = 24
 
 def lines(
     frame: pd.DataFrame,
-    x: str,
-    y: str,
+    x: str = "layer",
+    y: str = "value",
     *,
     color: str | None = None,
     title: str = "",

@@ -16,8 +16,7 @@ from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import check_most
-from lamina.probes.structure.hooks import Key, intercept
-from lamina.probes.structure.outputs import Args, Kwargs, Output, argument_of, stream_of, with_argument
+from lamina.probes.structure.hooks import Args, Key, Kwargs, Output, argument_of, intercept, stream_of, with_argument
 from lamina.probes.structure.sites import LayerSite, Point
 
 

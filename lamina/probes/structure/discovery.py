@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.structure.forward import takes_cache
+from lamina.probes.structure.hooks import takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
-from lamina.probes.structure.stream import read_layer
-from lamina.probes.structure.traced import Branch, TracedLayer
+from lamina.probes.structure.stream import Branch, TracedLayer, read_layer
 from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
 

@@ -2,19 +2,70 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.structure.outputs import Args, Kwargs, Output, argument_of, refill, stream_of, with_argument
-from lamina.probes.structure.sites import Point
+from lamina.probes.structure.sites import Point, Structure
 
+Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 Key = TypeVar("Key", bound=Hashable)
+
+
+def first_tensor(output: Output) -> torch.Tensor | None:
+    """A module's output tensor: the output itself, or the first tensor in it."""
+    if isinstance(output, torch.Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((v for v in values if isinstance(v, torch.Tensor)), None)
+
+
+def stream_of(output: Output) -> torch.Tensor:
+    """The first tensor of an output that is known to hold one."""
+    tensor = first_tensor(output)
+    assert tensor is not None
+    return tensor
+
+
+def refill(output: Output) -> Callable[[torch.Tensor], Output]:
+    """A function that rebuilds a module's output with another first tensor; it holds all but that tensor."""
+    if isinstance(output, torch.Tensor):
+        return lambda tensor: tensor
+    named = isinstance(output, Mapping)
+    keys = list(output) if named else []
+    values = [output[key] for key in keys] if named else list(output)
+    position = next(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
+    values[position] = None
+    kind = type(output)
+
+    def make(tensor: torch.Tensor) -> Output:
+        refilled = [*values[:position], tensor, *values[position + 1 :]]
+        if named:
+            return kind(**dict(zip(keys, refilled, strict=True)))
+        return kind(*refilled) if hasattr(kind, "_fields") else kind(refilled)
+
+    return make
+
+
+def argument_of(args: Args, kwargs: Kwargs, place: int | str) -> torch.Tensor:
+    """One of a call's arguments, by position or keyword."""
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
+def with_argument(args: Args, kwargs: Kwargs, place: int | str, value: torch.Tensor) -> tuple[Args, Kwargs]:
+    """A call's arguments with another value in one place."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), dict(kwargs)
+    return args, {**kwargs, place: value}
 
 
 @contextmanager
@@ -79,3 +130,42 @@ def intercept(
             hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(module.register_forward_hook(after))
         yield
+
+
+def forward(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Output:
+    """Run a model on a batch without a cache."""
+    more = {"use_cache": False} if takes_cache(type(model)) else {}
+    return model(**inputs, **more)
+
+
+def takes_cache(cls: type[nn.Module]) -> bool:
+    """Whether a model's forward can be told to keep no cache."""
+    parameters = inspect.signature(cls.forward).parameters
+    # Some take it among their **kwargs and pass it to a model that would otherwise keep a cache.
+    return "use_cache" in parameters or ("past_key_values" in parameters)
+
+
+def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model without its head, if that takes the same inputs and holds all layers; else the model itself."""
+    base = getattr(model, "base_model", model)
+    if not isinstance(base, nn.Module) or base is model:
+        return model
+    parts = {id(module) for module in base.modules()}
+    takes = inspect.signature(type(base).forward).parameters
+    whole = all(id(site.module) in parts for site in structure.layers)
+    return base if whole and all(name in takes for name in inputs) else model
+
+
+@contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    switch = getattr(model, "set_attn_implementation", None) if before not in (None, "eager") else None
+    if switch is not None:
+        switch("eager")
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        if switch is not None:
+            switch(before)

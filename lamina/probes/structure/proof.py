@@ -11,8 +11,7 @@ from torch import nn
 
 from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.probes.structure.forward import forward
-from lamina.probes.structure.hooks import Key, intercept, watch
+from lamina.probes.structure.hooks import Key, forward, intercept, watch
 from lamina.probes.structure.sites import LayerSite, Point, Structure
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]

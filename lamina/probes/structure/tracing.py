@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.structure.norms import is_norm
-from lamina.probes.structure.outputs import Args, Kwargs, Output, first_tensor
+from lamina.probes.structure.hooks import Args, Kwargs, Output, first_tensor
+from lamina.probes.structure.sites import is_norm
 
 aten = torch.ops.aten
 

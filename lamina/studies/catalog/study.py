@@ -11,7 +11,7 @@ from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, unknown
 from lamina.jobs import columns
-from lamina.probes.engine.listing import check_probe
+from lamina.probes.engine.registry import check_probe
 from lamina.studies.catalog.entries import known, mapping, mappings, read_seeds, read_skip, text, whole
 from lamina.studies.catalog.places import BASES, catalog_folder, find
 from lamina.studies.catalog.rates import Tuning, check_also, check_seeds, read_rates

@@ -123,8 +123,8 @@ class _Source:
         from lamina.modeling.modeling_lamina import HEADS
         from lamina.probes.engine.measure import make_context
         from lamina.probes.engine.measure import measure as measured
+        from lamina.probes.engine.probe_settings import ProbeSettings
         from lamina.probes.engine.registry import make
-        from lamina.probes.engine.settings import ProbeSettings
         from lamina.training.initial import initial_model
         from lamina.training.pretrain import read_data
         from lamina.training.resolve import resolve_run

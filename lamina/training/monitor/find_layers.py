@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lamina.errors import UserError, one_line
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.forward import forward
+from lamina.probes.structure.hooks import forward
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Structure
 from lamina.training.monitor.scheduled_probes import undisturbed

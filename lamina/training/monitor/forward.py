@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.outputs import Args, Kwargs, Output
+from lamina.probes.structure.hooks import Args, Kwargs, Output, watch
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.monitor.measure import STATE_METRICS, state_statistics
 from lamina.training.monitor.rows import Row

@@ -8,8 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from lamina.probes.structure.norms import effective_gain
-from lamina.probes.structure.sites import Structure
+from lamina.probes.structure.sites import Structure, effective_gain
 
 Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
 """layer (-1 outside the layers), sub-layer, role, which of several there, what the norm adds to it, the gain."""

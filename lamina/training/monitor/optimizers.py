@@ -9,7 +9,7 @@ import torch
 from accelerate.state import GradientState
 
 from lamina.errors import UserError
-from lamina.probes.structure.outputs import Kwargs, Output
+from lamina.probes.structure.hooks import Kwargs, Output
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,8 @@ from lamina.core.json_types import Json
 from lamina.jobs import digests
 from lamina.jobs.files import disk_full, write_json, write_text, writing
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.measure import structure_of
+from lamina.probes.engine.measure import run, structure_of
 from lamina.probes.engine.registry import Probe, make_all
-from lamina.probes.engine.running import run
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitor.writers import checked_parts, set_aside
 from lamina.training.objectives.objective import Processor

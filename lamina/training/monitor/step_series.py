@@ -10,7 +10,7 @@ import torch
 
 from lamina.core.json_types import Json
 from lamina.jobs.columns import SPIKES
-from lamina.probes.spikes import FEWEST, spikes, surges
+from lamina.probes.engine.spikes import FEWEST, spikes, surges
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.rows import LOSS, NORM, Row
 

@@ -14,7 +14,7 @@ from torch import nn
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
-from lamina.probes.structure.outputs import Kwargs, Output
+from lamina.probes.structure.hooks import Kwargs, Output
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.clipping import before_clipping
 from lamina.training.monitor.find_layers import Followed, bare, called, follow, is_compiled, items_of, main_input

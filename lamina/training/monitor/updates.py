@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lamina.probes.structure.outputs import Output
+from lamina.probes.structure.hooks import Output
 from lamina.training.monitor.measure import GradientNorms
 from lamina.training.monitor.measured_trainer import is_recorded
 from lamina.training.monitor.parameter_owners import own_part

@@ -11,7 +11,7 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import Probe, Sample, sample_of
-from lamina.probes.structure.outputs import Output
+from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Point, SublayerSite
 
 TOKENS = ("last", "first", "all")

@@ -1,34 +1,117 @@
-"""The probes of one checkpoint, each written as soon as it is finished."""
+"""`lamina probe`: a checkpoint in, a folder with a table and figures per probe out."""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import inspect
+import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
+from lamina.core.specs import split
 from lamina.errors import UserError
-from lamina.jobs.files import disk_full, write_json, write_text, writing
-from lamina.probes.engine.measure import make_context, tolerance_of
+from lamina.jobs import digests
+from lamina.jobs.files import disk_full, read_result, read_written_yaml, write_json, write_text, writing
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
+from lamina.probes.engine import registry
+from lamina.probes.engine.measure import make_context, run, tolerance_of
+from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe
-from lamina.probes.engine.running import run
-from lamina.probes.engine.settings import ProbeSettings
 from lamina.probes.job.compact import compact
-from lamina.probes.job.describing import describe
+from lamina.probes.structure.sites import LayerSite, Structure
 
 logger = logging.getLogger(__name__)
+# The name of the norms around a sub-layer, by their roles.
+_FAMILIES = {
+    frozenset({"pre_norm"}): "Pre-LN",
+    frozenset({"post_norm"}): "Post-LN",
+    frozenset({"pre_norm", "out_norm"}): "norms before and behind each module (Peri-LN, Sandwich-LN)",
+    frozenset({"out_norm"}): "norms on each module's output (OLMo 2)",
+    frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
+    frozenset(): "no norms on inputs, outputs or the stream",
+}
+POLICY = ResumePolicy(
+    what="folder",
+    # which probes run, where, and how fast; not what a probe measures
+    free=frozenset(("probes", "output", "threads", "device")),
+)
+
+
+def probe_folder(
+    settings: ProbeSettings | Json, *, resume: Resume = False, overwrite: bool = False, bar: bool = True
+) -> Json:
+    """Measure a checkpoint and write the folder ``settings.output``; returns the content of result.json.
+
+    ``settings`` are a whole record, or the user's values by name. Each probe's table, figures and sentences are written
+    as soon as it has them. With ``resume``, finished probes are not run again. A probe that cannot measure the model is
+    skipped, with the reason.
+
+    Raises:
+        UserError: for invalid settings, a checkpoint or a corpus that can't be read, an output folder in use.
+        OSError: the disk is full; finished probes are kept.
+        KeyboardInterrupt: after result.json says `interrupted`; finished probes are kept.
+    """
+    job = open_job(
+        Kind.PROBING, ProbeSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
+    )
+    complete = job.settings
+    if not complete.checkpoint:
+        raise UserError("checkpoint: none given (allowed: a folder, a run's folder, a .gguf file, a name on the hub)")
+    probes = registry.make_all(complete.probes)
+    specs = spec_by_name(complete.probes)
+    done = finished(job.folder, specs) if job.resumes else {}
+    if done and all(name in done for name in specs):
+        return json.loads((job.folder / "result.json").read_text(encoding="utf-8"))
+    measuring = Measuring(complete, probes, specs, done, bar=bar)  # the folder is not touched: it may be unreadable
+    with job:
+        job.write_yaml("config.yaml", complete.to_dict())
+        return measuring.run(job.folder)
+
+
+def _stored(folder: Path) -> Json:
+    return read_written_yaml(folder / "config.yaml")
+
+
+def spec_by_name(probes: str) -> dict[str, str]:
+    """The spec of each requested probe, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
+    specs: dict[str, str] = {}
+    for spec in split(probes, "probe"):
+        names = registry.names() if spec == "all" else [registry.make(spec).name]
+        specs |= {name: name if spec == "all" else spec for name in names}
+    return specs
+
+
+def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
+    """The results of the finished probes in a folder to resume, by name."""
+    results = (read_result(folder) or {}).get("probes") or {}
+    return {
+        name: result
+        for name, result in results.items()
+        if result.get("status") == "finished"
+        and (folder / f"{name}.parquet").is_file()
+        and not any(digests.differs(folder / file) for file in _files_of(name, result))
+        and result.get("spec") == specs.get(name, result.get("spec"))
+    }
+
+
+def _files_of(name: str, result: Json) -> list[str]:
+    return [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]
 
 
 class Measuring:
@@ -232,3 +315,73 @@ class Bars:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
+    """The facts about a model in result.json, found by running it, not looked up by name."""
+    config = getattr(model, "config", None)
+    parameters = {id(p): p for p in model.parameters()}.values()
+    shared = len({id(site.module) for site in structure.layers}) < structure.num_layers
+    return {
+        "model_type": getattr(config, "model_type", None),
+        "class": type(model).__name__,
+        "num_layers": structure.num_layers,
+        "hidden_size": structure.hidden_size,
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": str(next(iter(parameters)).dtype).removeprefix("torch."),
+        "placement": placement(structure.layers),
+        "layers": _path(structure.layers),
+        "layers_share_weights": shared or None,
+        "sublayers": "; ".join(_runs([", ".join(s.kind for s in site.sublayers) for site in structure.layers])),
+        "norms": "; ".join(_runs([_norms(site) for site in structure.layers])),
+        "embedding_norm": structure.embedding_norm.path if structure.embedding_norm else None,
+        "final_norm": structure.final_norm.path if structure.final_norm else "none",
+        "notes": list(structure.notes),
+    }
+
+
+def placement(layers: Sequence[LayerSite]) -> str:
+    """The norms' places in a word or two, by layer where the layers differ."""
+    return "; ".join(_runs([_family(site) for site in layers]))
+
+
+def _family(site: LayerSite) -> str:
+    role_sets = [frozenset(n.role for n in s.norms if n.role != "inner_norm") for s in site.sublayers]
+    names = [_FAMILIES.get(roles) or " and ".join(sorted(roles)) for roles in role_sets]
+    if len(set(names)) <= 1:
+        return names[0] if names else "no sub-layers found"
+    return ", ".join(f"{s.kind.replace('_', '-')}: {name}" for s, name in zip(site.sublayers, names, strict=True))
+
+
+def _norms(site: LayerSite) -> str:
+    parts = []
+    for sublayer in site.sublayers:
+        roles = [norm.role for norm in sublayer.norms]
+        counted = [role + (f" × {roles.count(role)}" if roles.count(role) > 1 else "") for role in dict.fromkeys(roles)]
+        parts.append(f"{sublayer.kind}: {' + '.join(counted) or 'none'}")
+    return ", ".join(parts)
+
+
+def _path(layers: Sequence[LayerSite]) -> str:
+    """``model.layers.0 … model.layers.29``."""
+    first, last = layers[0].path, layers[-1].path
+    return first if first == last else f"{first} … {last}"
+
+
+def _runs(texts: Iterable[str]) -> list[str]:
+    """The text if it is the same for all layers; else each text with its layers."""
+    spans: list[tuple[int, int, str]] = []
+    for index, text in enumerate(texts):
+        if spans and spans[-1][2] == text:
+            spans[-1] = (spans[-1][0], index, text)
+        else:
+            spans.append((index, index, text))
+    if len(spans) == 1:
+        return [spans[0][2]]
+    if len(spans) > 8:  # alternating kinds: each once, with its count
+        kinds = {text: sum(last - first + 1 for first, last, other in spans if other == text) for _, _, text in spans}
+        return [f"{count} layers: {text}" for text, count in kinds.items()]
+    return [
+        f"layer{'s' * (last > first)} {first}{f'–{last}' if last > first else ''}: {text}"
+        for first, last, text in spans
+    ]
