@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from lamina.api import coord_check
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
@@ -35,17 +33,7 @@ def run(argv: list[str]) -> int:
     typed, others = given_settings(parser(), argv, "resume", "overwrite")
     slopes = coord_check(**typed, resume=others.resume, overwrite=others.overwrite).results
     folder = Path(typed.get("output", CoordCheckSettings.output))
-    sizes: Any = slopes[slopes["metric"] == "size"]
-    last = int(sizes["step"].max())
-    print(f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps")
-    for module, rows in sizes.groupby("module", sort=False):
-        slope = rows.set_index("step")["slope"]
-        worst = next((v for v in ("broken", "grows", "shrinks") if rows["verdict"].eq(v).any()), "flat")
-        print(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    names = f" ({', '.join(result['modules'])})" if result["modules"] else ""
-    print(
-        f"\n{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}\nthe page:    {folder}/report.html"
-    )
-    print(f"the numbers: {folder}/slopes.csv, {folder}/coordinates.parquet")
+    from lamina.reports import terminal
+
+    print(terminal.coord_check(folder, slopes))
     return 0

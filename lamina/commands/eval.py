@@ -6,7 +6,6 @@ import textwrap
 from pathlib import Path
 
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
-from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
 
@@ -49,10 +48,10 @@ def run(argv: list[str]) -> int:
         typed["models"] = joined(typed["models"])
     folder = Path(typed.get("output", EvalSettings.output))
     from lamina.api import evaluate
+    from lamina.reports import terminal
 
     result = evaluate(**typed, resume=others.resume, overwrite=others.overwrite)
-    print(summary(folder, result))
-    print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}")
+    print(terminal.evaluation(folder, result))
     return 0
 
 
@@ -77,13 +76,3 @@ def listing(*, full: bool = False) -> str:
             lines += textwrap.wrap(units, 100, initial_indent=" " * 13, subsequent_indent=" " * 13)
     lines.append(f"  {GENERATED:<10} seven tasks with exact answers made from the embedded corpus, without a network")
     return "\n".join(lines)
-
-
-def summary(folder: Path, result: Json) -> str:
-    """The table as lines for the terminal, and the notes."""
-    lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
-    for model in result["models"]:
-        if model["left_out"]:
-            lines.append(f"left out: {model['name']} ({model['left_out']})")
-    notes = dict.fromkeys(f"{unit['unit']}: {note}" for unit in result["units"] for note in unit["notes"])
-    return "\n".join([*lines, *(f"note: {note}" for note in notes)])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lamina.api import max_lr
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.commands.compare import failed
 from lamina.errors import TrialsFailed
 from lamina.studies.max_rate_settings import MaxRateStudySettings
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 EXAMPLES = """
   lamina max-lr
@@ -44,19 +40,7 @@ def run(argv: list[str]) -> int:
         results, failure = max_lr(**typed, resume=others.resume, overwrite=others.overwrite).results, None
     except TrialsFailed as error:
         results, failure = error.results, error
-    print(summary(results))
-    print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}")
+    from lamina.reports import terminal
+
+    print(terminal.max_lr(folder, results))
     return 0 if failure is None else failed(failure)
-
-
-def summary(results: pd.DataFrame) -> str:
-    """The placements, the highest rate first, as lines for the terminal."""
-    from lamina.reports.max_rates import notices, spread, summarize
-
-    rows = summarize(results)
-    width = max(12, *(len(row.placement) for row in rows))
-    lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
-    for row in rows:
-        loss = "-" if row.loss != row.loss else f"{row.loss:.3f}"
-        lines.append(f"{row.placement:<{width}} {spread(row):>24} {loss:>10}  {row.ends}")
-    return "\n".join([*lines, "", *(f"note: {notice}" for notice in notices(rows))])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lamina.api import pretrain
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
-from lamina.core.json_types import Json
 from lamina.training.settings import PretrainSettings
 
 EXAMPLES = """
@@ -36,25 +35,8 @@ def run(argv: list[str]) -> int:
     result = pretrain(**typed, resume=others.resume, overwrite=others.overwrite)
     from lamina.training.execution.processes import launched
 
-    if launched()[0] > 0:  # of several processes the first one prints
-        return 130 if result["status"] == "interrupted" else 0
-    folder = Path(typed.get("output", PretrainSettings.output))
-    print(f"{result['status']}{_numbers(result)}" + (f" ({result['reason']})" if result["reason"] else ""))
-    if result["status"] == "interrupted":
-        print(f"to resume: lamina pretrain --output {folder} --resume")
-        return 130
-    print(f"the page:  {folder / 'report.html'}")
-    if (folder / "model").is_dir():
-        print(f"the model: {folder / 'model'}")
-    return 0
+    if launched()[0] == 0:  # of several processes the first one prints
+        from lamina.reports import terminal
 
-
-def _numbers(result: Json) -> str:
-    """The eval loss and what was measured with it, as a clause; empty if there was no evaluation."""
-    loss = result.get("eval_loss")
-    if loss is None or loss != loss:
-        return ""
-    forms = {"accuracy": "accuracy {:.2%}", "top5_accuracy": "top-5 accuracy {:.2%}"}
-    forms |= {"perplexity": "perplexity {:.2f}", "bits_per_byte": "{:.3f} bits per byte"}
-    others = [form.format(result[name]) for name, form in forms.items() if result.get(name) is not None]
-    return ": " + ", ".join([f"eval loss {loss:.4f}", *others])
+        print(terminal.run(Path(typed.get("output", PretrainSettings.output)), result, "pretrain"))
+    return 130 if result["status"] == "interrupted" else 0

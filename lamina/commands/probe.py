@@ -45,10 +45,10 @@ def run(argv: list[str]) -> int:
         typed.pop("checkpoint", None)
     folder = Path(typed.get("output", ProbeSettings.output))
     from lamina.api import probe_folder
+    from lamina.reports import terminal
 
     result = probe_folder(**typed, png=others.png, resume=others.resume, overwrite=others.overwrite)
-    print(summary(result))
-    print(f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}{'/'}NAME.parquet")
+    print(terminal.probing(folder, result))
     return _refused(result) or int(result["status"] == "failed")
 
 
@@ -66,25 +66,6 @@ def listing(*, full: bool = False) -> str:
         lines += textwrap.wrap(probe.summary, 100, initial_indent="    ", subsequent_indent="    ")
         lines += textwrap.wrap(f"source: {probe.source}", 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
-
-
-def summary(result: Json) -> str:
-    """Each probe's sentences as lines for the terminal, or the reason why it has none."""
-    model = result["model"]
-    lines = [
-        f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
-        f"{model['placement']}; {result['inputs']['text']}"
-    ]
-    for warning in result.get("warnings") or ():
-        lines += ["", *textwrap.wrap(f"warning: {warning}", 110)]
-    for name, record in result["probes"].items():
-        sentences = record.get("sentences") or [record.get("reason") or "no sentence"]
-        if record["status"] != "finished":
-            sentences = [f"{record['status']}: {sentences[0]}"]
-        lines.append(f"\n{name}" + (f" ({record['seconds']:.1f} s)" if record.get("seconds") else ""))
-        for sentence in sentences:
-            lines += textwrap.wrap(str(sentence), 110, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join([*lines, *(f"\nnote: {note}" for note in result["notes"])])
 
 
 def _refused(result: Json) -> int:

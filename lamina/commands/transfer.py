@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lamina.api import transfer
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.commands.compare import failed
-from lamina.core.json_types import Json
 from lamina.errors import TrialsFailed
 from lamina.studies.width_settings import TransferSettings
 
@@ -42,26 +40,7 @@ def run(argv: list[str]) -> int:
         transfer(**typed, resume=others.resume, overwrite=others.overwrite)
     except TrialsFailed as error:
         failure = error
-    print(printed(json.loads((folder / "transfer.json").read_text(encoding="utf-8"))))
-    print(f"\nthe page:    {folder / 'report.html'}\nthe numbers: {folder / 'results.csv'}, {folder / 'transfer.json'}")
+    from lamina.reports import terminal
+
+    print(terminal.transfer(folder))
     return 0 if failure is None else failed(failure)
-
-
-def printed(summary: Json) -> str:
-    """The content of transfer.json as lines for the terminal."""
-    from lamina.reports.pages.transfer import sentences
-
-    lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
-    for rate in summary["rates"]:
-        loss = "-" if rate["eval_loss"] is None else f"{rate['eval_loss']:.4f}"
-        mark = "*" if rate["best"] else " "
-        lines.append(f"{rate['learning_rate']:>13g} {rate['status']:<13} {loss:>9}{mark} {rate['risk']}")
-    lines.append("")
-    lines += sentences(summary)
-    if summary["learning_rate"] is not None:
-        width = summary["target_width"]
-        heading = f"at width {width}"
-        lines += ["", f"{heading:<26} {'learning rate':>13} {'weight decay':>13} {'factor':>8}"]
-        for kind, row in summary["roles"].items():
-            lines.append(f"{kind:<26} {row['learning_rate']:>13.4g} {row['weight_decay']:>13.4g} {row['factor']:>8.4g}")
-    return "\n".join(lines)

@@ -6,13 +6,13 @@ import pandas as pd
 import pytest
 from synthetic_study import write_study
 
-from lamina.commands.compare import summary
 from lamina.core.initializers import check, unsuited
 from lamina.reports import notices, sections, sentences, summarize
 from lamina.reports.page import PAGE
 from lamina.reports.records import read_study
 from lamina.reports.registry import report
 from lamina.reports.tables import ranking_table
+from lamina.reports.terminal import ranking
 
 BIGRAM = 2.5
 
@@ -40,7 +40,7 @@ def test_results_without_the_entropy_are_ranked_as_before():
     older = MIXED.drop(columns="bigram_entropy")
     assert list(summarize(older)["placement"]) == ["fusenorm", "pre_ln", "keel", "post_ln"]
     assert list(summarize(older)["rank"].dropna()) == [1, 2, 3]
-    assert "bigram" not in summary(older)
+    assert "bigram" not in ranking(older)
     assert not any("bigram" in sentence for sentence in sentences(summarize(older)))
 
 
@@ -58,7 +58,7 @@ def test_the_sentences_say_who_is_not_past_it():
 
 
 def test_the_terminal_and_the_table_show_the_bigram_and_no_rank():
-    lines = summary(MIXED).splitlines()
+    lines = ranking(MIXED).splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["1", "fusenorm"],
         ["-", "pre_ln"],

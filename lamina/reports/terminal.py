@@ -1,0 +1,188 @@
+"""What a job prints when it ends: one function per kind of job, from its folder and its result to lines of text.
+
+Numbers, warnings and sentences are those of the job's page.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.reports import max_rates
+from lamina.reports.notices import notices
+from lamina.reports.pages.transfer import sentences
+from lamina.reports.ranking import is_above_bigram, summarize
+from lamina.reports.records import Frame, rows_of
+from lamina.studies.record import read_study
+
+_PRETRAINED = {
+    "eval_loss": "eval loss {:.4f}",
+    "accuracy": "accuracy {:.2%}",
+    "top5_accuracy": "top-5 accuracy {:.2%}",
+    "perplexity": "perplexity {:.2f}",
+    "bits_per_byte": "{:.3f} bits per byte",
+}
+_TUNED = {
+    "eval_loss": "held-out loss {:.4f}",
+    "eval_accuracy": "accuracy {:.3f}",
+    "eval_reward": "held-out reward {:.4f}",
+    "eval_kl": "KL {:.3f} nats",
+}
+_ABOUT_ONE = 2.0  # the share of a feed-forward's variance that counts as 1
+
+
+def run(folder: Path, result: Json, command: str) -> str:
+    """How a run of ``lamina COMMAND`` ended, and where its page and its model are, or how to resume it."""
+    forms = _PRETRAINED if command == "pretrain" else _TUNED
+    values = {name: result.get(name) for name in forms}
+    numbers = [forms[n].format(v) for n, v in values.items() if isinstance(v, int | float) and v == v]
+    text = result["status"] + (f": {', '.join(numbers)}" if numbers else "")
+    text += f" ({result['reason']})" if result.get("reason") else ""
+    if result["status"] == "interrupted":
+        return f"{text}\nto resume: lamina {command} --output {folder} --resume"
+    text += f"\nthe page:  {folder / 'report.html'}"
+    return text + (f"\nthe model: {folder / 'model'}" if (folder / "model").is_dir() else "")
+
+
+def compare(folder: Path, results: Frame) -> str:
+    """The ranking and what to beware of, and where the page and the numbers are."""
+    return f"{ranking(results, read_study(folder)['settings'])}\n\n{_files(folder, 'results.csv')}"
+
+
+def ranking(results: Frame, settings: Mapping[str, object] | None = None) -> str:
+    """The ranking of a study's results, with the notices; ``settings``: the study's."""
+    summary = summarize(results)
+    lines = [f"{'':>3} {'placement':<24} {'status':<20} {'eval loss':>17} {'learning rate':>13}"]
+    above = []
+    for row in rows_of(summary):
+        loss, spread, rank = row["eval_loss"], row["eval_loss_std"], row["rank"]
+        rank_text = f"{rank:>3.0f}" if rank == rank else "  -"
+        loss_text = "-" if loss != loss else f"{loss:.4f}" + (f" ± {spread:.4f}" if spread == spread else "")
+        lines.append(
+            f"{rank_text} {row['placement']:<24} {row['status_text']:<20} {loss_text:>17} {row['learning_rate']:>13g}"
+        )
+        above += [row["placement"]] if row["finished"] and is_above_bigram(row) else []
+    bigram = summary["bigram_entropy"].mean()
+    if bigram == bigram:
+        lines.append(f"    {'a bigram table':<24} {'':<20} {bigram:>17.4f}")
+    texts = notices(summary, results, settings=settings)
+    if above:
+        texts.insert(0, f"Not ranked, since a bigram table of the text that was read does as well: {', '.join(above)}.")
+    return "\n".join([*lines, "", *(f"note: {notice}" for notice in texts)])
+
+
+def max_lr(folder: Path, results: Frame) -> str:
+    """The placements, the highest rate first, and where the page and the numbers are."""
+    rows = max_rates.summarize(results)
+    width = max(12, *(len(row.placement) for row in rows))
+    lines = [f"{'placement':<{width}} {'largest learning rate':>24} {'loss there':>10}  stopped by"]
+    for row in rows:
+        loss = "-" if row.loss != row.loss else f"{row.loss:.3f}"
+        lines.append(f"{row.placement:<{width}} {max_rates.spread(row):>24} {loss:>10}  {row.ends}")
+    lines += ["", *(f"note: {notice}" for notice in max_rates.notices(rows))]
+    return "\n".join([*lines, "", _files(folder, "results.csv")])
+
+
+def transfer(folder: Path) -> str:
+    """A transfer's rates, sentences and roles, and where the page and the numbers are."""
+    summary = json.loads((folder / "transfer.json").read_text(encoding="utf-8"))
+    return f"{transferred(summary)}\n\n{_files(folder, 'results.csv', 'transfer.json')}"
+
+
+def transferred(summary: Json) -> str:
+    """The content of transfer.json."""
+    lines = [f"{'learning rate':>13} {'on the proxy':<13} {'eval loss':>9}  at another width"]
+    for rate in summary["rates"]:
+        loss = "-" if rate["eval_loss"] is None else f"{rate['eval_loss']:.4f}"
+        mark = "*" if rate["best"] else " "
+        lines.append(f"{rate['learning_rate']:>13g} {rate['status']:<13} {loss:>9}{mark} {rate['risk']}")
+    lines += ["", *sentences(summary)]
+    if summary["learning_rate"] is not None:
+        heading = f"at width {summary['target_width']}"
+        lines += ["", f"{heading:<26} {'learning rate':>13} {'weight decay':>13} {'factor':>8}"]
+        for role, row in summary["roles"].items():
+            lines.append(f"{role:<26} {row['learning_rate']:>13.4g} {row['weight_decay']:>13.4g} {row['factor']:>8.4g}")
+    return "\n".join(lines)
+
+
+def coord_check(folder: Path, slopes: Frame) -> str:
+    """The exponent of each module's outputs, the verdict, and where the page and the numbers are."""
+    sizes = slopes[slopes["metric"] == "size"]
+    last = int(sizes["step"].max())
+    lines = [f"{'module':<36} {'at the start':>13} {f'after {last} steps':>14}  over the steps"]
+    for module, rows in sizes.groupby("module", sort=False):
+        slope = rows.set_index("step")["slope"]
+        worst = next((v for v in ("broken", "grows", "shrinks") if rows["verdict"].eq(v).any()), "flat")
+        lines.append(f"{module:<36} {slope[0]:>+13.2f} {slope[last]:>+14.2f}  {worst}")
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    names = f" ({', '.join(result['modules'])})" if result["modules"] else ""
+    lines += ["", f"{result['verdict']}{names}, with a tolerance of {result['tolerance']:g}"]
+    return "\n".join([*lines, _files(folder, "slopes.csv", "coordinates.parquet")])
+
+
+def preflight(folder: Path | None, rows: Frame) -> str:
+    """A table with one line per planned run, each run's reason and what to change, and where the page is if any."""
+    records = rows_of(rows)
+    width = max(9, *(len(row["placement"]) for row in records))
+    lines = [
+        f"{'placement':<{width}} {'rate':>8}  {'verdict':<14} {'gain x0→xN':>11} {'context':>8} {'FP16 headroom':>22}"
+    ]
+    for row in records:
+        headroom = f"{row['fp16_headroom']:.3g} × ({row['fp16_headroom_bits']:.1f} bits)"
+        lines.append(
+            f"{row['placement']:<{width}} {row['learning_rate']:>8g}  {row['verdict']:<14} "
+            f"{10 ** row['jacobian']:>11.2g} {round(row['context'], 3) + 0.0:>8.3f} {headroom:>22}"
+        )
+    for row in records:
+        lines.append(f"\n{row['placement']} at {row['learning_rate']:g}: {row['verdict']}")
+        texts = {"reason": row["reason"], "change": row["change"], "layers": _layers(row), "papers": row["advice"]}
+        for label, text in {**texts, "note": row["note"]}.items():
+            if text:
+                lines.append(textwrap.fill(f"  {label}: {text}", 110, subsequent_indent="    "))
+    return "\n".join([*lines, *(["", f"the page:    {folder / 'report.html'}"] if folder else [])])
+
+
+def _layers(row: Json) -> str:
+    share = row["ffn_variance_share"]
+    theorem = "as O(1/L) per layer keeps it" if share <= _ABOUT_ONE else "O(1/L) per layer would keep it near 1"
+    return (
+        f"Var(x^N) is {10 ** row['growth']:.2g} × Var(x^0); the weights' gradients lie within a factor of "
+        f"{10 ** -row['weight_gradient']:.2g}, the smallest in block {row['weight_gradient_layer']}; before the first "
+        f"step the feed-forwards add {share:.2g} × their skips' variance in sum ({theorem})"
+    )
+
+
+def evaluation(folder: Path, result: Json) -> str:
+    """The table of scores, the notes, and where the page and the numbers are."""
+    lines = [(folder / "table.md").read_text(encoding="utf-8").rstrip()]
+    lines += [f"left out: {model['name']} ({model['left_out']})" for model in result["models"] if model["left_out"]]
+    notes = dict.fromkeys(f"{unit['unit']}: {note}" for unit in result["units"] for note in unit["notes"])
+    return "\n".join([*lines, *(f"note: {note}" for note in notes), "", _files(folder, "results.csv")])
+
+
+def probing(folder: Path, result: Json) -> str:
+    """Each probe's sentences, or the reason why it has none, and where the page and the tables are."""
+    model = result["model"]
+    lines = [
+        f"{model['model_type'] or model['class']}: {model['num_layers']} layers of width {model['hidden_size']}, "
+        f"{model['placement']}; {result['inputs']['text']}"
+    ]
+    for warning in result.get("warnings") or ():
+        lines += ["", *textwrap.wrap(f"warning: {warning}", 110)]
+    for name, record in result["probes"].items():
+        texts = record.get("sentences") or [record.get("reason") or "no sentence"]
+        if record["status"] != "finished":
+            texts = [f"{record['status']}: {texts[0]}"]
+        lines.append(f"\n{name}" + (f" ({record['seconds']:.1f} s)" if record.get("seconds") else ""))
+        for text in texts:
+            lines += textwrap.wrap(str(text), 110, initial_indent="  ", subsequent_indent="  ")
+    lines += [f"\nnote: {note}" for note in result["notes"]]
+    return "\n".join([*lines, f"\nthe page:   {folder / 'report.html'}\nthe tables: {folder}/NAME.parquet"])
+
+
+def _files(folder: Path, *numbers: str) -> str:
+    listed = ", ".join(str(folder / name) for name in numbers)
+    return f"the page:    {folder / 'report.html'}\nthe numbers: {listed}"
