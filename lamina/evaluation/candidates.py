@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,70 +70,70 @@ Expand = Callable[[str], Sequence[Candidate] | None]
 
 
 def candidates_of(paths: Sequence[str], expand: Expand) -> list[Candidate]:
-    """One candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
+    """Return one candidate per checkpoint, in the user's order; a study's folder stands for all its runs.
 
     Raises UserError if none is to be evaluated.
     """
     expanded = {path: expand(path) for path in dict.fromkeys(paths)}
-    apart = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
-    found: list[Candidate] = []
+    several = sum(runs is not None for runs in expanded.values()) > 1  # the arms of two studies are not one line
+    listed: list[Candidate] = []
     for path, runs in expanded.items():
         if runs is None:
-            found.append(_single(path))
+            listed.append(_single(path))
         else:
-            found += [replace(run, arm=f"{path}: {run.arm}") for run in runs] if apart else runs
-    if all(one.left_out for one in found):
-        reasons = ", ".join(sorted({one.left_out for one in found}))
-        raise UserError(f"models: none of the {len(found)} runs has a model to evaluate (they are {reasons})")
-    return _named_apart(found)
+            listed += [replace(run, arm=f"{path}: {run.arm}") for run in runs] if several else runs
+    if all(candidate.left_out for candidate in listed):
+        reasons = ", ".join(sorted({candidate.left_out for candidate in listed}))
+        raise UserError(f"models: none of the {len(listed)} runs has a model to evaluate (they are {reasons})")
+    names = [candidate.name for candidate in listed]
+    for number, candidate in enumerate(listed):
+        if names.count(candidate.name) > 1:
+            arm = candidate.path if candidate.arm == candidate.name else candidate.arm
+            listed[number] = replace(candidate, name=candidate.path, arm=arm)
+    return listed
 
 
 def _single(path: str) -> Candidate:
-    place = Path(path).expanduser()
-    name = place.resolve().parent.name if place.name == "model" else place.name or str(place)
-    result = read_result(place) if (place / "result.json").is_file() else None
-    status = str(result.get("status")) if result else str(Status.FINISHED)
-    has_model = model_folder(place) != place
-    return Candidate(
-        name=name if place.exists() else path,
-        path=path,
-        arm=name if place.exists() else path,
-        seed=_seed(place),
-        status=status if not has_model else str(Status.FINISHED),
-    )
-
-
-def _seed(run: Path) -> int | None:
-    try:
-        seed = json.loads((run / "environment.json").read_text(encoding="utf-8")).get("seed")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return seed if isinstance(seed, int) else None
-
-
-def _named_apart(found: list[Candidate]) -> list[Candidate]:
-    names = [one.name for one in found]
-    apart = []
-    for one in found:
-        if names.count(one.name) == 1:
-            apart.append(one)
-        else:
-            apart.append(replace(one, name=one.path, arm=one.path if one.arm == one.name else one.arm))
-    return apart
+    folder, seed, status = Path(path).expanduser(), None, str(Status.FINISHED)
+    name = folder.resolve().parent.name if folder.name == "model" else folder.name or str(folder)
+    if (folder / "result.json").is_file() and model_folder(folder) == folder:  # a run without a model
+        status = str(read_result(folder).get("status"))
+    with suppress(OSError, ValueError, AttributeError):
+        seed = json.loads((folder / "environment.json").read_text(encoding="utf-8")).get("seed")
+    name = name if folder.exists() else path
+    return Candidate(name=name, path=path, arm=name, seed=seed if isinstance(seed, int) else None, status=status)
 
 
 def check_candidate(path: str, settings: EvalSettings) -> PreTrainedConfig:
-    """The configuration of a checkpoint, which has weights and the tokenizer that the settings need.
+    """Return the configuration of a checkpoint that has weights and the tokenizer that the settings need.
 
-    Raises UserError if not; the weights are not read.
+    Raises UserError if it has not; the weights are not read.
     """
     with _about_models():
-        config = config_of(_source(path))
-        own = tokenizer_of(_source(path))
-    tokenizer = _tokenizer(own, path, settings)
+        config, tokenizer = config_of(_source(path)), tokenizer_of(_source(path))
+    tokenizer = _tokenizer(tokenizer, path, settings)
     if settings.chat_template and settings.tasks and not tokenizer.chat_template:
         raise UserError(f"chat_template: the tokenizer of {path!r} has none (allowed: a model or --tokenizer with one)")
     return config
+
+
+def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model in evaluation mode, and its tokenizer.
+
+    Raises:
+        UserError: it is no checkpoint, does not predict next tokens, has no tokenizer, or the tokenizer has more tokens
+            than the model.
+    """
+    with _about_models():
+        loaded = load(_source(path), dtype=settings.dtype, device=device)
+    model = loaded.model
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
+    if loaded.notes:
+        raise UserError(f"models: {path!r}: {loaded.notes[0]} (allowed: a checkpoint with all its weights)")
+    tokenizer = _tokenizer(loaded.tokenizer, path, settings)
+    check_vocabulary(model, tokenizer, path)
+    return model, tokenizer
 
 
 def _source(path: str) -> str | Path:
@@ -150,30 +150,11 @@ def _tokenizer(own: PreTrainedTokenizerBase | None, path: str, settings: EvalSet
 
 @contextmanager
 def _about_models() -> Iterator[None]:
-    """What is wrong with a checkpoint is said of the setting ``models``."""
+    """Blame the setting ``models`` for an invalid checkpoint."""
     try:
         yield
     except UserError as error:
         raise UserError(f"models: {str(error).removeprefix('checkpoint: ')}") from error
-
-
-def load_candidate(path: str, settings: EvalSettings, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in evaluation mode, and its tokenizer.
-
-    Raises:
-        UserError: it is no checkpoint, does not predict next tokens, has no tokenizer, or the tokenizer has more tokens
-            than the model.
-    """
-    with _about_models():
-        loaded = load(_source(path), dtype=settings.dtype, device=device)
-    model = loaded.model
-    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-        raise UserError(f"models: {path!r} is a {type(model).__name__}, which predicts no next token")
-    if loaded.notes:
-        raise UserError(f"models: {path!r}: {loaded.notes[0]} (allowed: a checkpoint with all its weights)")
-    tokenizer = _tokenizer(loaded.tokenizer, path, settings)
-    check_vocabulary(model, tokenizer, path)
-    return model, tokenizer
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -223,7 +223,7 @@ _FORMAT = "generated-1"
 
 
 def items(task: str, count: int, *, held_out: bool, seed: int = 0) -> list[Item]:
-    """Different items of a task, the same for the same seed.
+    """Draw different items of a task, the same for the same seed.
 
     Items of the test part (``held_out``) are made of text that is held out of training, too. No question of the
     training part is among the test part's.
@@ -247,54 +247,43 @@ def write(folder: Path, *, train: int = TRAIN, test: int = TEST, seed: int = 0, 
     A row has ``question``, ``choices``, ``answer`` (an index), and ``instruction``, ``input``, ``output`` for
     fine-tuning. ``path``: where the folder will be, which the task files name; by default where it is.
     """
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     for task in NAMES:
         (folder / task).mkdir(parents=True, exist_ok=True)
+        files = {}
         for split, count in (("train", train), ("test", test)):
-            rows = [_row(item) for item in items(task, count, held_out=split == "test", seed=seed)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / task / f"{split}.jsonl").write_text(text, encoding="utf-8")
-        place = (path or folder).resolve() / task
-        (folder / f"{task}.yaml").write_text(yaml.safe_dump(_config(task, place), sort_keys=False), encoding="utf-8")
+            lines = []
+            for item in items(task, count, held_out=split == "test", seed=seed):
+                tuning = {"instruction": item.question, "input": "", "output": item.choices[item.answer]}
+                row = {"question": item.question, "choices": item.choices, "answer": item.answer, **tuning}
+                lines.append(json.dumps(row) + "\n")
+            (folder / task / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+            files[split] = str((path or folder).resolve() / task / f"{split}.jsonl")
+        config = {
+            "task": task,
+            "tag": "lamina_generated",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": files},
+            "output_type": "multiple_choice",
+            "training_split": "train",
+            "test_split": "test",
+            "doc_to_text": "{{question}}\nAnswer:",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": metrics,
+            "metadata": {"version": 1.0},
+        }
+        (folder / f"{task}.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
 
 def version() -> str:
-    """A hash that changes whenever the items do: 32 hexadecimal digits."""
+    """Return a hash that changes whenever the items do: 32 hexadecimal digits."""
     return hashlib.sha256(f"{_FORMAT}|{TRAIN}|{TEST}".encode()).hexdigest()[:32]
 
 
 def cached(cache_dir: Path | str | None = None) -> Path:
-    """The folder with the generated tasks, made on the first call. Raises as ``publish`` does."""
+    """Return the folder with the generated tasks, made on the first call. Raises as ``publish`` does."""
     folder = cache_root(cache_dir).resolve() / "tasks" / version()
     if not is_whole(folder):
         publish(folder, lambda draft: write(draft, path=folder))
     return folder
-
-
-def _row(item: Item) -> dict[str, object]:
-    output = item.choices[item.answer]
-    return {
-        "question": item.question,
-        "choices": list(item.choices),
-        "answer": item.answer,
-        "instruction": item.question,
-        "input": "",
-        "output": output,
-    }
-
-
-def _config(task: str, place: Path) -> dict[str, object]:
-    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
-    return {
-        "task": task,
-        "tag": "lamina_generated",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {split: str(place / f"{split}.jsonl") for split in ("train", "test")}},
-        "output_type": "multiple_choice",
-        "training_split": "train",
-        "test_split": "test",
-        "doc_to_text": "{{question}}\nAnswer:",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": metrics,
-        "metadata": {"version": 1.0},
-    }

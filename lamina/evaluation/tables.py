@@ -6,7 +6,8 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.core.json_types import Json
@@ -28,24 +29,21 @@ class Cell:
         runs: with the number.
     """
 
-    mean: float = math.nan
-    std: float = math.nan
-    runs: int = 0
+    mean: float
+    std: float
+    runs: int
 
     @staticmethod
     def of(values: Sequence[float]) -> Cell:
-        """The cell of some runs' values."""
-        if not values:
-            return Cell()
-        std = statistics.stdev(values) if len(values) > 1 else math.nan
-        return Cell(mean=statistics.fmean(values), std=std, runs=len(values))
+        """Return the cell of some runs' values, of which only the finite ones count."""
+        finite = [value for value in values if math.isfinite(value)]
+        std = statistics.stdev(finite) if len(finite) > 1 else math.nan
+        return Cell(mean=statistics.fmean(finite) if finite else math.nan, std=std, runs=len(finite))
 
-    def text(self, plus_minus: str = "±") -> str:
-        """``41.34 ± 0.52``; a dash where there is no number."""
-        if not self.runs:
-            return "–"
+    def text(self, plus_minus: str, dash: str) -> str:
+        """Return ``41.34 ± 0.52``; a dash where there is no number."""
         std = f" {plus_minus} {self.std:.2f}" if math.isfinite(self.std) else ""
-        return f"{self.mean:.2f}{std}"
+        return f"{self.mean:.2f}{std}" if self.runs else dash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +60,20 @@ class ScoreLine:
     arm: str
     cells: tuple[Cell, ...]
     runs: int
-    left_out: dict[str, int]
+    left_out: Mapping[str, int]
 
     @property
     def label(self) -> str:
         """The name, with the runs that were left out."""
-        reasons = ", ".join(f"{count} of {self.runs + sum(self.left_out.values())} runs {reason}"
-                            for reason, count in sorted(self.left_out.items()))  # fmt: skip
+        total = self.runs + sum(self.left_out.values())
+        reasons = ", ".join(f"{count} of {total} runs {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.arm} ({reasons})" if reasons else self.arm
+
+    def texts(self, plus_minus: str = "±", dash: str = "–") -> list[str]:
+        """Return the cells as printed."""
+        if not self.runs:
+            return [FAILED, *[dash] * (len(self.cells) - 1)]
+        return [cell.text(plus_minus, dash) for cell in self.cells]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,89 +104,67 @@ class ScoreTable:
             }
             for line in self.lines
         ]
-        return {
-            "headings": list(self.headings),
-            "best": list(self.best),
-            "shares": list(self.shares),
-            "lines": lines,
-        }
+        return {"headings": [*self.headings], "best": [*self.best], "shares": [*self.shares], "lines": lines}
 
     def csv(self) -> str:
-        """As CSV, with a column of means and one of standard deviations per number."""
+        """Return CSV, with a column of means and one of standard deviations per number."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["model", "runs", "left_out", *(f"{h}{end}" for h in self.headings for end in ("", " std"))])
         for line in self.lines:
-            numbers = [_plain(value) for cell in line.cells for value in (cell.mean, cell.std)]
-            writer.writerow([line.arm, line.runs, sum(line.left_out.values()), *numbers])
+            numbers = [value for cell in line.cells for value in (cell.mean, cell.std)]
+            texts = [f"{value:.6g}" if math.isfinite(value) else "" for value in numbers]
+            writer.writerow([line.arm, line.runs, sum(line.left_out.values()), *texts])
         return out.getvalue()
 
     def markdown(self) -> str:
-        """As a Markdown table."""
+        """Return a Markdown table."""
         rows = [["model", *self.headings], ["---", *["---:"] * len(self.headings)]]
-        rows += [[_escaped(line.label, "|\\`*_<>[]", "\\"), *self._texts(line)] for line in self.lines]
+        for line in self.lines:
+            label = "".join(f"\\{c}" if c in "|\\`*_<>[]" else c for c in " ".join(line.label.split()))
+            rows.append([label, *line.texts()])
         return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
     def latex(self) -> str:
-        """As a LaTeX table with booktabs' rules; the best number of each column is bold, in every line that has it."""
-        head = " & ".join(["Model", *(_latex(heading) for heading in self.headings)])
+        """Return a LaTeX table with booktabs' rules; the best number of each column is bold, in every line with it."""
         body = []
         for number, line in enumerate(self.lines):
-            texts = self._texts(line, r"$\pm$", "--")
-            bold = [
+            texts = [
                 rf"\textbf{{{text}}}" if number in self.best[at] and len(self.lines) > 1 else text
-                for at, text in enumerate(texts)
+                for at, text in enumerate(line.texts(r"$\pm$", "--"))
             ]
-            body.append(" & ".join([_latex(line.label), *bold]) + r" \\")
-        columns = "l" + "r" * len(self.headings)
-        lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head + r" \\", r"\midrule", *body]
+            body.append(" & ".join([_latex(line.label), *texts]) + r" \\")
+        head = " & ".join(["Model", *map(_latex, self.headings)]) + r" \\"
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", head, r"\midrule", *body]
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-    def _texts(self, line: ScoreLine, plus_minus: str = "±", dash: str = "–") -> list[str]:
-        if not line.runs:
-            return [FAILED, *[dash] * (len(self.headings) - 1)]
-        return [cell.text(plus_minus).replace("–", dash) for cell in line.cells]
 
 
 def table(
-    columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: dict[tuple[str, Wanted], Score]
+    columns: Sequence[Wanted], candidates: Sequence[Candidate], numbers: Mapping[tuple[str, Wanted], Score]
 ) -> ScoreTable:
-    """The table of what is measured; ``numbers`` are the columns' scores by candidate's name and column."""
-    arms = list(dict.fromkeys(one.arm for one in candidates))
-    known = {at: next((s for (_, c), s in numbers.items() if c == column), None) for at, column in enumerate(columns)}
-    shares = [at for at, score in known.items() if score is not None and score.metric in SHARES]
-    lines = [_line(arm, columns, candidates, numbers, shares) for arm in arms]
-    titles = [column.title if not (s := known[at]) or column.heading or s.metric == "acc" else
-              f"{column.title} {s.metric}" for at, column in enumerate(columns)]  # fmt: skip
-    higher = [not (score := known[at]) or score.higher_is_better is not False for at in range(len(columns))]
-    if len(shares) > 1:
-        titles, higher, shares = [*titles, AVERAGE], [*higher, True], [*shares, len(columns)]
+    """Return the table of what is measured; ``numbers`` are the columns' scores by candidate's name and column."""
+    scores = [next((score for (_, c), score in numbers.items() if c == column), None) for column in columns]
+    shares = [score is not None and score.metric in SHARES for score in scores]
+    higher = [score is None or score.higher_is_better is not False for score in scores]
+    titles = [
+        f"{column.title} {score.metric}" if score and not column.heading and score.metric != "acc" else column.title
+        for column, score in zip(columns, scores, strict=True)
+    ]
+    averaged = [at for at, share in enumerate(shares) if share]
+    if len(averaged) > 1:
+        titles, higher, shares = [*titles, AVERAGE], [*higher, True], [*shares, True]
+    lines = []
+    for arm in dict.fromkeys(candidate.arm for candidate in candidates):
+        runs = [candidate for candidate in candidates if candidate.arm == arm]
+        evaluated = [run for run in runs if not run.left_out]
+        by_run = [[_printed(numbers.get((run.name, column))) for column in columns] for run in evaluated]
+        if len(averaged) > 1:  # NaN for a run without every number: else the averages are of different tasks
+            by_run = [[*row, statistics.fmean(row[at] for at in averaged)] for row in by_run]
+        cells = tuple(Cell.of([row[at] for row in by_run]) for at in range(len(titles)))
+        left_out = Counter(run.left_out for run in runs if run.left_out)
+        lines.append(ScoreLine(arm=arm, cells=cells, runs=len(evaluated), left_out=left_out))
     best = tuple(_best([line.cells[at].mean for line in lines], up) for at, up in enumerate(higher))
-    return ScoreTable(
-        headings=tuple(titles), lines=tuple(lines), best=best, shares=tuple(at in shares for at in range(len(titles)))
-    )
-
-
-def _line(
-    arm: str,
-    columns: Sequence[Wanted],
-    candidates: Sequence[Candidate],
-    numbers: dict[tuple[str, Wanted], Score],
-    shares: list[int],
-) -> ScoreLine:
-    runs = [one for one in candidates if one.arm == arm]
-    left_out: dict[str, int] = {}
-    for one in runs:
-        if one.left_out:
-            left_out[one.left_out] = left_out.get(one.left_out, 0) + 1
-    evaluated = [one for one in runs if not one.left_out]
-    by_run = [[_printed(numbers.get((one.name, column))) for column in columns] for one in evaluated]
-    cells = [Cell.of([row[at] for row in by_run if math.isfinite(row[at])]) for at in range(len(columns))]
-    if len(shares) > 1:
-        # a run's average counts only if the run has every number: else the averages are of different tasks
-        means = [statistics.fmean(row[at] for at in shares) for row in by_run]
-        cells.append(Cell.of([mean for mean in means if math.isfinite(mean)]))
-    return ScoreLine(arm=arm, cells=tuple(cells), runs=len(evaluated), left_out=left_out)
+    return ScoreTable(headings=tuple(titles), lines=tuple(lines), best=best, shares=tuple(shares))
 
 
 def _printed(score: Score | None) -> float:
@@ -192,19 +174,9 @@ def _printed(score: Score | None) -> float:
 
 
 def _best(values: Sequence[float], higher: bool) -> tuple[int, ...]:
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return ()
-    best = f"{(max if higher else min)(known):.2f}"
+    finite = [value for value in values if math.isfinite(value)]
+    best = f"{(max if higher else min)(finite):.2f}" if finite else None
     return tuple(at for at, value in enumerate(values) if f"{value:.2f}" == best)
-
-
-def _plain(value: float) -> str:
-    return f"{value:.6g}" if math.isfinite(value) else ""
-
-
-def _escaped(text: str, marks: str, before: str) -> str:
-    return "".join(f"{before}{c}" if c in marks else c for c in " ".join(text.split()))
 
 
 def _latex(text: str) -> str:
