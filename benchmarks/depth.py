@@ -37,8 +37,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     import lamina
-    from lamina.training.execution import speed
-    from lamina.training.settings import PretrainSettings
+    from lamina.training.execution import compiling
 
     if case.get("threads"):
         torch.set_num_threads(case["threads"])
@@ -56,7 +55,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     )
     born = time.perf_counter()
     model = lamina.build(config, case["placement"]).to(device).train()
-    speed.prepare(model, PretrainSettings(compile="on" if case["compiled"] else "off", precision="fp32"))
+    compiling.prepare(model, compiled=case["compiled"])
     if case["gradient_checkpointing"]:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)

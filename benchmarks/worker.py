@@ -148,7 +148,7 @@ def train_lamina(task: dict[str, Any], baton: Baton, folder: str) -> None:
     """Lamina's model and Trainer as `lamina pretrain` has them, the guard and the gradient norms included."""
     import lamina
     from lamina.training.arguments import training_arguments
-    from lamina.training.execution import speed
+    from lamina.training.execution import compiling
     from lamina.training.monitor.experts import ExpertBalance
     from lamina.training.monitor.guard import DivergenceGuard
     from lamina.training.settings import PretrainSettings
@@ -170,7 +170,7 @@ def train_lamina(task: dict[str, Any], baton: Baton, folder: str) -> None:
         threads=task.get("threads"),
     )
     model = lamina.build(config, settings.placement, init="normal")
-    speed.prepare(model, settings)
+    compiling.prepare(model, compiled=settings.compile == "on")
     baton.built, baton.parameters = time.perf_counter(), sum(p.numel() for p in model.parameters())
     LaminaTrainer(
         model=model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lamina.errors import UserError
 
@@ -15,21 +15,17 @@ class ResumePolicy:
     Attributes:
         what: the noun in the messages: "run", "study".
         free: the settings that may change.
-        before: the values of settings in folders that are older than those settings.
-        decided: settings that the job decides when it begins, each with the value that stands for that decision.
         compared: settings whose content the job compares itself: files and folders that may have moved.
     """
 
     what: str
     free: frozenset[str]
-    before: Mapping[str, object] = field(default_factory=dict)
-    decided: Mapping[str, object] = field(default_factory=dict)
     compared: frozenset[str] = frozenset()
 
     def merge(
         self, stored: Mapping[str, object], given: Mapping[str, object], defaults: Mapping[str, object]
     ) -> dict[str, object]:
-        """The settings to resume with: the user's over the stored ones.
+        """The settings to resume with: the user's over the stored ones; ``auto`` is what the job decided when it began.
 
         Args:
             stored: the folder's settings.
@@ -39,16 +35,13 @@ class ResumePolicy:
         Raises:
             UserError: if the user changed a setting that may not change; it names the first one.
         """
-        given = {
-            name: value for name, value in given.items() if name not in self.decided or value != self.decided[name]
-        }
-        known = {**self.before, **stored}
+        given = {name: value for name, value in given.items() if value != "auto" or name in self.free}
         for name, value in given.items():
-            old = known.get(name, defaults.get(name))
+            old = stored.get(name, defaults.get(name))
             if name not in self.free and name not in self.compared and value != old:
                 others = ", ".join(sorted(set(self.free) - {"output"}))
                 raise UserError(
                     f"{name}: {value!r} differs from the {self.what}'s {old!r} (allowed with --resume: the same, or "
                     f"another of {others}; else another --output)"
                 )
-        return {**known, **given}
+        return {**stored, **given}

@@ -64,14 +64,3 @@ def random_inputs(base: PreTrainedModel, items: int, tokens: int, generator: tor
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return torch.randn(items, config.num_channels, height, width, generator=generator)
-
-
-def random_batch(
-    model: PreTrainedModel, items: int, tokens: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """``random_inputs`` by the input's name, with labels: the tokens themselves, or random classes."""
-    inputs = random_inputs(model, items, tokens, generator)
-    if model.main_input_name == "input_ids":
-        return {"input_ids": inputs, "labels": inputs}
-    labels = torch.randint(0, int(model.config.num_labels or 1), (items,), generator=generator)
-    return {model.main_input_name: inputs, "labels": labels}

@@ -31,7 +31,7 @@ from lamina.training.arguments import check_arguments
 from lamina.training.checkpointing.hub import check_repository, push
 from lamina.training.checkpointing.resuming import result_to_keep, stored_settings
 from lamina.training.checkpointing.saved_model import save_model
-from lamina.training.execution.devices import device_of
+from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import Processes, join, reported_once
 from lamina.training.execution.recorded import recorded
 from lamina.training.pretrain import GRACE_SECONDS
@@ -40,7 +40,6 @@ S = TypeVar("S", bound=TuningSettings)
 POLICY = ResumePolicy(
     what="run",
     free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
-    decided={"precision": "auto", "steps": 0, "sequence_length": None},
     compared=frozenset(("from_model", "reward_model")),
 )
 
@@ -87,11 +86,10 @@ def tune(
 
 def _open(stage: Stage[S], settings: S | Mapping[str, object], *, resume: Resume, overwrite: bool) -> Opened[S]:
     require_libraries(str(stage.kind))
-    if isinstance(settings, TuningSettings):  # what is at its default may have been decided when the run began
-        whole = settings.to_dict()
-        given = {n: value for n, value in whole.items() if n in POLICY.free or value != settings.default(n)}
-    else:
-        given = with_preset(dict(settings))
+    given = settings.to_dict() if isinstance(settings, TuningSettings) else with_preset(dict(settings))
+    for name in ("steps", "sequence_length"):  # the run decides them when it begins, and keeps them
+        if not given.get(name):
+            given.pop(name, None)
     return open_job(
         stage.kind,
         stage.settings,
@@ -116,10 +114,7 @@ def _ready(stage: Stage[S], settings: S) -> Job:
     start = find_start(settings)
     others = stage.others(settings, start)
     examples = stage.examples(settings, start)
-    precision = settings.precision
-    if precision == "auto":
-        precision = "bf16" if device_of(settings.device) == "cuda" else "fp32"
-    complete = replace(settings, steps=examples.steps(settings), precision=precision, sequence_length=start.longest)
+    complete = replace(decided(settings), steps=examples.steps(settings), sequence_length=start.longest)
     identity = TuningIdentity(complete, examples.fingerprint, start.fingerprint, others)
     return Job(stage=stage, settings=complete, start=start, examples=examples, identity=identity)
 

@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from transformers import PreTrainedConfig
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.jobs.environment import environment
-from lamina.jobs.files import read_result, write_json, write_text
+from lamina.jobs.files import read_result, write_text
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import ENDED
-from lamina.modeling import building
 from lamina.studies.max_rate_settings import MaxRateSettings
 from lamina.studies.record import (
-    has_study,
-    read_study,
     refuse_another_plan,
     refuse_another_trial,
     stored_study,
@@ -34,13 +30,11 @@ from lamina.studies.record import (
 from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings
 from lamina.studies.trials.task import Task
-from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.identity import refuse_another_text
-from lamina.training.execution import speed
+from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import launched
-from lamina.training.objectives.objective import objective_of
 from lamina.training.pretrain import read_data
-from lamina.training.resolve import SPEED_BEFORE, resolve_run
+from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
 
 COLUMNS = columns.names()
@@ -57,8 +51,6 @@ POLICY = ResumePolicy(
             *("save_steps", "keep", "report_to", "probe_every", "probes"),
         )
     ),
-    before=SPEED_BEFORE,
-    decided=dict.fromkeys(SPEED_BEFORE, "auto"),
 )
 
 
@@ -80,31 +72,28 @@ def compare(
     job = open_job(
         Kind.STUDY, CompareSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
     )
-    complete, trials = job.settings, job.settings.trials()
+    complete = decided(job.settings)
+    trials = complete.trials()
     refuse_launcher(complete.command_name)
     for trial in trials.values():
         plan = resolve_run(trial).plan
         if resume:
             refuse_another_plan(Path(trial.output), trial.placement, plan)
             refuse_another_trial(trial)
-    backbone = read_backbone(list(trials.values()), bar)
+    read_study_data(list(trials.values()), bar)
     with job:
-        return run_study(complete, *alike(complete, trials, backbone), job.folder, bar=bar)
+        return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar)
 
 
-def read_backbone(trials: Sequence[PretrainSettings], bar: bool) -> PreTrainedConfig:
-    """Read a study's data, which all its trials then find in the cache; returns the first trial's backbone for them.
+def read_study_data(trials: Sequence[PretrainSettings], bar: bool) -> None:
+    """Read a study's data, which all its trials then find in the cache; ``bar``: show progress.
 
-    ``bar``: show progress. Raises UserError for data that can't be read, or with which a trial that ended was not
-    trained.
+    Raises UserError for data that can't be read, or with which a trial that ended was not trained.
     """
-    first = trials[0]
-    resolved = resolve_run(first)
-    splits, processor = read_data(resolved, bar)
+    splits, _ = read_data(resolve_run(trials[0]), bar)
     for trial in trials:
         if read_result(Path(trial.output)) is not None:
             refuse_another_text(trial, Path(trial.output), splits.stats.fingerprint)
-    return resolved.objective.complete(resolved.backbone, splits, processor, first.from_model)
 
 
 def refuse_launcher(command: str) -> None:
@@ -116,34 +105,9 @@ def refuse_launcher(command: str) -> None:
         )
 
 
-def alike(
-    settings: Any, trials: dict[str, PretrainSettings], backbone: PreTrainedConfig
-) -> tuple[Json, dict[str, PretrainSettings]]:
-    """Choose one precision and one compilation for all trials, so that only their placements differ.
-
-    ``backbone``: of the first trial, with what the data decides.
-    """
-    if not speed.is_open(settings):
-        return settings.to_dict(), trials
-    first = next(iter(trials.values()))
-    if has_study(folder := Path(settings.output)):  # resumed, perhaps from a version without this choice
-        stored = read_study(folder)["settings"]
-        choices = {name: stored.get(name, before) for name, before in SPEED_BEFORE.items()}
-    else:
-        head = objective_of(backbone, first.objective).head
-        choice = speed.choose(
-            first,
-            lambda: building.build(backbone, first.placement, head=head, init="normal"),
-            training_arguments(first).device,
-        )
-        choices = {"precision": choice.precision, "compile": choice.compile}
-        write_json(folder / "speed.json", choice.to_dict())
-    return {**settings.to_dict(), **choices}, {name: replace(trial, **choices) for name, trial in trials.items()}
-
-
 def run_study(
     settings: Any,
-    decided: Json,
+    recorded: Json,
     trials: Mapping[str, OneRun],
     folder: Path,
     *,
@@ -154,7 +118,7 @@ def run_study(
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet, in a folder that is ours; returns the rows of results.csv.
 
-    ``settings`` is the study's record (``workers``, ``command()``), ``decided`` are its values for study.yaml,
+    ``settings`` is the study's record (``workers``, ``command()``), ``recorded`` are its values for study.yaml,
     ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv, ``job``
     is what a trial does, a name in ``lamina.studies.trials.jobs``.
     """
@@ -168,7 +132,7 @@ def run_study(
         "version": environment(0)["versions"].get("lamina"),
         "created": created,
     }
-    write_study(folder, {**study, "settings": decided})
+    write_study(folder, {**study, "settings": recorded})
     results = {t: r for t, s in trials.items() if (r := read_result(Path(s.output))) and r["status"] in ENDED}
     todo = {t: s for t, s in trials.items() if t not in results}
     tasks = {trial: Task(settings=s, job=job) for trial, s in todo.items()}

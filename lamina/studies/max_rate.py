@@ -7,7 +7,6 @@ A trial is one run with one linear warm-up from 0, all else as in `lamina pretra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
-from lamina.studies.compare import alike, read_backbone, refuse_launcher, run_study
+from lamina.studies.compare import read_study_data, refuse_launcher, run_study
 from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
+from lamina.training.execution.devices import decided
 from lamina.training.monitor.guard import DivergenceGuard
 from lamina.training.monitor.max_rate import MaxRateGuard
 from lamina.training.pretrain import pretrain
-from lamina.training.resolve import SPEED_BEFORE, resolve_run
+from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings
 
 KEYS = ("placement", "seed")
@@ -36,8 +36,6 @@ POLICY = ResumePolicy(
             *("save_steps", "keep", "report_to", "probe_every", "probes"),
         )
     ),
-    before=SPEED_BEFORE,
-    decided=dict.fromkeys(SPEED_BEFORE, "auto"),
 )
 
 
@@ -79,7 +77,8 @@ def max_lr(
     """
     modes: Json = {"resume": resume, "overwrite": overwrite, "policy": POLICY, "stored": stored_study}
     job = open_job(Kind.MAX_LR, MaxRateStudySettings, settings, **modes)
-    complete, trials = job.settings, job.settings.trials()
+    complete = decided(job.settings)
+    trials = complete.trials()
     refuse_launcher(complete.command_name)
     runs = {name: trial.run() for name, trial in trials.items()}
     for run in runs.values():
@@ -87,10 +86,7 @@ def max_lr(
         if resume:
             refuse_another_plan(Path(run.output), run.placement, plan)
             refuse_another_trial(run)
-    backbone = read_backbone(list(runs.values()), bar)
+    read_study_data(list(runs.values()), bar)
     with job:
-        decided, _ = alike(complete, runs, backbone)
-        speed = {name: decided[name] for name in SPEED_BEFORE}
-        trials = {name: replace(trial, **speed) for name, trial in trials.items()}
         modes = {"header": {"kind": str(Kind.MAX_LR)}, "keys": KEYS, "job": "max-lr"}
-        return run_study(complete, decided, trials, job.folder, bar=bar, **modes)
+        return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar, **modes)

@@ -20,9 +20,10 @@ from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
 from lamina.studies.compare import POLICY as COMPARE_POLICY
-from lamina.studies.compare import alike, read_backbone, run_study
+from lamina.studies.compare import read_study_data, run_study
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.studies.width_settings import TransferSettings
+from lamina.training.execution.devices import decided
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.resolve import backbone_config, resolve_run
 from lamina.training.settings import PretrainSettings
@@ -79,18 +80,19 @@ def transfer(
         policy=POLICY,
         stored=stored_study,
     )
-    complete, folder, trials = job.settings, job.folder, job.settings.trials()
+    complete, folder = decided(job.settings), job.folder
+    trials = complete.trials()
     plans = {trial.hidden_size: trial for trial in trials.values()}  # the modules' limits depend on the width alone
     checked = {width: resolve_run(trial).plan for width, trial in plans.items()}
     for trial in trials.values() if resume else ():
         refuse_another_plan(Path(trial.output), trial.placement, checked[trial.hidden_size])
         refuse_another_trial(trial)
     factors = role_rates(complete)  # fails before hours of training if the target cannot be built
-    backbone = read_backbone(list(trials.values()), bar)
+    read_study_data(list(trials.values()), bar)
     with job:
         try:
-            decided, trials = alike(complete, trials, backbone)
-            results = run_study(complete, decided, trials, folder, bar=bar, header={"kind": "transfer"}, keys=KEYS)
+            header = {"kind": str(Kind.TRANSFER)}
+            results = run_study(job.settings, complete.to_dict(), trials, folder, bar=bar, header=header, keys=KEYS)
         finally:
             if (folder / "results.csv").is_file():
                 summary = summarize(pd.read_csv((folder / "results.csv").absolute()), complete, factors)

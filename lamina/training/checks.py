@@ -20,7 +20,7 @@ from lamina.placements import Plan
 from lamina.probes.engine import registry
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.hub import check_repository
-from lamina.training.execution.compiling import missing_compiler
+from lamina.training.execution.devices import missing_compiler
 from lamina.training.monitor.experts import choose, find_routers
 from lamina.training.objectives.objective import objective_of
 from lamina.training.objectives.text import about_eval_corpus

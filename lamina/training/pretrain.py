@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.values import text
@@ -81,6 +82,9 @@ def pretrain(
         splits, processor = processes.first_per_host(lambda: read_data(resolved, bar))
         with ExitStack() as held:
             resumes = processes.by_first(lambda: _claim(held, job, resolved, splits))
+            if bar and "auto" in (job.settings.precision, job.settings.compile):
+                compiled = "compiled" if resolved.settings.compile == "on" else "eager"
+                tqdm.write(f"{resolved.settings.precision}, {compiled} (--precision, --compile)", file=sys.stderr)
             seconds = float((earlier or {}).get("seconds") or 0.0)
             modes = {"make_guard": guard, "resume": resumes, "bar": bar}
             run = partial(_run, resolved, splits, processor, processes, **modes)
@@ -150,7 +154,6 @@ def _run(
     while True:
         guard = make_guard(settings, splits.stats.unigram_entropy)
         run = TrainingRun(resolved, splits, processor, processes, rollbacks, guard=guard, resume=resume, bar=bar)
-        resolved = replace(resolved, settings=run.settings)  # precision and compilation are decided once
         complete = run.train()
         ended = complete if isinstance(complete, Diverged) else processes.by_first(partial(verdict, run, complete))
         if not isinstance(ended, Diverged):

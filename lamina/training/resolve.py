@@ -12,12 +12,11 @@ from lamina.modeling.width import WidthScaling
 from lamina.placements import Plan
 from lamina.training import source
 from lamina.training.checks import check_modules, check_settings, check_sharded
-from lamina.training.execution.devices import device_of
+from lamina.training.execution.devices import decided, device_of
 from lamina.training.objectives.objective import Objective, objective_of
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.settings import PretrainSettings
 
-SPEED_BEFORE = {"precision": "fp32", "compile": "off"}  # for runs older than these settings
 POLICY = ResumePolicy(
     what="run",
     free=frozenset(
@@ -27,8 +26,6 @@ POLICY = ResumePolicy(
             "push_to_hub",
         )
     ),
-    before=SPEED_BEFORE,
-    decided=dict.fromkeys(SPEED_BEFORE, "auto"),
 )
 
 
@@ -37,7 +34,7 @@ class ResolvedRun:
     """A run as it will be trained; the same in every process.
 
     Attributes:
-        settings: complete and checked.
+        settings: complete and checked; precision and compilation are decided.
         plan: where the norms sit.
         backbone: the backbone's configuration with the settings' sizes; the objective adds what the data decides.
     """
@@ -86,6 +83,7 @@ def resolve_run(
     Raises:
         UserError: that names the field.
     """
+    settings = decided(settings)
     config = backbone_config(settings)
     objective_of(config, settings.objective).check(settings)
     plan = source.plan_of(settings, config.num_hidden_layers)

@@ -24,7 +24,7 @@ from lamina.training.checkpointing.sharding import shard
 from lamina.training.checkpointing.stateful import RunState, Stateful
 from lamina.training.checkpointing.store import run_state, step_of
 from lamina.training.checks import task_measure
-from lamina.training.execution import speed
+from lamina.training.execution.compiling import prepare
 from lamina.training.execution.processes import Processes
 from lamina.training.initial import initial_model
 from lamina.training.monitor.experts import ExpertBalance
@@ -75,12 +75,11 @@ class TrainingRun:
         self.resolved, self.splits, self.processor, self.processes = resolved, splits, processor, processes
         self.rollbacks, self.bar, self.folder = rollbacks, bar, Path(resolved.settings.output)
         self.model, self._rate_factors = initial_model(resolved, splits, processor)
-        device = torch.device(resolved.device)
         self.average = WeightAverage(self.model, resolved.settings.ema_decay) if resolved.settings.ema_decay else None
         if resolved.settings.drop_path:
             drop_branches(self.model, resolved.settings.drop_path)
-        self.settings = settings = speed.decide(resolved.settings, self.model, device, processes, bar=bar)
-        speed.prepare(self.model, settings)
+        self.settings = settings = resolved.settings
+        prepare(self.model, compiled=settings.compile == "on")
         self._arguments = training_arguments(settings, processes.size)
         if processes.size > 1 and processes.parallel == "fsdp2":
             shard(self.model, processes, resolved.device, bf16=bool(self._arguments.bf16))

@@ -20,6 +20,7 @@ DecayShape = Literal["linear", "1-sqrt", "cosine"]
 Balance = Literal["auto", "none", "bias", "loss"]
 TRACKERS = ("tensorboard", "wandb", "trackio")
 WIDTH_SCALINGS = ("none", *SCHEMES)
+COMPILED_FROM = 300  # steps that win back the seconds that compiling takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +285,12 @@ class SpeedSettings(Settings):
 
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
     precision: Precision = setting(
-        "auto", "auto (what a short trial measures as faster), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
+        "auto", "auto (bf16 on a GPU, else fp32), fp32, bf16 or fp16 (mixed: weights and losses stay fp32)"
     )
-    compile: Compile = setting("auto", "auto, on or off: torch.compile the blocks, one graph per kind of layer")
+    compile: Compile = setting(
+        "auto",
+        f"torch.compile the blocks, a graph per kind of layer: on, off or auto (on a GPU, from {COMPILED_FROM} steps)",
+    )
 
 
 def trackers(name: str, value: object) -> str:

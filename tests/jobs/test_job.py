@@ -14,7 +14,7 @@ from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings, at_least, setting
 from lamina.jobs.status import ENDED, Status, severity
 
-POLICY = ResumePolicy(what="job", free={"output", "threads"}, before={"mode": "old"}, decided={"mode": "auto"})
+POLICY = ResumePolicy(what="job", free={"output", "threads"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,10 @@ def test_what_a_job_computes_may_not_change(begun):
         opened({"output": str(begun), "steps": 6}, resume=True)
 
 
-def test_a_setting_that_the_folder_is_older_than_counts_as_it_was_then():
-    assert POLICY.merge({"steps": 5}, {"mode": "auto"}, {"mode": "auto"}) == {"steps": 5, "mode": "old"}
+def test_auto_stands_for_what_the_job_decided():
+    assert POLICY.merge({"mode": "old"}, {"mode": "auto"}, {"mode": "auto"}) == {"mode": "old"}
     with pytest.raises(UserError, match="mode: 'new' differs from the job's 'old'"):
-        POLICY.merge({"steps": 5}, {"mode": "new"}, {"mode": "auto"})
+        POLICY.merge({"mode": "old"}, {"mode": "new"}, {"mode": "auto"})
     with pytest.raises(UserError, match="steps: 6 differs from the job's 10"):
         POLICY.merge({}, {"steps": 6}, {"steps": 10})
 

@@ -157,7 +157,7 @@ def test_edited_settings_are_refused_by_name(run, capsys):
 
 @HARMS
 def test_what_the_checkpoint_knows_too_is_written_again(run, runs, harm):
-    names = ("data.json", "plan.json", "environment.json", "result.json", "speed.json")
+    names = ("data.json", "plan.json", "environment.json", "result.json")
     for name in names:
         harm(run / name)
     assert go_on(run) == 0

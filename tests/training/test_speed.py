@@ -1,4 +1,4 @@
-"""Precision and compilation: what a trial decides, that it disturbs nothing, and that a run keeps to it."""
+"""Precision and compilation: what `auto` means by device and steps, and that a run keeps to it."""
 
 import json
 import resource
@@ -15,13 +15,11 @@ from lamina.errors import UserError
 from lamina.modeling.linear_cross_entropy import LinearLoss
 from lamina.studies.compare import compare
 from lamina.studies.settings import CompareSettings
-from lamina.training.execution import speed
+from lamina.training.execution import compiling, devices
 from lamina.training.execution.compiling import compile_blocks, compiled
 from lamina.training.pretrain import pretrain
 from lamina.training.resolve import resolve_run
 from lamina.training.settings import PretrainSettings
-
-CPU = torch.device("cpu")
 
 
 def model():
@@ -33,145 +31,45 @@ def of(**changed):
     return PretrainSettings(**{**SMALL, **changed})
 
 
-def never():
-    raise AssertionError("a trial was made")
+def rule(monkeypatch, device, missing=None, bf16=True, **changed):
+    """Precision and compilation of settings on a device."""
+    monkeypatch.setattr(devices, "device_of", lambda device_: device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(devices, "missing_compiler", lambda device_: missing)
+    decided = devices.decided(of(**changed))
+    return decided.precision, decided.compile
 
 
-@pytest.fixture
-def timed(monkeypatch):
-    """Trials that take what this table says: (first step, each step after it)."""
-    table = {}
-
-    def time(model, settings, precision, compile, device, limit):
-        tried.append((precision, compile))
-        first, step = table[precision, compile]
-        return speed.Timed(precision, compile, first, step)
-
-    tried = []
-    monkeypatch.setattr(speed, "_time", time)
-    monkeypatch.setattr(speed, "half_precision_pays", lambda device: True)
-    monkeypatch.setattr(speed, "missing_compiler", lambda device: None)
-    return table, tried
-
-
-def test_what_is_asked_for_is_not_tried():
-    choice = speed.choose(of(precision="bf16", compile="on", steps=10**6), never, CPU)
-    assert (choice.precision, choice.compile) == ("bf16", "on")
-
-
-def test_a_short_run_is_not_tried_and_stays_plain():
-    choice = speed.choose(of(steps=speed.SHORT_RUN - 1), never, CPU)
-    assert (choice.precision, choice.compile) == ("fp32", "off")
-    assert "too few" in choice.why
-
-
-def test_a_run_of_seconds_is_not_worth_a_compiler(timed):
-    table, tried = timed
-    table["fp32", "off"] = (0.1, 0.1)
-    choice = speed.choose(of(steps=1000), model, CPU)
-    assert (choice.precision, choice.compile, tried) == ("fp32", "off", [("fp32", "off")])
-    assert "100 s" in choice.why
-
-
-def test_the_fastest_for_all_steps_wins(timed):
-    """A compiler's first step counts: 60 s + 1000 * 0.5 s are less than 1000 * 1 s, but not than 1000 * 0.51 s."""
-    table, tried = timed
-    table |= {("fp32", "off"): (1, 1), ("bf16", "off"): (1, 0.6), ("fp32", "on"): (60, 0.7), ("bf16", "on"): (60, 0.5)}
-    choice = speed.choose(of(steps=1000), model, CPU)
-    assert (choice.precision, choice.compile) == ("bf16", "on")
-    assert len(tried) == 4
-    assert all(part in choice.why for part in ("fp32, eager 1 s", "bf16, compiled 0.5 s", "60 s"))
-    table["bf16", "off"] = (1, 0.51)
-    assert speed.choose(of(steps=1000), model, CPU).compile == "off"
-
-
-def test_only_what_is_open_is_tried(timed):
-    table, tried = timed
-    table |= {("bf16", "off"): (1, 1), ("bf16", "on"): (2, 0.7)}
-    choice = speed.choose(of(steps=1000, precision="bf16"), model, CPU)
-    assert (choice.precision, choice.compile) == ("bf16", "on")
-    assert tried == [("bf16", "off"), ("bf16", "on")]
-
-
-def test_half_precision_is_left_out_where_its_products_are_slower(timed, monkeypatch):
-    table, tried = timed
-    monkeypatch.setattr(speed, "half_precision_pays", lambda device: False)
-    table |= {("fp32", "off"): (1, 1), ("fp32", "on"): (60, 0.5)}
-    choice = speed.choose(of(steps=1000), model, CPU)
-    assert (choice.precision, choice.compile) == ("fp32", "on")
-    assert "bf16 left out" in choice.why
-    assert ("bf16", "off") not in tried
-
-
-def test_without_a_compiler_it_says_so(timed, monkeypatch):
-    table, _ = timed
-    monkeypatch.setattr(speed, "missing_compiler", lambda device: "there is no C++ compiler")
-    table |= {("fp32", "off"): (1, 1), ("bf16", "off"): (1, 0.5)}
-    choice = speed.choose(of(steps=1000), model, CPU)
-    assert (choice.precision, choice.compile) == ("bf16", "off")
-    assert "there is no C++ compiler" in choice.why
-
-
-def test_a_candidate_that_fails_is_named_and_left(timed, monkeypatch, caplog):
-    table, _ = timed
-    table |= {("fp32", "off"): (1, 1), ("bf16", "off"): (1, 1.2)}
-
-    def fails(*args, **kwargs):
-        if args[3] == "on":
-            raise RuntimeError("ld: cannot find -lm\nand more")
-        return speed.Timed(args[2], args[3], *table[args[2], args[3]])
-
-    monkeypatch.setattr(speed, "_time", fails)
-    choice = speed.choose(of(steps=1000), model, CPU)
-    assert (choice.precision, choice.compile) == ("fp32", "off")
-    assert "ld: cannot find -lm" in choice.why
-    assert "and more" not in choice.why
-
-
-def test_a_trial_changes_neither_weights_nor_random_state(monkeypatch):
-    """With dropout, which draws; and with checkpointing, which draws again."""
-    monkeypatch.setattr(speed, "TRIAL_STEPS", 3)
-    tried = model().eval()
-    tried.config.get_text_config().attention_dropout = 0.1
-    for block in tried.model.layers:
-        block.attention.dropout = torch.nn.Dropout(0.5)
-    before = {name: value.clone() for name, value in tried.state_dict().items()}
-    state = torch.random.get_rng_state()
-    found = speed._time(tried, of(gradient_checkpointing=True), "bf16", "off", CPU, limit=None)
-    assert found.step > 0
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in tried.state_dict().items())
-    assert all(p.grad is None for p in tried.parameters())
-    assert not tried.training
-    assert not tried.is_gradient_checkpointing
-
-
-def test_the_probe_sees_slow_products(monkeypatch):
-    seconds = {torch.float32: 1.0, torch.bfloat16: 0.5}
-    clock = [0.0]
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
-
-    def mm(a, b):
-        clock[0] += seconds[a.dtype]
-
-    monkeypatch.setattr(torch, "mm", mm)
-    assert speed.half_precision_pays(CPU)
-    seconds[torch.bfloat16] = 80.0
-    assert not speed.half_precision_pays(CPU)
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cpu", {"steps": 10**6}, ("fp32", "off")),
+        ("mps", {"steps": 10**6}, ("fp32", "off")),
+        ("cuda", {"steps": 300}, ("bf16", "on")),
+        ("cuda", {"steps": 299}, ("bf16", "off")),
+        ("cuda", {"steps": 300, "missing": "triton is not installed"}, ("bf16", "off")),
+        ("cuda", {"steps": 300, "bf16": False}, ("fp32", "off")),
+        ("cuda", {"steps": 300, "precision": "fp32"}, ("fp32", "on")),
+        ("cuda", {"steps": 300, "compile": "off"}, ("bf16", "off")),
+        ("cpu", {"precision": "bf16", "compile": "on"}, ("bf16", "on")),
+    ],
+)
+def test_device_and_steps_decide_what_is_not_asked_for(monkeypatch, device, given, expected):
+    assert rule(monkeypatch, device, **given) == expected
 
 
 def test_prepare_sets_the_loss_and_the_blocks():
     prepared = model()
-    speed.prepare(prepared, of(compile="on"))
+    compiling.prepare(prepared, compiled=True)
     assert isinstance(prepared.linear_loss, LinearLoss)
     assert compiled(prepared)
-    speed.prepare(prepared, of(compile="off"))
+    compiling.prepare(prepared, compiled=False)
     assert not compiled(prepared)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_freed_memory_is_kept_for_the_next_step():
-    speed.keep_freed_memory()
+    compiling.keep_freed_memory()
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -205,7 +103,7 @@ def test_trainers_own_switches_are_ours():
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def _backend(request, monkeypatch):
     """All that Inductor needs but its C++ compiler, and with it."""
-    monkeypatch.setattr(speed, "compile_blocks", partial(compile_blocks, backend=request.param))
+    monkeypatch.setattr(compiling, "compile_blocks", partial(compile_blocks, backend=request.param))
 
 
 def losses(folder):
@@ -213,27 +111,19 @@ def losses(folder):
     return {(r["step"], k): r[k] for r in map(json.loads, lines) for k in ("loss", "eval_loss", "grad_norm") if k in r}
 
 
-def test_a_run_keeps_what_was_decided(corpus, tmp_path, timed, monkeypatch):
-    """A long run's trial is made once: the resumed one finds its outcome in config.yaml."""
-    table, tried = timed
-    table |= {("fp32", "off"): (1, 100), ("bf16", "off"): (1, 50), ("fp32", "on"): (1, 90), ("bf16", "on"): (1, 60)}
-    monkeypatch.setattr(speed, "SHORT_RUN", 4)
+def test_a_run_records_and_keeps_what_was_decided(corpus, tmp_path, monkeypatch, capsys):
+    """The choice is printed and stands in config.yaml, where a resumed run finds it, whatever the rule says there."""
     run = settings(corpus, tmp_path / "run", save_steps=2)
-    pretrain(run, bar=False)
+    pretrain(run)
+    assert "fp32, eager (--precision, --compile)" in capsys.readouterr().err
     stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (stored["precision"], stored["compile"]) == ("bf16", "off")
-    found = json.loads((tmp_path / "run" / "speed.json").read_text())
-    assert [t["step"] for t in found["trial"]] == [100, 50, 90, 60]
-    tried.clear()
+    assert (stored["precision"], stored["compile"]) == ("fp32", "off")
     (tmp_path / "run" / "result.json").unlink()
-    pretrain(run, resume=True, bar=False)
-    assert tried == []
-    plain = settings(corpus, tmp_path / "plain", precision="fp32")
-    pretrain(plain, bar=False)
-    half, full = losses(tmp_path / "run"), losses(tmp_path / "plain")
-    assert half != full
-    for key, value in full.items():
-        assert half[key] == pytest.approx(value, rel=0.02), key  # bfloat16's 8 bits
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    pretrain(settings(corpus, tmp_path / "run", save_steps=2, precision="auto"), resume=True, bar=False)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == stored
+    with pytest.raises(UserError, match="precision: 'bf16' differs from the run's 'fp32'"):
+        pretrain(settings(corpus, tmp_path / "run", save_steps=2, precision="bf16"), resume=True, bar=False)
 
 
 @pytest.mark.usefixtures("_backend")
@@ -262,17 +152,13 @@ def test_a_compiled_run_resumes_exactly(corpus, tmp_path):
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def test_a_study_decides_once_for_all_its_trials(corpus, tmp_path, timed, monkeypatch):
-    table, tried = timed
-    table |= {("fp32", "off"): (1, 100), ("bf16", "off"): (1, 50), ("fp32", "on"): (1, 90), ("bf16", "on"): (1, 60)}
-    monkeypatch.setattr(speed, "SHORT_RUN", 4)
+def test_a_study_decides_once_for_all_its_trials(corpus, tmp_path):
     study = CompareSettings(
         **{**SMALL, "corpus": str(corpus), "output": str(tmp_path / "study"), "placements": "pre_ln,keel", "workers": 2}
     )
-    compare(study, bar=False)
-    assert len(tried) == 4
-    for path in (tmp_path / "study" / "trials").glob("*/config.yaml"):
-        stored = yaml.safe_load(path.read_text())
-        assert (stored["precision"], stored["compile"]) == ("bf16", "off")
-    compare(study, resume=True, bar=False)
-    assert len(tried) == 4
+    for resume in (False, True):
+        compare(study, resume=resume, bar=False)
+        for path in (tmp_path / "study" / "study.yaml", *(tmp_path / "study" / "trials").glob("*/config.yaml")):
+            stored = yaml.safe_load(path.read_text())
+            stored = stored.get("settings", stored)
+            assert (stored["precision"], stored["compile"]) == ("fp32", "off")
