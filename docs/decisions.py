@@ -13,9 +13,9 @@ from typing import TypeAlias
 import yaml
 
 from lamina.core.json_types import Json
-from lamina.reports.results.markdown import number, plain
-from lamina.reports.results.verdicts import best
-from lamina.studies.judging.findings import FAILED, Verdict
+from lamina.papers.judging.findings import FAILED, Verdict
+from lamina.papers.results.markdown import number, plain
+from lamina.papers.results.verdicts import best
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "which-placement.md"

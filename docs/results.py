@@ -1,22 +1,25 @@
-"""Writes docs/results, the pages of the claims, and docs/which-placement.md from studies/records."""
+"""Writes docs/results, the pages of the claims, docs/which-placement.md and what `lamina diagnose` cites."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
-from lamina.reports.results import write_results
-from lamina.studies.catalog.places import catalog_folder, names
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.verdicts import all_verdicts
+from lamina.papers.catalog.places import catalog_folder, names
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.verdicts import all_verdicts
+from lamina.papers.results import write_results
+from lamina.papers.results.verdicts import findings
+from lamina.reports.diagnosing.advice import CAUSES, FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "results"
 ADVICE = ROOT / "docs" / "which-placement.md"
 
 
-def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE) -> list[Path]:
+def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE, cited: Path = FINDINGS) -> list[Path]:
     """Write the pages and the page of advice; ``draw``: the figures, too. Returns the paths of the pages."""
     studies = [read_study(name) for name in names()]
     verdicts = all_verdicts()
@@ -24,6 +27,9 @@ def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE) -> 
     lines = (folder / "index.md").read_text(encoding="utf-8").splitlines()
     scale = next((line for line in lines if line.startswith("At scale")), "")
     advice.write_text(_decisions().page(verdicts, scale), encoding="utf-8")
+    names_cited = {claim for cause in CAUSES.values() for claim in cause.claims}
+    sentences = {name: text for name, text in sorted(findings(verdicts).items()) if name in names_cited}
+    cited.write_text(json.dumps(sentences, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return pages
 
 

@@ -1,7 +1,7 @@
 """FuseNorm Figure 14."""
 
-from lamina.studies.judging import Finding, Trials, all_of, claim, lower, monotone, trains
-from lamina.studies.judging.curves import BySeed, along, trained
+from lamina.papers.judging import Finding, Trials, all_of, claim, lower, monotone, trains
+from lamina.papers.judging.curves import BySeed, along, trained
 
 
 def losses(trials: Trials, arm: str) -> dict[float, BySeed]:

@@ -1,7 +1,7 @@
 """FuseNorm Figure 4: which learning rates train is the same on a narrow proxy and on a wide target."""
 
-from lamina.studies.judging import Finding, Trials, Verdict, claim, fraction
-from lamina.studies.judging.curves import ENDED
+from lamina.papers.judging import Finding, Trials, Verdict, claim, fraction
+from lamina.papers.judging.curves import ENDED
 
 
 def trains_at(trials: Trials, width: str) -> dict[float, bool]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 from scipy import stats
 
-from lamina.studies.judging import Finding, Trials, Verdict, claim, values_of
+from lamina.papers.judging import Finding, Trials, Verdict, claim, values_of
 
 GATE_A = Path(__file__).parent / "records" / "fused-keel-a-cpu" / "results.csv"
 

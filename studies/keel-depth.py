@@ -1,6 +1,6 @@
 """Keel against Pre-LN by depth."""
 
-from lamina.studies.judging import (
+from lamina.papers.judging import (
     Finding,
     Trials,
     all_of,

@@ -4,7 +4,7 @@ import math
 
 from lamina.core.frames import Frame
 from lamina.jobs.status import Status
-from lamina.studies.judging import (
+from lamina.papers.judging import (
     Finding,
     Trials,
     all_of,
@@ -15,8 +15,8 @@ from lamina.studies.judging import (
     monotone,
     needs_scale,
 )
-from lamina.studies.judging.curves import along, numbers, rows
-from lamina.studies.judging.sweeps import at_best_rates, best_rate
+from lamina.papers.judging.curves import along, numbers, rows
+from lamina.papers.judging.sweeps import at_best_rates, best_rate
 
 
 def log_variance(table: Frame) -> float:

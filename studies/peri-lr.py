@@ -2,7 +2,7 @@
 
 import math
 
-from lamina.studies.judging import (
+from lamina.papers.judging import (
     Finding,
     Trials,
     all_of,

@@ -1,6 +1,6 @@
 """Peri-LN Figure 19."""
 
-from lamina.studies.judging import Finding, Trials, claim, equivalent
+from lamina.papers.judging import Finding, Trials, claim, equivalent
 
 
 @claim(

@@ -1,6 +1,6 @@
 """Peri-LN Table 6."""
 
-from lamina.studies.judging import Finding, Trials, any_of, claim, equivalent, lower
+from lamina.papers.judging import Finding, Trials, any_of, claim, equivalent, lower
 
 PERI, QK = {"scheme": "peri"}, {"scheme": "qk"}
 

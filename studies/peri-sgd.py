@@ -1,7 +1,7 @@
 """Peri-LN Figure 35."""
 
-from lamina.studies.judging import Finding, Trials, all_of, claim, compare_values, values_of
-from lamina.studies.judging.sweeps import best_rate
+from lamina.papers.judging import Finding, Trials, all_of, claim, compare_values, values_of
+from lamina.papers.judging.sweeps import best_rate
 
 
 def best(trials: Trials, placement: str, optimizer: str) -> dict[int, float]:

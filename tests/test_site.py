@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lamina.studies.judging.findings import FAILED
+from lamina.papers.judging.findings import FAILED
+from lamina.reports.diagnosing.advice import FINDINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = r"""["']?(?:https?:)?//"""
@@ -128,7 +129,8 @@ def loaded(name):
 def test_the_results_and_the_advice_are_those_of_the_records(tmp_path):
     advice = tmp_path / "advice" / "which-placement.md"
     advice.parent.mkdir()
-    pages = loaded("results").write(tmp_path, draw=False, advice=advice)
+    pages = loaded("results").write(tmp_path, draw=False, advice=advice, cited=tmp_path / FINDINGS.name)
+    assert (tmp_path / FINDINGS.name).read_text("utf-8") == FINDINGS.read_text("utf-8"), "run make results-docs"
     assert advice.read_text("utf-8") == (ROOT / "docs" / advice.name).read_text("utf-8"), "run make results-docs"
     committed = ROOT / "docs" / "results"
     assert {page.name for page in pages} == {page.name for page in committed.glob("*.md")}
@@ -211,7 +213,7 @@ def test_advice_that_rests_on_two_claims_stands_beside_the_verdicts_of_both(monk
 
 
 def test_advice_is_about_claims_of_the_catalog():
-    from lamina.studies.engine.verdicts import all_verdicts
+    from lamina.papers.engine.verdicts import all_verdicts
 
     claims = {verdict["claim"] for verdict in all_verdicts()}
     questions = yaml.safe_load((ROOT / "docs" / "decisions.yaml").read_text("utf-8"))

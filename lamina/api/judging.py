@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lamina.api.job import job
 from lamina.api.pages import page_of
 from lamina.api.results import StudyOutcome
-from lamina.studies.engine.settings import StudySettings
+from lamina.papers.engine.settings import StudySettings
 
 if TYPE_CHECKING:
     from lamina.jobs.folder import Resume
@@ -30,8 +30,8 @@ def study(
         UserError: (a ValueError) for invalid settings, a study that can't be read or has changed since it ran, an
             output folder in use, a claim over something that was not measured.
     """
-    from lamina.studies.engine.run import output_of, run_study
-    from lamina.studies.engine.verdicts import read_claims
+    from lamina.papers.engine.run import output_of, run_study
+    from lamina.papers.engine.verdicts import read_claims
 
     folder = output_of(settings)
     with page_of(folder, "results.csv"):

@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
         screenshot(page, Path(options.screenshot), height=options.height)
         print(f"the picture: {options.screenshot}")
     if options.figures:
-        from lamina.reports.studies.printed import write_all
+        from lamina.papers.pages.printed import write_all
 
         for written in write_all(Path(options.folder)):
             print(f"a figure: {written}")

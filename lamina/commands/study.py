@@ -12,7 +12,7 @@ from lamina.api import study
 from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
-from lamina.studies.engine.settings import StudySettings
+from lamina.papers.engine.settings import StudySettings
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
@@ -59,7 +59,7 @@ def _list(argv: list[str]) -> int:
     chosen = parser.parse_args(argv)
     from pathlib import Path
 
-    from lamina.studies.engine.verdicts import all_verdicts
+    from lamina.papers.engine.verdicts import all_verdicts
 
     found = all_verdicts(None if chosen.records is None else Path(chosen.records))
     if chosen.json:
@@ -78,7 +78,7 @@ def _list(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     settings = _given("show", "What a study asks, its trials, and the verdicts so far.", argv)[0]
-    from lamina.studies.engine.showing import description
+    from lamina.papers.engine.showing import description
 
     print(description(_record(settings)))
     return 0
@@ -86,7 +86,7 @@ def _show(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     typed, others = _given("run", "Train what is missing, measure, and judge the claims.", argv)
-    from lamina.studies.catalog.places import names
+    from lamina.papers.catalog.places import names
 
     listed = str(typed.pop("study", None) or "")
     chosen = names() if listed == "all" else [name.strip() for name in listed.split(",") if name.strip()]
@@ -131,7 +131,7 @@ def _run_one(settings: Json, resume: bool, overwrite: bool, record: bool) -> int
 
 
 def _dry_run(records: list[StudySettings]) -> int:
-    from lamina.studies.engine.showing import dry_run_text
+    from lamina.papers.engine.showing import dry_run_text
 
     for record in records:
         print(dry_run_text(record))
@@ -141,7 +141,7 @@ def _dry_run(records: list[StudySettings]) -> int:
 def _worker(argv: list[str]) -> int:
     settings = _given("worker", "Train a share of a study's trials; other workers share the store.", argv)[0]
     from lamina.jobs.status import ENDED
-    from lamina.studies.engine.run import work
+    from lamina.papers.engine.run import work
 
     outcome = work(_record(settings))
     ended = sum(result["status"] in ENDED for result in outcome.values())

@@ -19,6 +19,7 @@ class Kind(StrEnum):
 
     RUN = "run"
     STUDY = "study"
+    CLAIMS = "claims"
     TRANSFER = "transfer"
     MAX_LR = "max-lr"
     COORD_CHECK = "coord-check"
@@ -38,6 +39,7 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.COORD_CHECK, ("coordinates.parquet",)),
     (Kind.TRANSFER, ("transfer.json",)),
     (Kind.PREFLIGHT, ("preflight.json",)),
+    (Kind.CLAIMS, ("claims.json",)),
     (Kind.STUDY, ("study.yaml", ".study.yaml")),
 )
 # The same for a setting in config.yaml, which a run of pretraining also writes.
@@ -51,7 +53,8 @@ _SETTINGS = (
 
 _COMMANDS = {
     Kind.RUN: ("pretrain",),
-    Kind.STUDY: ("compare", "study run"),
+    Kind.STUDY: ("compare",),
+    Kind.CLAIMS: ("study run",),
     Kind.PROBING: ("probe",),
     Kind.EVALUATION: ("eval",),
     Kind.MODEL: ("convert",),

@@ -15,6 +15,7 @@ Page = Callable[[Path], Path]
 """Writes the page of a folder and returns its path."""
 P = TypeVar("P", bound=Page)
 
+_CLAIMS = "lamina.papers.pages.page"  # by name: a floor above this one
 _pages: dict[Kind, Page] = {}
 
 
@@ -32,6 +33,7 @@ def kinds() -> list[Kind]:
     """The kinds of folders that have a page."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent / "pages")]):
         importlib.import_module(f"lamina.reports.pages.{module.name}")
+    importlib.import_module(_CLAIMS)
     return sorted(_pages)
 
 

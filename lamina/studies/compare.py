@@ -29,7 +29,7 @@ from lamina.studies.record import (
 )
 from lamina.studies.running import cores, run_tasks
 from lamina.studies.settings import CompareSettings
-from lamina.studies.trials.task import Task
+from lamina.studies.task import Task
 from lamina.training.checkpointing.identity import refuse_another_text
 from lamina.training.execution.devices import decided
 from lamina.training.execution.processes import launched
@@ -114,13 +114,13 @@ def run_study(
     bar: bool,
     header: Mapping[str, Any] | None = None,
     keys: Sequence[str] = _FROM_SETTINGS,
-    job: str = "pretrain",
+    job: str = "lamina.training.pretrain:pretrain",
 ) -> pd.DataFrame:
     """Run the trials that have not ended yet, in a folder that is ours; returns the rows of results.csv.
 
     ``settings`` is the study's record (``workers``, ``command()``), ``recorded`` are its values for study.yaml,
     ``header`` are further fields above them, ``keys`` are the trial's settings that are columns of results.csv, ``job``
-    is what a trial does, a name in ``lamina.studies.trials.jobs``.
+    is what a trial does, "module:function".
     """
     workers = min(settings.workers or cores(), len(trials))
     # On small models, two processes with one thread each beat one process with two.

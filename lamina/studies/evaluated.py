@@ -21,7 +21,7 @@ def runs_of(path: str) -> list[Candidate] | None:
     None for a folder that is no study's. Raises UserError for a study without results, or whose runs have no models.
     """
     folder = Path(path).expanduser()
-    if kind_of(folder) not in (Kind.STUDY, Kind.TRANSFER, Kind.MAX_LR):
+    if kind_of(folder) not in (Kind.STUDY, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
         return None
     try:
         digests.require(folder / RESULTS)

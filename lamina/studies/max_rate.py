@@ -88,5 +88,5 @@ def max_lr(
             refuse_another_trial(run)
     read_study_data(list(runs.values()), bar)
     with job:
-        modes = {"header": {"kind": str(Kind.MAX_LR)}, "keys": KEYS, "job": "max-lr"}
+        modes = {"header": {"kind": str(Kind.MAX_LR)}, "keys": KEYS, "job": "lamina.studies.max_rate:run_max_rate"}
         return run_study(job.settings, complete.to_dict(), trials, job.folder, bar=bar, **modes)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
-from lamina.studies.trials.task import Task
+from lamina.studies.task import Task
 
 LOST = 255  # the exit code of a trial whose server has ended
 _CODE = "import sys; sys.path[:] = {path!r}; from lamina.studies import worker; sys.exit(worker.{call})"

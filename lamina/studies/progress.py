@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import ProgressLines, has_bars
-from lamina.studies.trials.task import Task
+from lamina.studies.task import Task
 
 
 class Progress:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from lamina.core.json_types import Json
 from lamina.studies.progress import Progress
-from lamina.studies.trials.task import Task
+from lamina.studies.task import Task
 from lamina.studies.workers import run_trials
 
 Ended: TypeAlias = Callable[[str, Json], None]

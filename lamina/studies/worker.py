@@ -26,7 +26,7 @@ from lamina.jobs.files import disk_full, read_result, write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.signals import STOP_SIGNALS
 from lamina.jobs.status import ENDED
-from lamina.studies.trials.task import Busy, Task
+from lamina.studies.task import Busy, task_of
 
 DISK_FULL = 74  # EX_IOERR of sysexits.h
 BUSY = 75  # EX_TEMPFAIL: another driver runs the trial
@@ -91,7 +91,7 @@ def run(request: Json) -> int:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         _like_the_driver(request)
-        task, rank = Task.from_request(request), int(os.environ.get("RANK", "0"))
+        task, rank = task_of(request), int(os.environ.get("RANK", "0"))
         with task.claim() if rank == 0 else contextlib.nullcontext():
             if rank == 0:  # marks the folder as ours before the log is in it
                 write_json(folder / "environment.json", environment(getattr(task.settings, "seed", 0), Kind.RUN))

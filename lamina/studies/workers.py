@@ -13,7 +13,7 @@ from lamina.jobs.files import read_result, write_json
 from lamina.jobs.signals import STOP_SIGNALS, handled
 from lamina.studies import processes
 from lamina.studies.processes import Process
-from lamina.studies.trials.task import Task
+from lamina.studies.task import Task
 from lamina.studies.worker import BUSY, DISK_FULL
 
 GRACE_SECONDS = 30.0

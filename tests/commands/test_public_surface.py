@@ -10,10 +10,10 @@ import lamina
 from lamina.cli import COMMANDS, main
 from lamina.commands.arguments import add_settings, make_parser
 from lamina.evaluation.settings import EvalSettings
+from lamina.papers.engine.settings import StudySettings
 from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
 from lamina.preflights.settings import PreflightSettings
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.studies.engine.settings import StudySettings
 from lamina.studies.max_rate_settings import MaxRateStudySettings
 from lamina.studies.settings import CompareSettings
 from lamina.studies.width_settings import CoordCheckSettings, TransferSettings

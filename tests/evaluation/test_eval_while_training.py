@@ -5,8 +5,8 @@ from training.tiny_runs import records, result, settings, write_corpus
 
 import lamina
 from lamina.errors import UserError
+from lamina.papers.trials import identity
 from lamina.reports import report
-from lamina.studies.trials import identity
 from lamina.training.pretrain import pretrain
 
 pytest.importorskip("lm_eval")

@@ -96,7 +96,7 @@ def write_claims_study(folder: Path, *, extra=None, tables=(), claims=None, **mo
         "definition": definition(axes, **more),
     }
     write_study(folder, header)
-    (folder / "environment.json").write_text(json.dumps({"kind": "study"}), encoding="utf-8")
+    (folder / "environment.json").write_text(json.dumps({"kind": "claims"}), encoding="utf-8")
     keys = results.loc[results["tuned"], ["key", "seed"]].to_dict("records")
     made = {
         "gradients": {"init-gradients": _gradients(keys, 1.0), "end-gradients": _gradients(keys, 2.0)},

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from synthetic_claims import CLAIMS, write_claims_study
 
-from lamina.reports.results import write_results
-from lamina.reports.results.markdown import plain
-from lamina.reports.results.verdicts import ours
+from lamina.papers.results import write_results
+from lamina.papers.results.markdown import plain
+from lamina.papers.results.verdicts import ours
 
 
 def study(name: str, paper: str = "mix_ln", scales=("cpu",), needs: str = ""):

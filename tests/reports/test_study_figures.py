@@ -8,17 +8,17 @@ import pandas as pd
 import pytest
 from synthetic_claims import BEST, PLACEMENTS, write_claims_study
 
+from lamina.papers.catalog import places
+from lamina.papers.catalog.study import read_study
+from lamina.papers.pages import choice, interactive, printed
+from lamina.papers.pages.choice import drawings
+from lamina.papers.pages.drawing import Request
+from lamina.papers.pages.folder import arms, read_folder
+from lamina.papers.pages.kinds import KINDS, sweep
+from lamina.papers.pages.measured import _parts, _rows
+from lamina.papers.pages.page import _figures, claims_report
+from lamina.papers.pages.splitting import ordered_values
 from lamina.reports.palette import look
-from lamina.reports.studies import choice, interactive, printed
-from lamina.reports.studies.choice import drawings
-from lamina.reports.studies.drawing import Request
-from lamina.reports.studies.folder import arms, read_folder
-from lamina.reports.studies.kinds import KINDS, sweep
-from lamina.reports.studies.measured import _parts, _rows
-from lamina.reports.studies.page import _figures, claims_report
-from lamina.reports.studies.splitting import ordered_values
-from lamina.studies.catalog import places
-from lamina.studies.catalog.study import read_study
 
 
 def kinds(study) -> list[str]:
@@ -177,7 +177,7 @@ def test_figures_for_a_paper_are_svg_and_pdf_and_the_same_again(everything, tmp_
 
 def test_figures_load_no_torch():
     code = (
-        "import sys, lamina.reports.studies.printed as p, lamina.reports.studies.choice, matplotlib.figure; "
+        "import sys, lamina.papers.pages.printed as p, lamina.papers.pages.choice, matplotlib.figure; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

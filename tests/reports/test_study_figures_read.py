@@ -5,14 +5,14 @@ import re
 import pandas as pd
 from synthetic_claims import write_claims_study
 
+from lamina.papers.pages import printed
+from lamina.papers.pages.choice import drawings
+from lamina.papers.pages.drawing import Axis, Drawing, Panel, Request, Series
+from lamina.papers.pages.folder import read_folder
+from lamina.papers.pages.interactive import plot
+from lamina.papers.pages.kinds import KINDS
+from lamina.papers.pages.splitting import value_title
 from lamina.reports.palette import Look
-from lamina.reports.studies import printed
-from lamina.reports.studies.choice import drawings
-from lamina.reports.studies.drawing import Axis, Drawing, Panel, Request, Series
-from lamina.reports.studies.folder import read_folder
-from lamina.reports.studies.interactive import plot
-from lamina.reports.studies.kinds import KINDS
-from lamina.reports.studies.splitting import value_title
 
 
 def changed(folder, change):

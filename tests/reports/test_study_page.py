@@ -9,8 +9,8 @@ from synthetic_claims import write_claims_study
 
 from lamina.commands import report as command
 from lamina.errors import UserError
+from lamina.papers.pages.printed import write_all
 from lamina.reports import report
-from lamina.reports.studies.printed import write_all
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 
 CLAIMS = """
-from lamina.studies.judging import Finding, Verdict, claim
+from lamina.papers.judging import Finding, Verdict, claim
 
 
 @claim(says="the loss of {a} is a number", paper="2.0", exact=True)

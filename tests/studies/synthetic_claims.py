@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from lamina.core.yaml_files import read_mapping
-from lamina.studies.judging import Judged, Trials, Verdict, judge, load_claims
+from lamina.papers.judging import Judged, Trials, Verdict, judge, load_claims
 
 STUDIES = Path(__file__).parents[2] / "studies"
 SCALES = ("cpu", "gpu", "paper")

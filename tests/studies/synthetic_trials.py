@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from lamina.studies.judging import Trials
+from lamina.papers.judging import Trials
 
 
 def rows(arm, losses, statuses="finished", axis="placement", **values):

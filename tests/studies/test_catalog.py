@@ -14,12 +14,12 @@ from lamina.core.backbone_presets import PRESETS
 from lamina.errors import UserError
 from lamina.evaluation.generated import NAMES
 from lamina.jobs import columns
+from lamina.papers.catalog.arms import arms, matches
+from lamina.papers.catalog.places import BASES, catalog_folder
+from lamina.papers.catalog.study import SCALES, read_study
+from lamina.papers.judging import Trials, judge, load_claims
 from lamina.placements import resolve
 from lamina.probes.engine.registry import listed
-from lamina.studies.catalog.arms import arms, matches
-from lamina.studies.catalog.places import BASES, catalog_folder
-from lamina.studies.catalog.study import SCALES, read_study
-from lamina.studies.judging import Trials, judge, load_claims
 
 FILES = sorted(path for path in catalog_folder().glob("*.yaml") if path.name != BASES)
 WITHOUT_CLAIMS = {"calibration"}

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from studies.synthetic_claims import SCALES, STUDIES, agrees, claims_of, judged, rows, scales_of, trials_of
 
-from lamina.studies.judging import Verdict
+from lamina.papers.judging import Verdict
 
 LAYERS = 12
 ORDER = {"fusenorm": 2.0, "hybridnorm": 2.1, "peri_ln": 2.2, "mix_ln": 2.2, "pre_ln": 2.3}

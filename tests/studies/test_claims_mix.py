@@ -3,7 +3,7 @@
 import pytest
 from studies.synthetic_claims import STUDIES, agrees, claims_of, judged, rows, scales_of, trials_of
 
-from lamina.studies.judging import Verdict
+from lamina.papers.judging import Verdict
 
 LAYERS = 12
 FALLING = [1 - layer / LAYERS for layer in range(LAYERS)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lamina.studies.judging import Trials, Verdict, load_claims
+from lamina.papers.judging import Trials, Verdict, load_claims
 
 STUDIES = Path(__file__).parents[2] / "studies"
 SEEDS = 8

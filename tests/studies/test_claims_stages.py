@@ -7,7 +7,7 @@ import pytest
 from studies.synthetic_claims import STUDIES, agrees, arms_of, claims_of, judged, scales_of
 
 from lamina.core.yaml_files import read_mapping
-from lamina.studies.judging import Trials, Verdict
+from lamina.papers.judging import Trials, Verdict
 
 HELD, EXPLAINED, FAILS = Verdict.HOLDS_AT_ISO_LOSS, Verdict.EXPLAINED, "failed"
 STEPS = (0, 12, 24)

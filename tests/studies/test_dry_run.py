@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from lamina.errors import UserError
-from lamina.studies.catalog.places import names
-from lamina.studies.catalog.study import read_study
+from lamina.papers.catalog.places import names
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.plan import Plan
 from lamina.studies.dry_run import dry_run, table
-from lamina.studies.engine.plan import Plan
 from lamina.training.settings import PretrainSettings
 
 MIX_1B = PretrainSettings(

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from lamina.studies.judging import Trials, compare_values, judge, lower, ordered, power
-from lamina.studies.judging.claims import Claim
+from lamina.papers.judging import Trials, compare_values, judge, lower, ordered, power
+from lamina.papers.judging.claims import Claim
 
 ARMS = ("one", "two", "three")
 WRONG = ("holds", "reversed", "a part failed")  # "excluded" is right: there is no difference

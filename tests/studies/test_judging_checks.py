@@ -3,8 +3,8 @@ import pytest
 from synthetic_trials import rows, trials
 
 from lamina.errors import UserError
-from lamina.studies import judging
-from lamina.studies.judging import (
+from lamina.papers import judging
+from lamina.papers.judging import (
     NotMeasured,
     Trials,
     equivalent,

@@ -7,14 +7,14 @@ import pytest
 from synthetic_trials import rows, trials
 
 from lamina.errors import UserError
-from lamina.studies.catalog.study import Scale
-from lamina.studies.engine.verdicts import _reader
-from lamina.studies.judging import Finding, Verdict, claim, judge, load_claims, lower, needs_scale
-from lamina.studies.judging.claims import Claim
+from lamina.papers.catalog.study import Scale
+from lamina.papers.engine.verdicts import _reader
+from lamina.papers.judging import Finding, Verdict, claim, judge, load_claims, lower, needs_scale
+from lamina.papers.judging.claims import Claim
 
 CLAIMS = '''
 """Mix-LN Table 1."""
-from lamina.studies.judging import Finding, Trials, claim, fails_to_train, lower
+from lamina.papers.judging import Finding, Trials, claim, fails_to_train, lower
 
 @claim(says="Mix-LN's loss is below Pre-LN's", paper="21.39 < 21.92")
 def mix_ppl(trials: Trials) -> Finding:
@@ -168,5 +168,5 @@ def test_a_claim_names_a_probe_with_or_without_its_options():
 
 
 def test_importing_the_judge_loads_no_heavy_library():
-    code = "import sys, lamina.studies.judging; print({'torch', 'pandas', 'numpy', 'scipy'} & set(sys.modules))"
+    code = "import sys, lamina.papers.judging; print({'torch', 'pandas', 'numpy', 'scipy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

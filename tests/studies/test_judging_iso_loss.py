@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from lamina.studies.judging import (
+from lamina.papers.judging import (
     Budget,
     Finding,
     Trials,
@@ -18,8 +18,8 @@ from lamina.studies.judging import (
     iso_loss,
     judge,
 )
-from lamina.studies.judging.claims import Claim
-from lamina.studies.judging.value_checks import compare_values
+from lamina.papers.judging.claims import Claim
+from lamina.papers.judging.value_checks import compare_values
 
 SEEDS = range(6)
 NOISE = [0.1, -0.2, 0.05, 0.15, -0.1, 0.0]

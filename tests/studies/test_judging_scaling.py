@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lamina.studies.judging.scaling import compute_gain, fit_law, gap_trend, left_out, tolerance
+from lamina.papers.judging.scaling import compute_gain, fit_law, gap_trend, left_out, tolerance
 
 SIZES = {"S1": 0.42e6, "S2": 1.08e6, "S3": 3.4e6}
 LAW = {"E": 1.5, "a": 0.35, "b": 0.37, "A": {"pre_ln": 90.0, "keel": 80.0}, "B": {"pre_ln": 260.0, "keel": 255.0}}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lamina.studies.judging import statistics
+from lamina.papers.judging import statistics
 
 DIFFERENCES = [-0.013, -0.011, -0.016, -0.012, -0.014]
 

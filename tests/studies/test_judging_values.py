@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 from studies.synthetic_trials import rows, trials
 
-from lamina.studies.judging import (
+from lamina.papers.judging import (
     Finding,
     Verdict,
     above,
@@ -22,7 +22,7 @@ from lamina.studies.judging import (
     needs_scale,
     same_order,
 )
-from lamina.studies.judging.curves import numbers
+from lamina.papers.judging.curves import numbers
 
 VALUES = {0: 0.101, 1: 0.099, 2: 0.102, 3: 0.1, 4: 0.098}
 

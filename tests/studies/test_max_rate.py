@@ -11,11 +11,12 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.kinds import Kind, kind_of
+from lamina.papers.trials.jobs import JOBS
 from lamina.reports import report
 from lamina.reports.max_rates import spread, summarize
 from lamina.studies.max_rate import run_max_rate
 from lamina.studies.max_rate_settings import MaxRateSettings, MaxRateStudySettings
-from lamina.studies.trials.jobs import JOBS
+from lamina.studies.task import load
 from lamina.training.monitor.max_rate_rules import find_stop
 from lamina.training.monitor.recorder import RunRecorder
 
@@ -215,5 +216,5 @@ def test_bad_settings_are_one_line(given, message):
 def test_it_is_a_job_of_trials():
     job = JOBS["max-lr"]
     assert job.settings_class() is MaxRateSettings
-    assert job.function() is run_max_rate
+    assert load(job.run) is run_max_rate
     assert not {"learning_rate", "schedule", "warmup"} & set(MaxRateSettings.names())

@@ -3,8 +3,8 @@
 import pytest
 from training.tiny_runs import settings
 
+from lamina.papers.trials import identity
 from lamina.placements import names as placements
-from lamina.studies.trials import identity
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 

@@ -6,13 +6,13 @@ from studies.study_files import run_here, write_study
 from training.tiny_runs import SMALL
 from transformers import ModernBertConfig
 
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.driver import run_plan
-from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.results import results_table
-from lamina.studies.trials import identity
-from lamina.studies.trials.records import Records
-from lamina.studies.trials.store import Store
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.driver import run_plan
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.results import results_table
+from lamina.papers.trials import identity
+from lamina.papers.trials.records import Records
+from lamina.papers.trials.store import Store
 
 PLAIN = {"init": "normal", "precision": "fp32", "compile": "off"}
 

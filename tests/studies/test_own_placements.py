@@ -2,8 +2,8 @@
 
 import pytest
 
+from lamina.papers.catalog.places import catalog_folder
 from lamina.placements import Norm, resolve
-from lamina.studies.catalog.places import catalog_folder
 
 FOLDER = catalog_folder() / "placements"
 

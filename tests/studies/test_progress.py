@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from lamina.studies.engine.driver import run_plan
+from lamina.papers.engine.driver import run_plan
 from lamina.studies.progress import Progress
 
 
@@ -24,7 +24,7 @@ def test_the_last_line_counts_the_last_trial(capsys):
 def test_a_trial_that_only_lacks_a_measure_is_counted_once(monkeypatch):
     """And one that waits for the model of another is counted, too."""
     seen = []
-    monkeypatch.setattr("lamina.studies.engine.driver.run_tasks", lambda tasks, **given: seen.append((tasks, given)))
+    monkeypatch.setattr("lamina.papers.engine.driver.run_tasks", lambda tasks, **given: seen.append((tasks, given)))
     done = {"status": "finished"}
     first, plain = (SimpleNamespace(key="k", name="k", measures=m, inputs={}) for m in (("end/gains",), ()))
     later = SimpleNamespace(key="later", name="later", measures=(), inputs={"from_model": first})

@@ -8,15 +8,15 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.columns import RESULT_COLUMNS
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.driver import run_plan
-from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.results import results_table
-from lamina.studies.engine.run import _refuse_edited
-from lamina.studies.trials.measures import measure, missing
-from lamina.studies.trials.records import Records, write_results
-from lamina.studies.trials.scores import columns_of
-from lamina.studies.trials.store import Store
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.driver import run_plan
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.results import results_table
+from lamina.papers.engine.run import _refuse_edited
+from lamina.papers.trials.measures import measure, missing
+from lamina.papers.trials.records import Records, write_results
+from lamina.papers.trials.scores import columns_of
+from lamina.papers.trials.store import Store
 
 ROWS = [{"prompt": f"{i}?", "completion": f" {i}"} for i in range(12)]
 SHORT = {"steps": 2, "batch_size": 2, "eval_fraction": 0.25}

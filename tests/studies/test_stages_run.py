@@ -8,14 +8,14 @@ import pytest
 from posttraining.tiny import preferences, write_rows
 from studies.study_files import run_here, write_study
 
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.driver import run_plan
-from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.results import measured_table, results_table
-from lamina.studies.judging import Trials, at_equal_kl, frontiers
-from lamina.studies.trials import store as stores
-from lamina.studies.trials.records import Records
-from lamina.studies.trials.store import Store
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.driver import run_plan
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.results import measured_table, results_table
+from lamina.papers.judging import Trials, at_equal_kl, frontiers
+from lamina.papers.trials import store as stores
+from lamina.papers.trials.records import Records
+from lamina.papers.trials.store import Store
 
 LENGTH = 32
 

@@ -10,14 +10,14 @@ from studies.study_files import write_study
 from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.chains import runnable
-from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.verdicts import all_verdicts
-from lamina.studies.trials import measures
-from lamina.studies.trials.records import Records, write_results, write_table
-from lamina.studies.trials.store import Store
-from lamina.studies.trials.task import Task
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.chains import runnable
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.verdicts import all_verdicts
+from lamina.papers.trials import measures
+from lamina.papers.trials.records import Records, write_results, write_table
+from lamina.papers.trials.store import Store
+from lamina.studies.task import task_of
 
 GAINS = "end/gains"
 
@@ -118,7 +118,7 @@ def test_a_process_refuses_to_run_a_trial_in_the_folder_of_another(copy):
     task = store_of(copy).task(wanted(copy)["keel"])
     identity = (task.folder / "trial.json").read_bytes()
     with pytest.raises(UserError, match="holds the trial"):
-        Task.from_request(json.loads(json.dumps(task.to_request()))).run()
+        task_of(json.loads(json.dumps(task.to_request()))).run()
     assert (task.folder / "trial.json").read_bytes() == identity
 
 

@@ -9,14 +9,14 @@ from studies.study_files import write_study
 
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.studies.catalog.arms import arms
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.plan import Best, Plan, _rank, best_rate
-from lamina.studies.engine.results import _named, results_table
-from lamina.studies.engine.run import _refuse_edited, make_plan, run_study
-from lamina.studies.engine.settings import StudySettings
-from lamina.studies.engine.showing import description, dry_run_text
-from lamina.studies.judging import Trials
+from lamina.papers.catalog.arms import arms
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.plan import Best, Plan, _rank, best_rate
+from lamina.papers.engine.results import _named, results_table
+from lamina.papers.engine.run import _refuse_edited, make_plan, run_study
+from lamina.papers.engine.settings import StudySettings
+from lamina.papers.engine.showing import description, dry_run_text
+from lamina.papers.judging import Trials
 
 AXES = {"placement": ["pre_ln", "keel", "post_ln"], "num_layers": [2, 3]}
 BEST = {"pre_ln": 1e-3, "keel": 4e-3, "post_ln": 2e-3}

@@ -14,12 +14,12 @@ from training.tiny_runs import result, start, wait_for
 
 from lamina.api import study
 from lamina.cli import main
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine.driver import run_plan
-from lamina.studies.engine.plan import Plan
-from lamina.studies.engine.results import results_table
-from lamina.studies.trials.records import Records
-from lamina.studies.trials.store import Store
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine.driver import run_plan
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.results import results_table
+from lamina.papers.trials.records import Records
+from lamina.papers.trials.store import Store
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -157,7 +157,7 @@ def test_python_takes_the_engine_too(tmp_path, corpus):
 
 def test_a_relative_corpus_is_the_drivers(tmp_path, corpus, monkeypatch):
     """Not the folder's in which Ray was started: a worker may have been started anywhere."""
-    from lamina.studies.engine import ray_cluster
+    from lamina.papers.engine import ray_cluster
 
     seen = {}
 

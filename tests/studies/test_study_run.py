@@ -14,14 +14,14 @@ from lamina.api import study
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import read_yaml
-from lamina.reports.results.writing import write_results
-from lamina.reports.studies.folder import read_folder
-from lamina.studies.catalog.study import read_study
-from lamina.studies.engine import run as studies_run
-from lamina.studies.engine import verdicts
-from lamina.studies.engine.plan import _rank
-from lamina.studies.judging import Trials, judge, load_claims
-from lamina.studies.trials.records import Records
+from lamina.papers.catalog.study import read_study
+from lamina.papers.engine import run as studies_run
+from lamina.papers.engine import verdicts
+from lamina.papers.engine.plan import _rank
+from lamina.papers.judging import Trials, judge, load_claims
+from lamina.papers.pages.folder import read_folder
+from lamina.papers.results.writing import write_results
+from lamina.papers.trials.records import Records
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_record_counts_the_looks_at_its_verdicts(run, tmp_path, corpus):
 
 
 NULL = """
-from lamina.studies.judging import claim, lower, ordered
+from lamina.papers.judging import claim, lower, ordered
 
 @claim(says="one is below two")
 def null(trials):
@@ -271,7 +271,7 @@ def test_a_wrong_study_is_one_line(run, tmp_path, corpus, change, message):
 
 def test_a_claim_over_something_unmeasured_is_one_line(tmp_path, corpus, capsys):
     claims = (
-        "from lamina.studies.judging import claim\n\n"
+        "from lamina.papers.judging import claim\n\n"
         '@claim(says="x")\ndef mine(trials):\n    return trials.measure("layer_drop", at="end")\n'
     )
     file = write_study(tmp_path / "files", corpus=corpus, claims=claims)

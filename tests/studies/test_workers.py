@@ -14,7 +14,7 @@ from lamina.cli import main
 from lamina.errors import TrialsFailed, UserError
 from lamina.jobs.files import read_result, write_json
 from lamina.studies import processes, worker
-from lamina.studies.trials.task import Task
+from lamina.studies.task import Task
 from lamina.training.settings import PretrainSettings
 
 ROOT = Path(__file__).resolve().parents[2]

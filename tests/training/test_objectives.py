@@ -16,7 +16,7 @@ import lamina.api
 from lamina.errors import UserError
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.modeling_lamina import ADAPTERS, HEADS
-from lamina.studies.trials import identity
+from lamina.papers.trials import identity
 from lamina.training.objective_settings import (
     ImageSettings,
     ObjectiveName,

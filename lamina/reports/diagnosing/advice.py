@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.reports.diagnosing.evidence import Evidence
@@ -157,6 +159,8 @@ _METRICS = {
     "gain_abs_max": "learning rate too high",
     "gradient_norm": "bad batch",
 }
+FINDINGS = Path(__file__).parents[1] / "assets" / "findings.json"
+"""The verdicts on the claims of ``CAUSES`` in sentences, written by docs/results.py from the records of studies."""
 _START = 3  # steps in which what differs was so from the start
 
 
@@ -202,20 +206,6 @@ def open_changes(cause: Cause, settings: Json) -> list[str]:
 
 
 def studied(cause: Cause) -> list[str]:
-    """What Lamina's own studies found about the changes, a sentence per claim that was decided."""
-    from lamina.reports.results.verdicts import best
-    from lamina.studies.engine.verdicts import all_verdicts
-    from lamina.studies.judging.findings import FAILED, Verdict
-
-    decided = {Verdict.HOLDS, *FAILED, Verdict.INCONCLUSIVE}
-    found: dict[str, Json] = {str(one["claim"]): one for one in best(all_verdicts(None))}
-    chosen = [found[name] for name in cause.claims if name in found and found[name]["verdict"] in decided]
-    return [_finding(one) for one in chosen if one["ours"]]
-
-
-def _finding(one: Json) -> str:
-    """A claim, its verdict, and its number if there is only one; the study's page has the others."""
-    number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
-    verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
-    verdict = "failed in a part" if one["verdict"] == "a part failed" else verdict
-    return f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'
+    """Return what Lamina's own studies found about the changes, a sentence per claim that was decided."""
+    findings: dict[str, str] = json.loads(FINDINGS.read_text(encoding="utf-8"))
+    return [findings[claim] for claim in cause.claims if claim in findings]

@@ -11,16 +11,12 @@ from lamina.reports.mixture import refuse_other_experiments
 from lamina.reports.page import PAGE, Section, details, figure, write_page
 from lamina.reports.records import Frame, read_study
 from lamina.reports.registry import report_of
-from lamina.reports.studies.folder import has_claims
-from lamina.reports.studies.page import claims_report
 from lamina.reports.style import to_html
 
 
 @report_of(Kind.STUDY)
 def study_report(folder: Path) -> Path:
     """Write ``folder/report.html`` from a study's results.csv and trials. Raises UserError where there is no result."""
-    if has_claims(Path(folder)):
-        return claims_report(Path(folder))
     study = read_study(Path(folder))
     refuse_other_experiments(study)
     summary, items, color = sections.prepare(study)

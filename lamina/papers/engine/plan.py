@@ -1,0 +1,231 @@
+"""Which trials a scale needs, given what is known so far.
+
+A study that tunes rates needs its sweep first, then wider rates where the best one is at the sweep's edge, then the
+study's seeds at each arm's best rate and, where the study asks for it, at another arm's. ``Plan.wanted`` is a function
+of the results, so resuming needs no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import stdev
+
+from lamina.core.json_types import Json
+from lamina.jobs.settings import Settings
+from lamina.jobs.status import ENDED, severity
+from lamina.papers.catalog.arms import Arm, arms, matches
+from lamina.papers.catalog.rates import Rule, Tuning
+from lamina.papers.catalog.stages import STAGE, Stage
+from lamina.papers.catalog.study import Scale
+from lamina.papers.trials import measures
+from lamina.papers.trials.trial import Trial, make_chained, make_trial
+
+Results = Callable[[Trial], Json | None]
+
+
+@dataclass
+class Plan:
+    """The trials of a scale.
+
+    Attributes:
+        scale: of the study.
+        changes: settings over the scale's own.
+        chosen: the rate of each tuned arm, by its number, once it is known.
+        at_edge: of each tuned arm, whether its best rate is the lowest or the highest that was tried.
+    """
+
+    scale: Scale
+    changes: Json = field(default_factory=dict)
+    chosen: dict[int, float] = field(default_factory=dict)
+    at_edge: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arms = arms(self.scale, self.changes)
+        self._measures = measures.names(self.scale.measures)
+        self._made: dict[tuple[int, float | None, int, bool | str], Trial] = {}
+
+    def dry(self) -> dict[str, Settings]:
+        """The settings of all trials by name, the text unread; a tuned arm's other seeds at its first rate."""
+        return {name: settings for trials in self.dry_arms().values() for name, settings in trials.items()}
+
+    def dry_arms(self) -> dict[str, dict[str, Settings]]:
+        """The same by arm, under the labels of its values."""
+        scale, found = self.scale, {}
+        sweep = scale.seeds if scale.tuning is None else scale.tuning_seeds
+        rates = (scale.rates if scale.tuning is None else scale.tuning.rates) or (None,)
+        for seed in dict.fromkeys((*sweep, *scale.seeds)):
+            for arm in self.arms:
+                for rate in rates if seed in sweep else rates[:1]:
+                    words = [*arm.values.values(), *([] if rate is None else [f"lr {rate:g}"]), f"seed {seed}"]
+                    found.setdefault(_label(arm, scale), {})[", ".join(words)] = arm.trial(scale, rate, seed)
+        return found
+
+    def wanted(self, result: Results) -> list[Trial]:
+        """The trials that are needed given the results so far, seed by seed; ``chosen`` is brought up to date."""
+        scale, wanted = self.scale, []
+        if scale.tuning is None:
+            for seed in scale.seeds:
+                for number, _ in enumerate(self.arms):
+                    for rate in scale.rates or (None,):
+                        wanted += self._chain(number, rate, seed)
+            return list({(trial.key, *trial.values.values()): trial for trial in wanted}.values())
+        seeds = scale.tuning_seeds
+        rates = [self._rates(scale.tuning, number, seeds, result) for number, _ in enumerate(self.arms)]
+        for seed in seeds:
+            for number, (tried, _) in enumerate(rates):
+                wanted += [self._trial(number, rate, seed, measured=False) for rate in tried]
+        found = {number: (tried, best) for number, (tried, best) in enumerate(rates) if best is not None}
+        self.at_edge = {number: best.lowest in (tried[0], tried[-1]) for number, (tried, best) in found.items()}
+        self.chosen = {number: best.chosen for number, (_, best) in found.items()}
+        others = self._others(scale.tuning)
+        for seed in scale.seeds:
+            for number, rate in self.chosen.items():
+                wanted += self._chain(number, rate, seed)
+            for number, rate in others.items():
+                wanted.append(self._trial(number, rate, seed, measured=False))
+        return list({(trial.key, trial.measures, *trial.values.values()): trial for trial in wanted}.values())
+
+    def is_tuned(self, trial: Trial) -> bool:
+        """Whether a trial has its arm's chosen rate and one of the study's seeds; True in a study that tunes none."""
+        if self.scale.tuning is None:
+            return True
+        return trial.seed in self.scale.seeds and self.chosen.get(self._number(trial)) == trial.learning_rate
+
+    def places(self, trial: Trial) -> Json:
+        """What a trial's row says of its arm's rate: ``tuned``, and in a study that tunes rates ``at_edge``."""
+        edge = {} if self.scale.tuning is None else {"at_edge": self.at_edge.get(self._number(trial))}
+        return {"tuned": self.is_tuned(trial), **edge}
+
+    def _number(self, trial: Trial) -> int:
+        """The number of a trial's arm."""
+        stage = {STAGE: self.scale.job} if self.scale.stages else {}
+        return next(n for n, arm in enumerate(self.arms) if {**arm.values, **stage} == trial.first.values)
+
+    def _others(self, tuning: Tuning) -> dict[int, float]:
+        """The rate of another arm for each arm that is trained at it, too, as far as it is known."""
+        numbers = {tuple(arm.values.items()): number for number, arm in enumerate(self.arms)}
+        pairs = ((number, tuning.other(arm.values)) for number, arm in enumerate(self.arms))
+        found = {number: numbers.get(tuple(other.items()), -1) for number, other in pairs if other is not None}
+        return {number: self.chosen[other] for number, other in found.items() if other in self.chosen}
+
+    def _chain(self, number: int, rate: float | None, seed: int) -> list[Trial]:
+        """An arm's first trial and those of the stages after it, as far as they are known."""
+        stages = (self._staged(stage, number, rate, seed) for stage in self.scale.stages)
+        return [self._trial(number, rate, seed, measured=True), *(trial for trial in stages if trial is not None)]
+
+    def _staged(self, stage: Stage, number: int, rate: float | None, seed: int) -> Trial | None:
+        """A stage's trial for an arm; None where it is left out, or where the arm that it is of has no rate yet."""
+        if stage.of:
+            values = {**self.arms[number].values, **stage.of}
+            number = next((n for n, arm in enumerate(self.arms) if arm.values == values), -1)
+            rate = rate if self.scale.tuning is None else self.chosen.get(number)
+            if number < 0 or (rate is None and self.scale.tuning is not None):
+                return None
+        arm, place = self.arms[number], (number, rate, seed, stage.name)
+        if any(matches(arm.values, pattern) for pattern in stage.skip):
+            return None
+        if place in self._made:
+            return self._made[place]
+        earlier = {each.name: each for each in self.scale.stages}
+        root = self._trial(number, rate, seed, measured=True)
+        inputs: dict[str, Trial] = {}
+        for name, source in stage.inputs.items():
+            found = self._staged(earlier[source], number, rate, seed) if source in earlier else root
+            if found is None:
+                return None
+            inputs[name] = found
+        values, settings = {**arm.values, STAGE: stage.name}, stage.trial(seed)
+        self._made[place] = make_chained(stage.job, values, settings, stage.measures, inputs=inputs, root=root)
+        return self._made[place]
+
+    def _trial(self, number: int, rate: float | None, seed: int, *, measured: bool) -> Trial:
+        place = (number, rate, seed, measured)
+        if place not in self._made:
+            arm: Arm = self.arms[number]
+            taken = self._measures if measured else ()
+            values = {**arm.values, **({STAGE: self.scale.job} if self.scale.stages else {})}
+            self._made[place] = make_trial(self.scale.job, values, arm.trial(self.scale, rate, seed), taken)
+        return self._made[place]
+
+    def _rates(
+        self, tuning: Tuning, number: int, seeds: tuple[int, ...], result: Results
+    ) -> tuple[list[float], Best | None]:
+        """The rates to try for an arm, and the best one once all of them are known."""
+        rates = sorted(tuning.rates)
+        for widening in range(tuning.widen + 1):
+            known = {rate: self._known(number, rate, seeds, result) for rate in rates}
+            if any(results is None for results in known.values()):
+                return rates, None
+            best = best_rate({rate: results or [] for rate, results in known.items()}, tuning.rule)
+            nothing = all(math.isinf(_rank(results or [])[0]) for results in known.values())  # no trial ended
+            inside = best.lowest not in (rates[0], rates[-1])
+            if nothing or len(rates) == 1 or inside or widening == tuning.widen:
+                return rates, best
+            rates = sorted([*rates, _beyond(rates, best.lowest)])
+        raise AssertionError("the loop returns")
+
+    def _known(self, number: int, rate: float, seeds: tuple[int, ...], result: Results) -> list[Json] | None:
+        results = [result(self._trial(number, rate, seed, measured=False)) for seed in seeds]
+        return None if None in results else [known for known in results if known is not None]
+
+
+def _label(arm: Arm, scale: Scale) -> str:
+    """An arm's labels, with the name of an axis that is a setting: ``keel, num_layers=8``."""
+    plain = {axis for axis in scale.axes if axis == "placement" or axis not in scale.axes[axis][arm.values[axis]]}
+    named = [label if axis in plain else f"{axis}={label}" for axis, label in arm.values.items()]
+    return ", ".join(named) or str(arm.settings.get("placement", "all trials"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best rate of an arm's sweep: the one with the ``lowest`` mean, and the ``chosen`` one, which it trains at."""
+
+    lowest: float
+    chosen: float
+
+
+def best_rate(known: Mapping[float, list[Json]], rule: Rule) -> Best:
+    """The best of a sweep's rates, given the results of the tuning seeds at each, the lowest rate first.
+
+    ``best``: the rate at which the smallest share of seeds diverged or got stuck, then the lowest mean loss.
+    ``one-se``: the means are over the seeds that learned; of the rates that lose no larger share than the best one, the
+    lowest whose mean lies within one standard error of its mean. The standard error is that of the best's losses over
+    its seeds; it needs two of them.
+    """
+    if rule == "one-se":
+        known = {rate: [_learned(one) for one in results] for rate, results in known.items()}
+    ranks = {rate: _rank(results) for rate, results in known.items()}
+    lowest = min(ranks, key=lambda rate: ranks[rate])
+    losses = [float(one["eval_loss"]) for one in known[lowest] if one.get("eval_loss") is not None]
+    if rule == "best" or len(losses) < 2:
+        return Best(lowest=lowest, chosen=lowest)
+    share, mean = ranks[lowest]
+    limit = mean + stdev(losses) / math.sqrt(len(losses))
+    return Best(lowest=lowest, chosen=min(rate for rate, rank in ranks.items() if rank <= (share, limit)))
+
+
+def _learned(result: Json) -> Json:
+    """A result without the loss of a run that did not learn."""
+    return result if severity(str(result["status"])) <= severity("short") else {**result, "eval_loss": None}
+
+
+def _rank(results: list[Json]) -> tuple[float, float]:
+    """The order of rates: the smallest share of trials that did not learn, then the lowest mean of the known losses.
+
+    A trial that did not end says nothing about its rate; a rate without one that ended comes last.
+    """
+    ended = [one for one in results if one["status"] in ENDED]
+    if not ended:
+        return math.inf, math.inf
+    bad = sum(severity(str(one["status"])) > severity("short") for one in ended)
+    losses = [float(one["eval_loss"]) for one in ended if one.get("eval_loss") is not None]
+    return bad / len(ended), sum(losses) / len(losses) if losses else math.inf
+
+
+def _beyond(rates: list[float], best: float) -> float:
+    """The next rate beyond the edge, in the ratio of the last two; two significant digits more than the eye needs."""
+    factor = rates[1] / rates[0] if best == rates[0] else rates[-1] / rates[-2]
+    beyond = best / factor if best == rates[0] else best * factor
+    return float(f"{beyond:.4g}")

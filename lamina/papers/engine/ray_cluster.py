@@ -1,0 +1,229 @@
+"""Trials on a Ray cluster: one Ray task per trial, or one per process of a trial that several GPUs or hosts share.
+
+A task starts the trial's own process, as the local engine does, so the numbers are the same. If its worker is lost, Ray
+runs the task again, and the trial resumes from its last checkpoint. All machines must see the store, and have Lamina.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError, one_line
+from lamina.jobs.files import read_result
+from lamina.studies import processes
+from lamina.studies.running import Ended, Executor
+from lamina.studies.task import Task
+from lamina.studies.worker import BUSY
+
+RETRIES = 3
+"""How often a trial is run again whose worker was lost."""
+ROUND_SECONDS = 0.5
+REACH_SECONDS = 5.0
+GRACE_SECONDS = 60.0
+_PASSED_ON = ("LAMINA_", "HF_", "OMP_", "MKL_", "TOKENIZERS_", "WANDB_", "TRACKIO_")
+
+
+def executor(*, address: str | None, gpus: float, processes: int, cpus: int) -> Executor:
+    """Runs tasks on the cluster at ``address``; without one, on a cluster of this machine that ends with this process.
+
+    Args:
+        address: of the cluster: HOST:PORT, ray://HOST:PORT, or auto.
+        gpus: of each process of a trial.
+        processes: of each trial.
+        cpus: of each process.
+    """
+
+    def execute(trials: Mapping[str, Task], *, workers: int, ended: Ended, tick: Callable[[list[str]], None]) -> None:
+        with _cluster(address, workers * cpus * processes) as ray:
+            _Runs(ray, trials, {"gpus": gpus, "processes": processes, "cpus": cpus}).run(ended, tick)
+
+    return execute
+
+
+class _Runs:
+    """The tasks of a study on the cluster."""
+
+    def __init__(self, ray: Any, trials: Mapping[str, Task], shares: Json):
+        self.ray, self.trials, self.shares = ray, trials, shares
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        self.environment = passed_on
+        self.running: dict[Any, str] = {}
+
+    def run(self, ended: Ended, tick: Callable[[list[str]], None]) -> None:
+        """Run every task. Raises KeyboardInterrupt after the running ones have saved a checkpoint."""
+        for name in self.trials:
+            self._submit(name)
+        try:
+            while self.running:
+                done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=ROUND_SECONDS)
+                for reference in done:
+                    self._collect(reference, ended)
+                tick(list(self.running.values()))
+        except KeyboardInterrupt:
+            self._cancel(ended)
+            raise
+
+    def _submit(self, name: str) -> None:
+        task, shares = self.trials[name], self.shares
+        request = task.to_request()
+        request["settings"]["output"] = str(task.folder.resolve())
+        request["directory"] = str(Path.cwd())  # paths in the settings are relative to it, not to where Ray was started
+        alone = shares["processes"] == 1
+        remote = self.ray.remote(run_alone if alone else run_together).options(
+            max_retries=RETRIES,
+            num_cpus=shares["cpus"] if alone else 0,
+            num_gpus=shares["gpus"] if alone else 0,
+            name=name,
+        )
+        self.running[remote.remote(request, self.environment, *(() if alone else (shares,)))] = name
+
+    def _collect(self, reference: Any, ended: Ended) -> None:
+        name = self.running.pop(reference)
+        try:
+            code = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            code, why = 1, f"the Ray task failed {RETRIES + 1} times: {type(error).__name__}"
+        else:
+            why = f"the worker process ended with exit code {code}"
+        if code == BUSY:  # another driver, or what is left of a lost worker
+            time.sleep(ROUND_SECONDS)
+            return self._submit(name)
+        result = read_result(self.trials[name].folder)
+        return ended(name, result or {"status": "failed", "reason": why})
+
+    def _cancel(self, ended: Ended) -> None:
+        for reference in self.running:
+            self.ray.cancel(reference, recursive=True)
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: leave at once
+            self.ray.wait(list(self.running), num_returns=len(self.running), timeout=GRACE_SECONDS)
+        for name in self.running.values():
+            stopped: Json = {"status": "interrupted", "reason": "stopped"}
+            ended(name, read_result(self.trials[name].folder) or stopped)
+
+
+def run_alone(request: Json, environment: Mapping[str, str]) -> int:
+    """Run a trial's process on this node of the cluster; returns its exit code."""
+    process = processes.Alone(
+        {
+            **request,
+            "environment": {**os.environ, **environment},
+            "path": list(sys.path),
+            "argv": ["lamina"],
+            "directory": request["directory"] if Path(request["directory"]).is_dir() else str(Path.cwd()),
+        }
+    )
+    try:
+        while (code := process.exit_code()) is None:
+            time.sleep(ROUND_SECONDS / 5)
+    except BaseException:  # canceled: the trial saves a checkpoint
+        process.terminate()
+        with contextlib.suppress(BaseException):
+            process.process.wait(GRACE_SECONDS)
+        raise
+    return code
+
+
+def run_together(request: Json, environment: Mapping[str, str], shares: Json) -> int:
+    """Run a trial of several processes, each in a bundle of one placement group; returns the worst exit code."""
+    ray = importlib.import_module("ray")
+    groups = importlib.import_module("ray.util.placement_group")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    size = int(shares["processes"])
+    bundle = {"CPU": shares["cpus"], **({"GPU": shares["gpus"]} if shares["gpus"] else {})}
+    group = groups.placement_group([bundle] * size, strategy="PACK")
+    try:
+        ray.get(group.ready())
+        places = [
+            {
+                "num_cpus": shares["cpus"],
+                "num_gpus": shares["gpus"],
+                "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank
+                ),
+            }
+            for rank in range(size)
+        ]
+        nodes = ray.get([ray.remote(_free_place).options(**place).remote() for place in places])
+        references = []
+        for rank, place in enumerate(places):
+            here = [node for node, _ in nodes]
+            launched = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(here[:rank].count(here[rank])),
+                "LOCAL_WORLD_SIZE": str(here.count(here[rank])),
+                "MASTER_ADDR": here[0],
+                "MASTER_PORT": str(nodes[0][1]),
+            }
+            task = ray.remote(run_alone).options(**place, max_retries=0)
+            references.append(task.remote(request, {**environment, **launched}))
+        return max(ray.get(references), key=abs)
+    finally:
+        groups.remove_placement_group(group)
+
+
+def _free_place() -> tuple[str, int]:
+    """This node's address and a port that is free."""
+    ray = importlib.import_module("ray")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+
+class _cluster(contextlib.AbstractContextManager[Any]):
+    """A connection to the cluster at an address, or a cluster of this machine."""
+
+    def __init__(self, address: str | None, cpus: int):
+        self.address, self.cpus, self.ours = address, cpus, False
+
+    def __enter__(self) -> Any:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray = importlib.import_module("ray")
+        except ImportError:
+            raise UserError("engine: 'ray' is not installed (pip install 'lamina[ray]'; allowed: local)") from None
+        if ray.is_initialized():
+            return ray
+        options: Json = {"logging_level": "ERROR", "log_to_driver": False, "ignore_reinit_error": True}
+        if self.address is None:
+            environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            options |= {"num_cpus": self.cpus, "include_dashboard": False, "runtime_env": {"env_vars": environment}}
+        else:
+            _reach(self.address)
+            options["address"] = self.address
+        try:
+            ray.init(**options)
+        except Exception as error:  # a bare one where the machine is too busy for the cluster to start in time
+            place = "engine: 'ray': no cluster could be started on this machine (allowed: local)"
+            if self.address is not None:
+                place = f"address: {self.address!r}: the cluster cannot be reached"
+            raise UserError(f"{place}: {one_line(error)}") from None
+        self.ours = True
+        return ray
+
+    def __exit__(self, *error: object) -> None:
+        if self.ours:
+            importlib.import_module("ray").shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise UserError for a HOST:PORT where nothing listens: Ray itself would try for minutes."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=REACH_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"address: {address!r}: the cluster cannot be reached ({error}) (allowed: HOST:PORT, ray://HOST:PORT, auto)"
+        ) from None

@@ -1,0 +1,298 @@
+"""`lamina study run`: a study's trials, its tables, and the verdicts on its claims."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.json_types import Json
+from lamina.core.values import writable_folder
+from lamina.core.yaml_files import read_mapping
+from lamina.errors import UserError
+from lamina.jobs.environment import environment
+from lamina.jobs.files import write_json
+from lamina.jobs.folder import Resume
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
+from lamina.jobs.sealed import write_sealed
+from lamina.jobs.status import ENDED
+from lamina.papers.catalog.arms import refuse_without_effect
+from lamina.papers.catalog.places import catalog_folder
+from lamina.papers.catalog.rates import check_seeds
+from lamina.papers.catalog.study import Study, read_study
+from lamina.papers.engine import verdicts
+from lamina.papers.engine.driver import run_plan
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.results import measured_table, results_table, with_bigrams
+from lamina.papers.engine.settings import StudySettings
+from lamina.papers.trials import identity, measures
+from lamina.papers.trials.records import RESULTS, TABLES, Records, recorded_keys, write_results, write_table
+from lamina.papers.trials.store import Store
+from lamina.papers.trials.trial import Trial
+from lamina.studies import processes
+from lamina.studies.record import STUDY, has_study, stored_study, write_study
+from lamina.studies.record import read_study as read_record
+from lamina.studies.running import Executor
+from lamina.studies.workers import run_trials
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger(__name__)
+SHOWN = 10
+"""How many damaged files are named."""
+POLICY = ResumePolicy(
+    what="study",
+    # where trials are and how they are run, not which ones
+    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus", "processes")),
+)
+
+
+def run_study(
+    settings: StudySettings | Mapping[str, object],
+    *,
+    record: bool = False,
+    resume: Resume = False,
+    overwrite: bool = False,
+    bar: bool = True,
+) -> pd.DataFrame:
+    """Run a study at one scale; returns the rows of results.csv, a row per trial.
+
+    OUTPUT/claims.json has the verdicts. A trial that the store or the records have is not run again. ``record`` also
+    writes the study's tables and verdicts to the records; of a study that is stopped, the trials that have ended, if
+    there is no whole record of it.
+
+    Raises:
+        UserError: for invalid settings, a study that can't be read or has changed since it ran here, an output folder
+            in use, a claim over something that was not measured.
+        OSError: the disk is full.
+        KeyboardInterrupt: after the running trials have ended as `interrupted` and results.csv is written.
+    """
+    given = settings.to_dict() if isinstance(settings, StudySettings) else dict(settings)
+    if record and not given.get("records") and any(given.get(name) for name in ("seeds", "set", "corpus")):
+        raise UserError(
+            "record: the study's seeds or settings are changed (allowed: --records with a folder of your own, or no "
+            "--seeds, --set and --corpus)"
+        )
+    given["output"] = str(output_of(given))
+    study = read_study(str(given["study"]))
+    if record and not records_are_of(study, StudySettings.from_dict(given)):
+        raise UserError(
+            "record: a study of your own has no place among Lamina's records (allowed: --records with a folder of your "
+            "own)"
+        )
+    job = open_job(
+        Kind.CLAIMS, StudySettings, given, resume=resume, overwrite=overwrite, policy=POLICY, stored=stored_study
+    )
+    complete, plan = job.settings, make_plan(study, job.settings)
+    writable_folder("store", Path(complete.store))
+    store = store_of(complete)
+    if job.resumes and has_study(job.folder):
+        _refuse_edited(read_record(job.folder), read_mapping(study.file), plan, store)
+    # Before the folder is touched: a placement or the corpus may be unreadable.
+    wanted = [] if plan.scale.needs else plan.wanted(store.result)
+    _say_damage(store.damage(wanted))
+    if complete.engine == "local" and any(store.complete(trial) is None for trial in wanted):
+        processes.prepare()
+    execute = _executor(complete)
+    try:
+        with job:
+            results = _run(study, plan, complete, store, job.folder, execute, bar)
+    except KeyboardInterrupt:
+        if record:
+            _write_tables(plan, results_table(plan, store), store, job.folder)
+            _record(study, complete, job.folder, whole=False)
+        raise
+    if record:
+        _record(study, complete, job.folder)
+    return results
+
+
+def output_of(settings: Mapping[str, object]) -> Path:
+    """The study's folder: the output given, or runs/studies/STUDY-SCALE. Raises UserError for no study."""
+    record = StudySettings.from_dict(settings)
+    name = record_name(record)
+    return Path("runs") / "studies" / name if record.output is None else Path(record.output)
+
+
+def record_name(settings: StudySettings) -> str:
+    """The name of the folder of a study's record."""
+    if settings.study is None:
+        raise UserError("study: none given (see `lamina study list`)")
+    return f"{read_study(settings.study).name}-{settings.scale}"
+
+
+def records_are_of(study: Study, settings: StudySettings) -> bool:
+    """Whether the records may hold this study: Lamina's own are of the catalog's studies alone."""
+    return settings.records is not None or study.file.parent == catalog_folder()
+
+
+def store_of(settings: StudySettings) -> Store:
+    """The store of the trials, with the records."""
+    records = Records(settings.records_folder, own=record_name(settings))
+    return Store(Path(settings.store), records, settings.threads)
+
+
+def work(settings: StudySettings, *, bar: bool = True) -> dict[str, Json]:
+    """Run a share of a study's trials, while other drivers with the same store run theirs.
+
+    Ends when all of the study's trials have ended; returns every trial's result by its key. Writes no folder but the
+    trials'.
+    """
+    assert settings.study is not None
+    plan, store = make_plan(read_study(settings.study), settings), store_of(settings)
+    if plan.scale.needs:
+        raise UserError(f"scale: {settings.scale!r} has no trials: {plan.scale.needs} (allowed: another scale)")
+    writable_folder("store", Path(settings.store))
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+    return run_plan(plan, store, workers=settings.workers, bar=bar, execute=_executor(settings))
+
+
+def make_plan(study: Study, settings: StudySettings) -> Plan:
+    """The plan of a study's scale, with the seeds and settings that the user changed. Raises UserError."""
+    identity.read_again()
+    scale = study.scale(settings.scale)
+    if settings.seeds is not None:
+        seeds = tuple(int(seed) for seed in settings.seeds.split(","))
+        check_seeds("seeds: ", scale.tuning, seeds)
+        scale = replace(scale, seeds=seeds)
+    refuse_without_effect(scale, settings.changes)
+    for stage in scale.stages:
+        stage.refuse_missing()
+    return Plan(scale, settings.changes)
+
+
+def _executor(settings: StudySettings) -> Executor:
+    if settings.engine == "local":
+        return run_trials
+    from lamina.papers.engine.ray_cluster import executor
+
+    return executor(
+        address=settings.address, gpus=settings.gpus, processes=settings.processes, cpus=settings.threads or 1
+    )
+
+
+def _run(
+    study: Study, plan: Plan, settings: StudySettings, store: Store, folder: Path, execute: Executor, bar: bool
+) -> pd.DataFrame:
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    header: Json = {
+        "command": settings.command(),
+        "version": environment(0)["versions"].get("lamina"),
+        "created": created,
+        "settings": settings.to_dict(),
+        "definition": read_mapping(study.file),
+    }
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        write_results(folder, results_table(plan, store))
+
+    if plan.scale.needs:
+        write_study(folder, {**header, "trials": []})
+        results = results_table(plan, store)
+        write_results(folder, results)
+    else:
+        write_study(folder, {**header, "trials": sorted({trial.key for trial in plan.wanted(store.result)})})
+        try:
+            outcome = run_plan(plan, store, workers=settings.workers, bar=bar, ended=write, execute=execute)
+        finally:
+            write()
+        failed = {key: result for key, result in outcome.items() if result["status"] not in ENDED}
+        results = with_bigrams(results_table(plan, store, failed), plan, store)
+        write_results(folder, results)
+        write_study(folder, {**header, "trials": sorted(outcome)})
+        _write_tables(plan, results, store, folder)
+    ended = results[results["status"].isin(ENDED)] if "status" in results else results
+    judged = verdicts.judge_study(
+        *(study, plan.scale, results, store),
+        missing=len(results) - len(ended),
+        looks=len(verdicts.looks_of(settings.records_folder / record_name(settings), ended["key"].tolist())),
+    )
+    write_json(folder / verdicts.CLAIMS, judged)
+    return results
+
+
+def _say_damage(lines: list[str]) -> None:
+    """Warn of what is damaged in the trials that a study takes as they are: nothing else may read it for long."""
+    for line in lines[:SHOWN]:
+        logger.warning("store: %s", line)
+    if len(lines) > SHOWN:
+        logger.warning("store: %d more files are damaged", len(lines) - SHOWN)
+
+
+def _write_tables(plan: Plan, results: pd.DataFrame, store: Store, folder: Path) -> None:
+    for measure in measures.names(plan.scale.all_measures):
+        if (rows := measured_table(results, store, measure)) is not None:
+            write_table(folder, measure, rows)
+
+
+def _refuse_edited(stored: Json, definition: Json, plan: Plan, store: Store) -> None:
+    """Raise UserError if trials that ran in this folder are no longer the study's."""
+    allowed = (
+        "(allowed: the study as it was; another --output; or --overwrite, which keeps all trials in the store and "
+        "runs only what is new)"
+    )
+    before, now = (_scale_of(one, plan.scale.name) for one in (stored.get("definition"), definition))
+    ran = set(stored.get("trials", []))
+
+    # A rate of which a trial failed was known to lose when the study ran here.
+    def known(trial: Trial) -> Json | None:
+        return store.result(trial) or store.outcome(trial)
+
+    wanted = plan.wanted(known)
+    if before == now and any(known(trial) is None for trial in wanted):
+        return  # the store is another one, or was emptied: which trials follow is not known yet
+    if gone := sorted(ran - {trial.key for trial in wanted}):
+        raise UserError(
+            f"study: it has changed since it ran here: {len(gone)} of its {len(ran)} trials no longer fit (the first: "
+            f"{gone[0]}) {allowed}"
+        )
+
+
+def _scale_of(definition: object, name: str) -> object:
+    """A scale as it is written in a study's YAML, without what is only said or drawn."""
+    scale = definition.get("scales", {}).get(name) if isinstance(definition, dict) else None
+    return {key: value for key, value in (scale or {}).items() if key not in ("notes", "figure", "figures")}
+
+
+def _record(study: Study, settings: StudySettings, folder: Path, *, whole: bool = True) -> None:
+    """Copy what a study says to the records: tables and verdicts, no models, and no paths of this machine.
+
+    A study that is not ``whole`` has no verdicts yet, and never replaces one that has.
+    """
+    records = settings.records_folder / record_name(settings)
+    if not whole and (records / verdicts.CLAIMS).is_file():
+        return
+    known = environment(0)  # before the records change: they are part of the repository
+    looks = verdicts.looks_of(records, recorded_keys(folder)) if whole else []
+    shutil.rmtree(records / TABLES, ignore_errors=True)
+    records.mkdir(parents=True, exist_ok=True)
+    for name in (RESULTS, verdicts.CLAIMS) if whole else (RESULTS,):
+        shutil.copyfile(folder / name, records / name)
+    for path in sorted((folder / TABLES).glob("*.parquet")):
+        (records / TABLES).mkdir(exist_ok=True)
+        shutil.copyfile(path, records / TABLES / path.name)
+    write_sealed(
+        records / STUDY,
+        {
+            "settings": {
+                "study": study.name,
+                "scale": settings.scale,
+                "seeds": settings.seeds,
+                "changes": settings.changes,
+            },
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "revision": known["git_revision"],
+            "versions": known["versions"],
+            "machine": known["machine"],
+            **({"looks": looks} if looks else {}),  # the trials at each recording of verdicts
+            "definition": read_mapping(study.file),
+        },
+    )

@@ -1,0 +1,96 @@
+"""What a study is, as text: its arms and trials, what is done, what it would cost."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lamina.core.json_types import Json
+from lamina.jobs.settings import Settings
+from lamina.papers.catalog.rates import Tuning
+from lamina.papers.catalog.stages import Stage
+from lamina.papers.catalog.study import Study, read_study
+from lamina.papers.engine.plan import Plan
+from lamina.papers.engine.run import make_plan, records_are_of, store_of
+from lamina.papers.engine.settings import StudySettings
+from lamina.papers.engine.verdicts import verdicts_of
+from lamina.papers.judging.differences import seeds_text
+from lamina.papers.trials import measures
+from lamina.papers.trials.jobs import JOBS
+from lamina.studies.max_rate_settings import MaxRateSettings
+from lamina.studies.running import cores
+from lamina.training.settings import PretrainSettings
+
+
+def description(settings: StudySettings) -> str:
+    """A study at one scale: the question, the arms, the trials, the verdicts of the records."""
+    assert settings.study is not None
+    study = read_study(settings.study)
+    plan = make_plan(study, settings)
+    source = [f"source: {study.source}"] if study.source else []
+    lines = [f"{study.name}: {study.title}", *source, f"scales: {', '.join(study.scales)}", ""]
+    lines += [f"scale {settings.scale}: {plan.scale.needs}"] if plan.scale.needs else _trials(plan, settings)
+    told = verdicts_of(study, settings.records_folder) if records_are_of(study, settings) else []
+    return "\n".join([*lines, "", *(line for one in told for line in _verdict(one))])
+
+
+def _verdict(one: Json) -> list[str]:
+    lines = [f"{one['verdict']} ({one['scale']}): {one['claim']}: {one['says']}"]
+    return lines + [f"    {word}: {one[word]}" for word in ("ours", "paper", "note") if one.get(word)]
+
+
+def _trials(plan: Plan, settings: StudySettings) -> list[str]:
+    store = store_of(settings)
+    wanted = plan.wanted(store.result)
+    trials = {trial.key for trial in wanted}
+    done = {trial.key for trial in wanted if store.complete(trial) is not None}
+    scale, tuning = plan.scale, plan.scale.tuning
+    lines = [f"scale {scale.name}: {len(plan.arms)} arms, {seeds_text(len(scale.seeds))}, job {scale.job}"]
+    for axis, values in scale.axes.items():
+        lines.append(f"  {axis}: {', '.join(values)}")
+    if scale.stages:
+        lines.append(f"  then: {', '.join(_stage(stage) for stage in scale.stages)}")
+    rates = tuning.rates if tuning else scale.rates
+    if rates:
+        how = f"{_tuned(tuning, scale.seeds)}" if tuning else "a sweep"
+        lines.append(f"  learning_rate: {', '.join(f'{rate:g}' for rate in rates)} ({how})")
+    if measured := measures.names(scale.measures):
+        lines.append(f"  measured: {', '.join(measured)}")
+    return [*lines, f"  trials known to be needed: {len(trials)}, of which done: {len(done)}"]
+
+
+def _tuned(tuning: Tuning, seeds: tuple[int, ...]) -> str:
+    sweep = tuning.sweep(seeds)
+    own = "" if set(sweep) <= set(seeds) else f" of their own ({', '.join(map(str, sweep))})"
+    rule = "" if tuning.rule == "best" else ", the lowest rate within one standard error of the best"
+    return f"tuned with {seeds_text(len(sweep))}{own}{', then widened at an edge' if tuning.widen else ''}{rule}"
+
+
+def _stage(stage: Stage) -> str:
+    job = "" if stage.job == stage.name else f"{stage.job}, "
+    return f"{stage.name} ({job}from {' and '.join(stage.inputs.values())})"
+
+
+def dry_run_text(settings: StudySettings) -> str:
+    """What a scale would train: parameters, tokens, FLOPs, GPU-hours, and at the scale cpu the minutes here."""
+    from lamina.studies.dry_run import dry_run, minutes_here, table
+
+    assert settings.study is not None
+    study: Study = read_study(settings.study)
+    scale = study.scale(settings.scale)
+    if scale.needs:
+        return f"{study.name}, scale {scale.name}: {scale.needs}"
+    plan = make_plan(study, settings)
+    arms = plan.dry_arms()
+    labels = {name: arm for arm, trials in arms.items() for name in trials}
+    trials = {name: _run(one) for arm in arms.values() for name, one in arm.items()}
+    note = "" if JOBS[scale.job].trains else f"The job {scale.job} trains nothing: only the models are built.\n"
+    frame = dry_run(trials, labels=labels)
+    here = scale.name == "cpu" and JOBS[scale.job].trains
+    workers = settings.workers or cores()
+    time = minutes_here(trials, frame, workers=workers, threads=settings.threads) if here else ""
+    return "\n".join(filter(None, (f"{study.name}, scale {scale.name}\n{note}{table(frame)}", time)))
+
+
+def _run(settings: Settings) -> PretrainSettings:
+    """The run that a trial trains."""
+    return settings.run() if isinstance(settings, MaxRateSettings) else cast(PretrainSettings, settings)

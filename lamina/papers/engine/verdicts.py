@@ -1,0 +1,174 @@
+"""What a study's trials say about its claims: claims.json, and the verdicts of all records."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core import specs
+from lamina.core.frames import Frame
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.environment import environment
+from lamina.jobs.sealed import read_sealed
+from lamina.papers.catalog.places import catalog_folder, names
+from lamina.papers.catalog.study import Scale, Study, read_study
+from lamina.papers.judging.claims import Claim, judge, load_claims
+from lamina.papers.judging.findings import Verdict
+from lamina.papers.judging.power import judgeable
+from lamina.papers.judging.trials import Reader, Trials
+from lamina.papers.trials.records import recorded_keys
+from lamina.studies.record import STUDY
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lamina.papers.trials.store import Store
+
+CLAIMS = "claims.json"
+
+
+def judge_study(
+    study: Study, scale: Scale, results: pd.DataFrame, store: Store, *, missing: int = 0, looks: int = 1
+) -> list[Json]:
+    """The verdict on each of a study's claims.
+
+    ``missing``: how many of its planned trials have not ended. Nothing is judged before all have. ``looks``: how often
+    its verdicts were recorded, each time with other trials, this time included. Raises UserError for a claim over
+    something that was not measured.
+    """
+    if not study.claims_file.is_file():
+        return []
+    claims = _load(study)
+    if scale.needs:
+        judged = [_unjudged(claim, Verdict.NEEDS_SCALE, scale.needs) for claim in claims]
+    elif missing:
+        note = f"{missing} of {len(results)} planned trials have not ended{_cost(results, missing)}"
+        judged = [_unjudged(claim, Verdict.NOT_RUN, note) for claim in claims]
+    else:
+        axes = list(scale.axis_names)
+        rows = judgeable(results, axes, scale.tuning_seeds, scale.seeds)
+        trials = Trials(rows, axes=axes, scale=scale.name, measures=_reader(scale, store))
+        judged = [one.record() for one in judge(claims, trials, looks=max(looks, scale.looks))]
+    return [{**one, **_provenance(study, scale)} for one in judged]
+
+
+def _unjudged(claim: Claim, verdict: Verdict, note: str) -> Json:
+    shared = {"claim": claim.name, "says": claim.says, "verdict": str(verdict), "ours": "", "seeds": 0}
+    return {**shared, "paper": claim.paper, "note": note}
+
+
+def _cost(results: Frame, missing: int) -> str:
+    """What the trials that have not ended would cost, by those that have."""
+    seconds = float(results["seconds"].mean()) if "seconds" in results else float("nan")
+    return f" (about {missing * seconds / 60:.0f} core-minutes)" if seconds == seconds else ""
+
+
+def looks_of(record: Path, trials: Collection[str]) -> list[int]:
+    """The numbers of trials at which verdicts were recorded, with that of these trials, by their keys.
+
+    A record that shares no trial with them is of another experiment.
+    """
+    before: list[int] = []
+    if (record / STUDY).is_file() and set(trials) & set(recorded_keys(record)):
+        before = [int(each) for each in read_sealed(record / STUDY).get("looks", [])]
+    return sorted({*before, len(set(trials))})
+
+
+def _reader(scale: Scale, store: Store) -> Reader:
+    """Reads a trial's table under the name that a claim gives it: as in the YAML, or the probe's name alone."""
+
+    def read(key: str, name: str, at: str) -> Frame | None:
+        listed = scale.all_measures.get(at, ())
+        fits = [one for one in listed if name in (one, specs.parse(one, "probe")[0])]
+        return store.table(key, f"{at}/{fits[0]}") if fits else None
+
+    return read
+
+
+def _provenance(study: Study, scale: Scale) -> Json:
+    known = environment(0)
+    return {
+        "study": study.name,
+        "scale": scale.name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "revision": known["git_revision"],
+        "machine": known["machine"]["processor"],
+        "versions": known["versions"],
+    }
+
+
+def all_verdicts(records: Path | None = None) -> list[Json]:
+    """Every claim of the catalog with its verdict at every scale that was run, or `not run yet` and the command.
+
+    Raises UserError for a file of the catalog that can't be read.
+    """
+    folder = catalog_folder() / "records" if records is None else records
+    return [one for name in names() for one in verdicts_of(read_study(name), folder)]
+
+
+def verdicts_of(study: Study, records: Path) -> list[Json]:
+    """Every claim of a study with its verdict at every scale that was recorded.
+
+    Of a study of the catalog, a claim without one is `not run yet`, with the command. Raises UserError for a file that
+    can't be read.
+    """
+    found = []
+    for scale in study.scales:
+        stored = read_claims(records / f"{study.name}-{scale}")
+        if stored is not None:
+            found += [_of(one, study, scale, records) for one in stored]
+        elif scale == "cpu" and study.file.parent == catalog_folder():
+            found += [_not_run(study, scale, claim) for claim in _claims(study)]
+    return found
+
+
+def _of(verdict: Json, study: Study, scale: str, records: Path) -> Json:
+    """The verdict. Raises UserError if it is another study's: its folder may have been exchanged."""
+    if (own := (verdict.get("study"), verdict.get("scale"))) != (study.name, scale):
+        raise UserError(
+            f"records: {str(records / f'{study.name}-{scale}')!r} holds a verdict of {own[0]}-{own[1]} (allowed: "
+            "each study's record under its own name)"
+        )
+    return verdict
+
+
+def read_claims(folder: Path) -> list[Json] | None:
+    """The verdicts in a study's folder; None if it holds none. Raises UserError for a file that can't be read."""
+    path = folder / CLAIMS
+    if not path.is_file():
+        return None
+    try:
+        claims = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable ({error})") from None
+    if not isinstance(claims, list):
+        raise UserError(f"{str(path)!r}: {type(claims).__name__} (allowed: a list of verdicts)")
+    return claims
+
+
+def _claims(study: Study) -> list[Json]:
+    if not study.claims_file.is_file():
+        return []
+    return [{"claim": claim.name, "says": claim.says, "paper": claim.paper} for claim in _load(study)]
+
+
+def _load(study: Study) -> list[Claim]:
+    """The claims of a study; only a user's own file is said to run as code."""
+    return load_claims(study.claims_file, trusted=study.file.parent == catalog_folder())
+
+
+def _not_run(study: Study, scale: str, claim: Json) -> Json:
+    return {
+        **claim,
+        "study": study.name,
+        "scale": scale,
+        "verdict": str(Verdict.NOT_RUN),
+        "ours": "",
+        "seeds": 0,
+        "date": None,
+        "note": f"lamina study run {study.name} --scale {scale}",
+    }

@@ -1,0 +1,278 @@
+"""Checks of arms against each other: their losses, or any other column, paired over the seeds.
+
+A run that diverged, or that got stuck near the unigram entropy, counts in the outcome: of losses and scores it is
+ranked last. How many runs of an arm failed is a second endpoint, and no arm that failed more often than its rival wins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.core.frames import Frame
+from lamina.errors import UserError
+from lamina.jobs.status import Status
+from lamina.papers.judging.differences import Region, number, pairs_in, seeds_text, too_few
+from lamina.papers.judging.findings import FEW, MOST, TOO_FEW, Finding, Verdict, all_of
+from lamina.papers.judging.statistics import (
+    ALPHA,
+    Optimum,
+    parabola_optimum,
+    share_above,
+    share_interval,
+    shares_differ,
+)
+from lamina.papers.judging.trials import Arm, Trials, label
+
+TRAINED = (Status.FINISHED.value, Status.SHORT.value)
+NOT_TRAINED = (Status.DIVERGED.value, Status.STUCK.value)
+SMALLEST = 0.01
+"""The smallest difference in loss that counts, in nats per token."""
+_LOSSES = ("eval_loss", "perplexity", "bits_per_byte", "eval_corpus_loss")
+_GAINS = ("accuracy", "score", "eval_reward")
+
+
+def _worst(column: str) -> float:
+    """The value that ranks a failed run last; NaN for a column that has no good end."""
+    if column in _LOSSES:
+        return math.inf
+    return -math.inf if column.startswith(_GAINS) else math.nan
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """One arm's values of a column, and how its runs ended."""
+
+    name: str
+    values: dict[int, float]  # of the runs that trained
+    lost: dict[str, int]  # status -> runs that show that the arm does not train
+    lost_seeds: tuple[int, ...]
+    broken: int  # runs that say nothing: an error, an interruption
+    short: int = 0  # runs whose value counts although they ended before they had learned
+
+    @property
+    def failed(self) -> int:
+        return len(self.lost_seeds)
+
+    @property
+    def runs(self) -> int:
+        return len(self.values) + self.failed
+
+    @property
+    def lost_share(self) -> float:
+        return self.failed / self.runs if self.runs else 0.0
+
+    def ranked(self, column: str) -> dict[int, float]:
+        """The values, with those of failed runs as bad as can be; without them, where the column has no bad end."""
+        return {**self.values, **dict.fromkeys(self.lost_seeds, _worst(column))}
+
+    def note(self) -> str:
+        parts = [f"{count} of {self.runs} {status}" for status, count in self.lost.items()]
+        if self.failed:
+            low, high = share_interval(self.failed, self.runs)
+            parts[-1] += f" (share that failed: 95 % {low:.0%} to {high:.0%})"
+        parts += [f"{self.short} of {self.runs} short (too few steps to tell)"] if self.short else []
+        parts += [f"{self.broken} left out (an error or an interruption)"] if self.broken else []
+        return f"{self.name}: {', '.join(parts)}" if parts else ""
+
+
+def lower(
+    trials: Trials,
+    a: Arm,
+    *,
+    than: Arm,
+    column: str = "eval_loss",
+    by: float | None = None,
+    any_status: bool = False,
+) -> Finding:
+    """Whether arm ``a`` has the lower value, paired over seeds, by at least ``by``.
+
+    Holds if the 95 % t interval of the difference lies below 0 and its mean at ``by`` or lower; `reversed` by the same
+    rule with the arms exchanged, `excluded` if a difference of ``by`` is excluded at the same level; else, and with
+    fewer than 3 pairs, inconclusive. ``by``: the smallest difference that counts, 0.01 for a loss; any other column
+    needs one. ``any_status``: compare all runs, however they ended, for a column that means something in a run that
+    diverged (its spikes, the rate it reached).
+    """
+    ours, other = (_read(trials, arm, column, any_status=any_status) for arm in (a, than))
+    return _compared(ours, other, column, Region(below=0.0, least=_least(column, by)))
+
+
+def higher(
+    trials: Trials,
+    a: Arm,
+    *,
+    than: Arm,
+    column: str = "eval_loss",
+    by: float | None = None,
+    any_status: bool = False,
+) -> Finding:
+    """Whether arm ``a`` has the higher value: ``lower`` with the sides exchanged."""
+    ours, other = (_read(trials, arm, column, any_status=any_status) for arm in (a, than))
+    return _compared(ours, other, column, Region(above=0.0, least=_least(column, by)))
+
+
+def ordered(trials: Trials, arms: Sequence[Arm], *, column: str = "eval_loss", by: float | None = None) -> Finding:
+    """Whether the arms' values rise in this order: each arm ``lower`` than the next."""
+    return all_of(*(lower(trials, a, than=b, column=column, by=by) for a, b in itertools.pairwise(arms)))
+
+
+def equivalent(trials: Trials, a: Arm, b: Arm, *, within: float = 0.02, column: str = "eval_loss") -> Finding:
+    """Whether the arms differ by less than ``within``: two one-sided tests on the pairs, an interval inside."""
+    region = Region(above=-within, below=within, text=f", claimed within {number(within)}")
+    return _compared(_read(trials, a, column), _read(trials, b, column), column, region)
+
+
+def no_worse(trials: Trials, a: Arm, *, than: Arm, within: float = 0.01, column: str = "eval_loss") -> Finding:
+    """Whether arm ``a`` is at most ``within`` above the other: lower, or level."""
+    region = Region(below=within, text=f", claimed at most {number(within)}")
+    return _compared(_read(trials, a, column), _read(trials, than, column), column, region)
+
+
+def values_of(trials: Trials, arm: Arm, column: str = "eval_loss") -> dict[int, float]:
+    """An arm's values of a column by seed, of the runs that trained."""
+    return _read(trials, arm, column).values
+
+
+def fails_to_train(trials: Trials, a: Arm) -> Finding:
+    """Whether at least two thirds of the arm's seeds diverged or got stuck, and more than a third by an exact test.
+
+    It is reversed if at most a third did, and less than two thirds by the same test.
+    """
+    return _share(trials, a, NOT_TRAINED, "did not train")
+
+
+def trains(trials: Trials, a: Arm) -> Finding:
+    """Whether at least two thirds of the arm's seeds finished and learned; judged as ``fails_to_train``."""
+    return _share(trials, a, (Status.FINISHED.value,), "trained")
+
+
+def optimum(trials: Trials, a: Arm, column: str = "eval_loss") -> Optimum:
+    """The best learning rate of an arm's sweep: a parabola through the mean losses over log rate.
+
+    Runs that diverged or got stuck make their rate infinitely bad; those that failed or were interrupted say nothing.
+    Raises ValueError if no rate trains.
+    """
+    chosen = trials.arm(a)
+    if len(chosen.seeds) > 1:
+        chosen.choose_rate()
+    table = chosen.rows
+    table = table[table["status"].isin([*TRAINED, *NOT_TRAINED])]
+    losses = {}
+    for rate, rows in table.groupby("learning_rate"):
+        trained = rows["status"].isin(TRAINED).all()
+        losses[float(rate)] = float(rows[column].mean()) if trained else float("inf")
+    return parabola_optimum(losses)
+
+
+def _least(column: str, by: float | None) -> float:
+    if by is None and column != "eval_loss":
+        raise UserError(f"by: none given for {column!r} (allowed: the smallest difference that counts, in its unit)")
+    return SMALLEST if by is None else by
+
+
+def _compared(ours: _Arm, other: _Arm, column: str, region: Region) -> Finding:
+    if (failures := _by_failures(ours, other, column, region)) is not None:
+        return failures
+    finding = pairs_in(region, ours.ranked(column), other.ranked(column), names=(ours.name, other.name))
+    if not math.isnan(worst := _worst(column)):
+        # The verdict that favors each arm: a smaller loss, or a larger gain.
+        favors = (ours, other) if (worst > 0) == (region.below < math.inf) else (other, ours)
+        winner, loser = favors if finding.verdict.shown else favors[::-1]
+        level = math.isfinite(region.above) and math.isfinite(region.below)
+        if finding.verdict.decided and (winner.failed > loser.failed or (level and ours.failed < other.failed)):
+            often, rare = sorted((ours, other), key=lambda arm: -arm.failed)
+            finding = finding.undecided(
+                f"{often.name} failed more often ({often.failed} of {often.runs}) than {rare.name} ({rare.failed} of "
+                f"{rare.runs})"
+            )
+    for note in filter(None, (ours.note(), other.note())):
+        finding = finding.noted(note)
+    return finding
+
+
+def _read(trials: Trials, arm: Arm, column: str, *, any_status: bool = False) -> _Arm:
+    rows: Frame = trials.by_seed(arm, column)
+    if any_status:
+        rows = rows.assign(status=Status.FINISHED.value)
+    statuses = rows["status"].astype(str)
+    values = rows.loc[statuses.isin(TRAINED), column].dropna()
+    lost = statuses[statuses.isin(NOT_TRAINED)]
+    return _Arm(
+        name=label(arm),
+        values={int(seed): float(value) for seed, value in values.items()},
+        lost={str(status): int(count) for status, count in lost.value_counts().items()},
+        lost_seeds=tuple(int(seed) for seed in lost.index),
+        broken=int((~statuses.isin([*TRAINED, *NOT_TRAINED])).sum()),
+        short=int(statuses.eq(Status.SHORT.value).sum()),
+    )
+
+
+def _by_failures(a: _Arm, b: _Arm, column: str, region: Region) -> Finding | None:
+    """The finding where most runs of an arm failed, so that the shares are compared (Fisher's exact test).
+
+    None where both train. Two arms that ended before they had learned, at any of their rates, have no order either.
+    """
+    seeds = min(a.runs, b.runs)
+    if all(arm.values and arm.short >= MOST * len(arm.values) for arm in (a, b)):
+        means = (sum(arm.values.values()) / len(arm.values) for arm in (a, b))
+        unlearned = " vs ".join(f"{arm.name} {number(mean)}" for arm, mean in zip((a, b), means, strict=True))
+        note = f"neither {a.name} nor {b.name} has learned yet"
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=unlearned, seeds=seeds, note=note)
+    if a.lost_share < MOST and b.lost_share < MOST:
+        return None
+    if seeds < TOO_FEW:
+        return too_few((a.name, b.name), a.values, b.values, seeds)
+    ours, worst = f"{_ending(a)} vs {_ending(b)}", _worst(column)
+    if math.isnan(worst):
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours, seeds=seeds, note="an arm does not train")
+    p = shares_differ((a.failed, b.failed), (a.runs, b.runs))
+    sides = [bound for bound in (region.below, -region.above) if math.isfinite(bound)]
+    lowest = a if (a.lost_share < b.lost_share) == (worst > 0) else b
+    inside = len(sides) == 1 and lowest is (a if region.below < math.inf else b)
+    verdict = (Verdict.HOLDS if inside else Verdict.REVERSED) if p < ALPHA else Verdict.INCONCLUSIVE
+    found = Finding(
+        verdict=verdict,
+        ours=f"{ours} (Fisher's exact test of the shares: p {p:.2g})",
+        p=p if inside else 1.0,
+        p_not=1.0 if inside else p,
+        seeds=seeds,
+    )
+    return found if p < ALPHA else found.noted("too few runs to tell the shares that failed apart")
+
+
+def _ending(arm: _Arm) -> str:
+    if arm.lost_share < MOST:
+        return (
+            f"{arm.name} {number(sum(arm.values.values()) / len(arm.values))}" if arm.values else f"{arm.name}: no run"
+        )
+    how = " and ".join(f"{count} {status}" for status, count in arm.lost.items())
+    return f"{arm.name} does not train ({how} of {arm.runs})"
+
+
+def _share(trials: Trials, arm: Arm, statuses: Sequence[str], what: str) -> Finding:
+    rows = trials.by_seed(arm, "status")["status"].astype(str)
+    rows = rows[rows.isin([*TRAINED, *NOT_TRAINED])]
+    count, runs = int(rows.isin(list(statuses)).sum()), len(rows)
+    ended = ", ".join(f"{number} {status}" for status, number in rows.value_counts().items())
+    ours = f"{label(arm)}: {count} of {seeds_text(runs)} {what} ({ended or 'no run'})"
+    if runs < TOO_FEW:
+        note = f"fewer than {TOO_FEW} seeds"
+        return Finding(verdict=Verdict.INCONCLUSIVE, ours=ours, seeds=runs, note=note)
+    p, p_not = share_above(count, runs, FEW), share_above(runs - count, runs, FEW)
+    low, high = share_interval(count, runs)
+    verdict = Verdict.INCONCLUSIVE
+    if count >= MOST * runs and p < ALPHA:
+        verdict = Verdict.HOLDS
+    elif count <= FEW * runs and p_not < ALPHA:
+        verdict = Verdict.REVERSED
+    return Finding(
+        verdict=verdict,
+        ours=f"{ours}, share 95 % {low:.0%} to {high:.0%}",
+        margin=count / runs,
+        interval=(low, high),
+        p=p,
+        p_not=p_not,
+        seeds=runs,
+    )

@@ -1,0 +1,112 @@
+"""One number per seed from the tables that trials measured: from their layers, their pairs, their slopes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from lamina.core.frames import Frame
+from lamina.jobs.status import Status
+from lamina.papers.judging.findings import MOST
+from lamina.papers.judging.trials import Arm, Trials
+
+ENDED = (Status.FINISHED.value, Status.SHORT.value)  # runs whose trained model says something
+BySeed = dict[int, float]
+
+
+def split(trials: Trials, axis: str) -> list[Trials]:
+    """The trials of each value of an axis; all of them, where the study has no such axis."""
+    if axis not in trials.axes:
+        return [trials]
+    return [trials.where(**{axis: value}) for value in trials.values(axis)]
+
+
+def at_stage(trials: Trials, stage: str) -> Trials:
+    """The trials of a stage; all of them, where the study has no stages."""
+    return trials.where(stage=stage) if "stage" in trials.axes else trials
+
+
+def trained(trials: Trials) -> Trials:
+    """The trials that trained to the end; all of them, where nothing was trained. May be none."""
+    if trials.statuses().isna().all():
+        return trials
+    present = [status for status in ENDED if status in trials.values("status")]
+    return trials.where(status=present)
+
+
+def at_rate_of(trials: Trials, arm: Arm, like: Arm) -> Trials:
+    """The trials of ``arm`` at the learning rate that was chosen for ``like``, or at the nearest one that it has.
+
+    For the papers' comparisons at one rate for all: a sweep that was widened has rates that the other arm lacks.
+    """
+    [chosen] = {float(str(rate)) for rate in trials.arm(like).tuned().values("learning_rate")}
+    ours = trials.arm(arm)
+    rates = [float(str(rate)) for rate in ours.values("learning_rate")]
+    return ours.where(learning_rate=min(rates, key=lambda rate: abs(math.log(rate / chosen))))
+
+
+def numbers(trials: Trials, arm: Arm, probe: str, value: Callable[[Frame], float], *, at: str = "end") -> BySeed:
+    """``value`` of each seed's table of a probe ("init" or "end") or of a record (at="records").
+
+    At the end only runs that trained count: the layers of one that got stuck say nothing, and neither do those of an
+    arm most of whose runs ended before they had learned (``short``). Seeds whose number is not finite are left out.
+    """
+    chosen = trials.arm(arm)
+    chosen = chosen if at == "init" else trained(chosen)
+    if not len(chosen) or (at != "init" and not _has_learned(chosen)):
+        return {}
+    table = chosen.record(probe) if at == "records" else chosen.measure(probe, at=at)
+    by_seed = {int(str(seed)): float(value(part)) for seed, part in table.groupby("seed")}
+    return {seed: number for seed, number in by_seed.items() if math.isfinite(number)}
+
+
+def _has_learned(trials: Trials) -> bool:
+    """Whether fewer than two thirds of the runs ended before they had learned."""
+    return int(trials.statuses().eq(Status.SHORT.value).sum()) < MOST * len(trials)
+
+
+def rows(table: Frame, **values: object) -> Frame:
+    """The rows with these values in these columns; a list allows each of its values."""
+    for column, value in values.items():
+        table = table[table[column].isin(value if isinstance(value, list | tuple) else [value])]
+    return table
+
+
+def layer_means(table: Frame, column: str = "layer") -> Frame:
+    """The mean ``value`` of each layer from 0 on, by depth."""
+    return table[table[column] >= 0].groupby(column)["value"].mean().sort_index()
+
+
+def shallow(by_layer: Frame, share: float = 1 / 3) -> Frame:
+    """The first share of the layers, one at least."""
+    return by_layer.iloc[: max(1, round(share * len(by_layer)))]
+
+
+def deep(by_layer: Frame, share: float = 1 / 3) -> Frame:
+    """The last share of the layers, one at least."""
+    return by_layer.iloc[-max(1, round(share * len(by_layer))) :]
+
+
+def log10_mean(values: Frame) -> float:
+    """The mean of log10 of positive values; minus infinity if one of them is 0."""
+    return sum(math.log10(value) if value > 0 else -math.inf for value in values) / len(values)
+
+
+def power(points: dict[float, float]) -> float:
+    """The exponent of a power law: the slope of log value over log x, by least squares."""
+    xs = [math.log(x) for x in points]
+    ys = [math.log(value) for value in points.values()]
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / sum((x - x_mean) ** 2 for x in xs)
+
+
+def exponents(values: dict[float, BySeed]) -> BySeed:
+    """By seed the exponent of the power law of its values over x; ``values`` maps each x to values by seed."""
+    seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
+    return {seed: power({x: by_seed[seed] for x, by_seed in values.items()}) for seed in sorted(seeds)}
+
+
+def along(trials: Trials, axis: str) -> Iterator[tuple[float, Trials]]:
+    """The values of an axis as numbers, ascending, with the trials of each."""
+    for value in sorted(trials.values(axis), key=lambda value: float(str(value))):
+        yield float(str(value)), trials.where(**{axis: value})

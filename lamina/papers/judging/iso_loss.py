@@ -1,0 +1,110 @@
+"""The control of a better result after tuning: is it more than the lower loss of pretraining?
+
+An arm whose pretraining ended at a lower loss may be better in all that follows for that reason alone. So the other arm
+is also pretrained longer, and both are compared at one loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lamina.papers.judging.checks import higher, values_of
+from lamina.papers.judging.differences import BySeed
+from lamina.papers.judging.findings import Finding, Verdict
+from lamina.papers.judging.trials import Arm, Trials, label
+from lamina.papers.judging.value_checks import compare_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """An arm at one length of pretraining: by seed the loss after it, and the result after tuning."""
+
+    losses: BySeed
+    values: BySeed
+
+
+def better_at_equal_loss(
+    trials: Trials,
+    a: Arm,
+    *,
+    than: Arm,
+    longer: Sequence[Arm],
+    stage: str,
+    column: str = "score",
+    by: float = 1.0,
+    first: str = "pretrain",
+) -> Finding:
+    """Whether arm ``a`` has the higher value after a stage, and whether more than its loss explains it.
+
+    ``longer``: the other arm with more pretraining; see ``iso_loss``. ``first``: the stage that has the losses.
+    """
+    tuned = trials.tuned()
+    after, before = tuned.where(stage=stage), tuned.where(stage=first)
+    raw = higher(after, a, than=than, column=column, by=by)
+    ours, *others = (
+        Budget(losses=values_of(before, arm), values=values_of(after, arm, column)) for arm in (a, than, *longer)
+    )
+    return iso_loss(raw, ours, others, by=by, names=(label(a), label(than)))
+
+
+def at_other_budgets(trials: Trials, arm: Mapping[str, object], *, axis: str = "budget") -> list[Arm]:
+    """The same arm at every other length of pretraining that the study has."""
+    fixed = {name: value for name, value in arm.items() if name != axis}
+    return [{**fixed, axis: value} for value in trials.where(**fixed).values(axis) if value != arm[axis]]
+
+
+def iso_loss(raw: Finding, ours: Budget, others: Sequence[Budget], *, by: float, names: tuple[str, str]) -> Finding:
+    """A finding that our values are higher, in view of the same comparison at equal loss.
+
+    ``others``: the other arm at several lengths of pretraining; its value at our loss is interpolated (``at_loss``).
+
+    Returns:
+        ``raw`` where it does not hold. Else: ``holds at iso-loss`` if our values are higher at equal loss, too;
+        ``explained by loss`` if a difference of ``by`` is excluded there; ``holds`` where that is open. The first two
+        rest on both tests, so their p is the larger one.
+    """
+    matched = at_loss(others, ours.losses)
+    equal = compare_values(ours.values, matched, lower=False, by=by, names=(names[0], f"{names[1]} at equal loss"))
+    lost = len((ours.losses.keys() & ours.values.keys()) - matched.keys())
+    note = f"{lost} without a {names[1]} run of so low a loss, left out at equal loss" if lost > 0 else ""
+    parts = (*raw.lines, *equal.lines)
+    joined = replace(raw, ours="; ".join(parts), parts=parts).noted("; ".join(filter(None, [equal.note, note])))
+    if raw.verdict != Verdict.HOLDS:
+        return joined
+    if equal.verdict == Verdict.HOLDS or equal.verdict.failed:
+        verdict = Verdict.EXPLAINED if equal.verdict.failed else Verdict.HOLDS_AT_ISO_LOSS
+        p = max(raw.p or 0.0, (equal.p_not if equal.verdict.failed else equal.p) or 0.0)
+        return replace(joined, verdict=verdict, margin=equal.margin, interval=equal.interval, p=p, seeds=equal.seeds)
+    return joined.noted("whether it is more than the lower loss is open")
+
+
+def at_loss(budgets: Sequence[Budget], losses: BySeed) -> BySeed:
+    """By seed, the value that an arm has at a loss: on the line through the two of its budgets around that loss.
+
+    A loss above all of the arm's gets the value at the highest of them: the arm is compared with what it reached at a
+    lower loss, which can only favor it. A loss below all of them is left out, for nothing says what it would give.
+    """
+    found: dict[int, float] = {}
+    for seed, loss in losses.items():
+        points = sorted((each.losses[seed], each.values[seed]) for each in budgets if _has(each, seed))
+        if points and loss >= points[0][0]:
+            found[seed] = interpolated(points, loss)
+    return found
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at x on the lines through points that are sorted by x; beyond them, that of the nearest point."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if x <= right:
+            return low if right == left else low + (high - low) * (x - left) / (right - left)
+    return points[-1][1]
+
+
+def _has(budget: Budget, seed: int) -> bool:
+    pair: Mapping[str, float | None] = {"loss": budget.losses.get(seed), "value": budget.values.get(seed)}
+    return all(number is not None and math.isfinite(number) for number in pair.values())

@@ -1,0 +1,72 @@
+"""What a size can decide: each placement's best rate, its spread over seeds, and that of its paired difference."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from lamina.core.frames import Frame
+from lamina.papers.judging.checks import optimum, values_of
+from lamina.papers.judging.statistics import CONFIDENCE, Optimum
+from lamina.papers.judging.trials import Trials
+
+POWER = 0.9
+COLUMNS = ("placement", "best_rate", "optimum", "at_edge", "loss", "std", "seeds")
+PAIRED = ("difference", "paired_std", "detectable")
+
+
+def spreads(trials: Trials, *, reference: str = "pre_ln", pairs: int = 5) -> Frame:
+    """One row per placement that trains at some rate of a sweep, the lowest loss first.
+
+    Columns: ``best_rate`` (of those trained), ``optimum`` (a parabola's through log rate), ``at_edge``; at the best
+    rate the mean ``loss``, its ``std`` over the seeds and their number; of the difference to ``reference``, each at its
+    own best rate and paired by seed, the mean ``difference``, its standard deviation ``paired_std``, and
+    ``detectable``: the difference that this many ``pairs`` show with a power of 90 %.
+    """
+    import pandas as pd
+
+    best = {arm: at_best for arm in trials.values("placement") if (at_best := _best(trials, str(arm)))}
+    rows = []
+    for arm, (found, losses) in best.items():
+        row = [
+            arm,
+            found.trained,
+            found.rate,
+            found.at_edge,
+            _mean(losses.values()),
+            _std(losses.values()),
+            len(losses),
+        ]
+        others = best[reference][1] if reference in best and arm != reference else {}
+        differences = [losses[seed] - others[seed] for seed in losses if seed in others]
+        std = _std(differences)
+        rows.append([*row, _mean(differences), std, detectable(std, pairs)])
+    return pd.DataFrame(rows, columns=[*COLUMNS, *PAIRED]).sort_values("loss", ignore_index=True)
+
+
+def detectable(std: float, pairs: int) -> float:
+    """The mean difference that a two-sided t test over so many pairs shows with a power of about 90 %."""
+    from scipy import stats
+
+    quantiles = stats.t.ppf([1 - (1 - CONFIDENCE) / 2, POWER], pairs - 1)
+    return float(quantiles.sum()) * std / math.sqrt(pairs)
+
+
+def _best(trials: Trials, arm: str) -> tuple[Optimum, dict[int, float]] | None:
+    try:
+        found = optimum(trials, arm)
+    except ValueError:  # it trains at no rate
+        return None
+    return found, values_of(trials.where(placement=arm, learning_rate=found.trained), arm)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else math.nan
+
+
+def _std(values: Iterable[float]) -> float:
+    """Of a sample, with one less than the number in the denominator; NaN for fewer than two."""
+    numbers = list(values)
+    return statistics.stdev(numbers) if len(numbers) > 1 else math.nan

@@ -1,0 +1,142 @@
+"""A figure as data: what is drawn, whether a page or a paper draws it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lamina.core.json_types import Json
+from lamina.reports.palette import Look
+
+Value = float | str
+_LONG = 28  # letters of a panel's title, from which on it takes two lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line with its spread over seeds.
+
+    Attributes:
+        label: in the legend.
+        look: its color, dash and marker.
+        x, y: its points, sorted along x.
+        low, high: the ends of each point's spread; empty without one.
+        lost: x of the points at which no seed trained, and how those ended; drawn at the top edge.
+    """
+
+    label: str
+    look: Look
+    x: tuple[Value, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    lost: tuple[tuple[Value, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """A map: ``values`` by row (upwards) and column; NaN where there is nothing."""
+
+    rows: tuple[float, ...]
+    columns: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One field of a figure, of lines or of a map."""
+
+    title: str = ""
+    series: tuple[Series, ...] = ()
+    cells: Cells | None = None
+
+    @property
+    def heading(self) -> str:
+        """The title, a long one on two lines."""
+        breaks = [match.end() for match in re.finditer(", ", self.title)]
+        if len(self.title) <= _LONG or not breaks:
+            return self.title
+        middle = min(breaks, key=lambda place: abs(2 * place - len(self.title)))
+        return f"{self.title[:middle].rstrip()}\n{self.title[middle:]}"
+
+
+def marks(panel: Panel, axis: Axis, number: int) -> list[Value]:
+    """Where along x the marks of a series' lost points stand: beside those of the panel's other series."""
+    losing = [place for place, series in enumerate(panel.series) if series.lost]
+    aside = losing.index(number) - (len(losing) - 1) / 2 if number in losing else 0.0
+    ends = [tick for tick in axis.ticks if isinstance(tick, float)]
+    reach = (max(ends) / min(ends)) ** (1 / 70) if axis.log and ends else (max(ends) - min(ends)) / 70 if ends else 0.0
+    shifted: list[Value] = []
+    for x, _ in panel.series[number].lost:
+        if isinstance(x, str):
+            shifted.append(x)
+        else:
+            shifted.append(x * reach**aside if axis.log and reach else x + aside * reach)
+    return shifted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis: its title, whether it is logarithmic, and the values that have ticks (all of them are categories)."""
+
+    title: str
+    log: bool = False
+    ticks: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A figure.
+
+    Attributes:
+        name: the stem of its files.
+        title: what it shows, in a few words.
+        caption: how to read it.
+        x, y: the axes that all panels share.
+        panels: side by side, at most three in a row.
+        joined: whether the points of a series are joined by a line.
+        spread: whether the spread is drawn as error bars or as a band.
+        quantity: what the color of a map is of.
+    """
+
+    name: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    panels: tuple[Panel, ...]
+    joined: bool = True
+    spread: Literal["bars", "band"] = "bars"
+    quantity: str = ""
+
+    @property
+    def is_map(self) -> bool:
+        """Whether its panels are maps."""
+        return any(panel.cells is not None for panel in self.panels)
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether the lines' names say more than the ticks of x do."""
+        names = {series.label for panel in self.panels for series in panel.series}
+        return len(names) > 1 and not names <= set(self.x.ticks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A figure that a study's YAML asks for, or that follows from its axes.
+
+    Attributes:
+        kind: a name in ``lamina.papers.pages.kinds.KINDS``.
+        x, y: columns; "" leaves them to the kind.
+        color: the axis that has the lines; "" for the placement, or the first axis that varies.
+        measure: the table's file without its ending (``init-gradients``), for kinds that draw a measure.
+        more: what else the YAML says.
+    """
+
+    kind: str
+    x: str = ""
+    y: str = ""
+    color: str = ""
+    measure: str = ""
+    more: Json = field(default_factory=dict)

@@ -1,0 +1,243 @@
+"""Reads what a study left: its folder, or its record, which has the same files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs import columns
+from lamina.papers.catalog.stages import STAGE
+from lamina.papers.judging.checks import TRAINED
+from lamina.papers.trials.scores import SCORE
+from lamina.reports.records import Frame, complete, read_parquet, rows_of, study_header
+
+RESULTS, CLAIMS, TABLES = "results.csv", "claims.json", "tables"
+OURS = "ours"  # the source of a study that follows no paper
+_NO_ARM = ("learning_rate", "seed")
+_COUNTED = {"num_layers": "layers", "steps": "steps"}
+_MEASURED = "measured_"  # ahead of a measure's column that has an axis's name
+_OF_A_STAGE = (SCORE, "eval_reward", "eval_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFolder:
+    """A study at one scale, as it was run.
+
+    Attributes:
+        folder: where its files are.
+        header: study.yaml.
+        results: one row per trial: its key, its values on the axes, ``tuned``, and the columns of a result.
+        claims: the verdicts.
+    """
+
+    folder: Path
+    header: Json
+    results: Frame
+    claims: list[Json]
+
+    @property
+    def definition(self) -> Json:
+        """The study's YAML as it was when it ran."""
+        return _mapping(self.header.get("definition"))
+
+    @property
+    def name(self) -> str:
+        """The study's id."""
+        return str(self.definition.get("study") or self.folder.name)
+
+    @property
+    def scale(self) -> str:
+        """The scale that ran."""
+        return str(_mapping(self.header.get("settings")).get("scale") or "cpu")
+
+    @property
+    def definition_of_scale(self) -> Json:
+        """The part of the YAML that is of this scale."""
+        return _mapping(_mapping(self.definition.get("scales")).get(self.scale))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the results have, those of the learning rate and the seed among them."""
+        axes = [*_mapping(self.definition_of_scale.get("axes")), STAGE]
+        return tuple(axis for axis in axes if axis in self.results)
+
+    @property
+    def arm_axes(self) -> tuple[str, ...]:
+        """The axes that tell arms apart; of a study with none, the placement."""
+        return tuple(axis for axis in self.axes if axis not in _NO_ARM) or ("placement",)
+
+    @cached_property
+    def varied(self) -> tuple[str, ...]:
+        """The arms' axes that have more than one value here."""
+        return tuple(a for a in self.arm_axes if self.results[a].nunique() > 1) or self.arm_axes[:1]
+
+    @cached_property
+    def value(self) -> str:
+        """The column that the figures show: the eval loss, or what a job of another kind measured instead."""
+        for name in ("max_learning_rate", "eval_loss"):
+            if name in self.results and self.results[name].notna().any():
+                return name
+        known = {*columns.names(), *self.axes, "key", "tuned"}
+        numeric = self.results.select_dtypes("number")
+        return next((str(name) for name in numeric if name not in known and numeric[name].notna().any()), "eval_loss")
+
+    @property
+    def first_stage(self) -> Frame:
+        """The trials that no other trial comes before; all of them, in a study without stages."""
+        if STAGE not in self.results:
+            return self.results
+        later = set(_mapping(self.definition_of_scale.get("then")))
+        return self.results[~self.results[STAGE].isin(later)]
+
+    @property
+    def tuned(self) -> Frame:
+        """The trials at their arm's chosen rate; all, where no rate was tuned."""
+        return self.results[self.results["tuned"]] if self.results["tuned"].any() else self.results
+
+    @property
+    def measures(self) -> list[str]:
+        """The tables that are here, by the names of their files without the ending: ``end-angular_distance``."""
+        return sorted(path.stem for path in (self.folder / TABLES).glob("*.parquet"))
+
+    def table(self, measure: str) -> Frame:
+        """A measure's rows of all trials, with their axes' values, seed and status; empty where it cannot be read.
+
+        A column of the measure that has an axis's name is found by ``column_of``.
+        """
+        try:
+            rows = read_parquet(self.folder / TABLES / f"{measure}.parquet")
+        except (OSError, ValueError):
+            return pd.DataFrame()
+        axes = ("key", "placement", *self.arm_axes, "learning_rate", "seed", "status")
+        own = [column for column in dict.fromkeys(axes) if column in self.results]
+        rows = rows.rename(columns={name: f"{_MEASURED}{name}" for name in own if name in rows and name != "key"})
+        return self.tuned[own].merge(rows, on="key", how="inner")
+
+    @cached_property
+    def has_sweep(self) -> bool:
+        """Whether an arm has several learning rates."""
+        return bool((self.results.groupby(list(self.varied))["learning_rate"].nunique() > 1).any())
+
+    @cached_property
+    def measured_axes(self) -> tuple[str, ...]:
+        """The axes that vary among the trials that were measured: with the learning rate, where none was tuned."""
+        rates = self.tuned.groupby(list(self.varied))["learning_rate"].nunique()
+        return (*self.varied, *(("learning_rate",) if (rates > 1).any() else ()))
+
+    def label(self, row: Mapping[str, object], without: Collection[str] = ()) -> str:
+        """The name of a row's arm: its values on the axes that vary, less some."""
+        words = []
+        for axis in (axis for axis in self.measured_axes if axis not in without and axis in row):
+            value = row[axis]
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            counted = f"{value:g} {_COUNTED[axis]}" if number and axis in _COUNTED else ""
+            words.append(counted or (f"{axis.replace('_', ' ')} {value:g}" if number else str(value)))
+        return ", ".join(words)
+
+
+def column_of(table: Frame, name: str) -> str:
+    """A measure's column of this name in what ``StudyFolder.table`` gives."""
+    return f"{_MEASURED}{name}" if f"{_MEASURED}{name}" in table else name
+
+
+def has_claims(folder: Path) -> bool:
+    """Whether a folder is of a study with a definition, which may judge claims; a comparison has none."""
+    return (folder / CLAIMS).is_file() or bool(study_header(folder).get("definition"))
+
+
+def read_folder(folder: Path) -> StudyFolder:
+    """Read a study's folder or record. Raises UserError that names the file which is missing or damaged."""
+    path = folder / CLAIMS
+    try:
+        claims = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(claims, list) or not all(isinstance(one, dict) for one in claims):
+        raise UserError(f"{str(path)!r}: no list of verdicts (allowed: the file as it was written)")
+    return StudyFolder(folder=folder, header=study_header(folder), results=_results(folder / RESULTS), claims=claims)
+
+
+def _results(path: Path) -> Frame:
+    try:
+        raw: Frame = pd.read_csv(path.absolute(), dtype={"key": str}, keep_default_na=False, na_values=["", "nan"])
+    except FileNotFoundError:
+        raw = pd.DataFrame({"status": []})
+    except (OSError, ValueError) as error:
+        raise UserError(f"{str(path)!r}: not readable as CSV ({error})") from None
+    tuned = raw["tuned"].astype(str).eq("True") if "tuned" in raw else pd.Series(False, index=raw.index)
+    return complete(raw).assign(tuned=tuned)
+
+
+def over_seeds(rows: Frame, by: list[str], column: str) -> Frame:
+    """One row per group: mean, std and range of a column over the seeds that trained, and how all of them ended.
+
+    Returns the columns of ``by``, then mean, std (ddof 1), low, high, trained, trials, and ended ("5 finished",
+    "3 finished, 2 diverged"). A column that is no loss counts whatever the status.
+    """
+    found = []
+    for key, group in rows.groupby(by, sort=False, dropna=False):
+        counted = group[group["status"].isin(TRAINED)] if column in ("eval_loss", "perplexity") else group
+        values = counted[column].dropna()
+        ended = ", ".join(f"{count} {status}" for status, count in group["status"].value_counts().items() if status)
+        found.append(
+            {
+                **dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)),
+                "mean": values.mean(),
+                "std": values.std(ddof=1),
+                "low": values.min(),
+                "high": values.max(),
+                "trained": len(values),
+                "trials": len(group),
+                "ended": ended,
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def by_stage(rows: Frame) -> list[Frame]:
+    """The rows of each stage, in the table's order; all together, in a study without stages."""
+    return [rows] if STAGE not in rows else [part for _, part in rows.groupby(STAGE, sort=False)]
+
+
+def value_of(rows: Frame, usual: str) -> str:
+    """The column that shows what the trials of one stage are for; of trials without a stage, the ``usual`` one."""
+    found = (name for name in _OF_A_STAGE if name in rows and rows[name].notna().any())
+    return usual if STAGE not in rows else next(found, usual)
+
+
+def measuring(rows: Frame, column: str) -> Frame:
+    """The rows of the stages that measure a column; all of them, in a study without stages."""
+    if STAGE not in rows or column not in rows:
+        return rows
+    return rows[rows.groupby(STAGE)[column].transform(lambda values: values.notna().any())]
+
+
+def arms(study: StudyFolder) -> Frame:
+    """One row per arm, at its rate, in the order of the study: label, placement, learning_rate, and ``over_seeds``.
+
+    In a study with stages, each stage shows its own value: a score, a reward, or a loss. Where several rates are left
+    (a sweep that a claim reads), the arm stands at the one with the lowest mean among those at which the most seeds
+    trained.
+    """
+    rows = study.tuned
+    if rows.empty:
+        return pd.DataFrame()
+    rows = rows.assign(label=[study.label(row, without=_NO_ARM) for row in rows_of(rows)])
+    by = list(dict.fromkeys(["label", "placement", *study.varied, "learning_rate"]))
+    table = pd.concat([over_seeds(part, by, value_of(part, study.value)) for part in by_stage(rows)])
+    table = table.reset_index(drop=True)
+    share = table["trained"] / table["trials"]
+    best = table.assign(share=share).sort_values(["share", "mean"], ascending=[False, True], kind="stable")
+    kept = best.drop_duplicates([name for name in by if name != "learning_rate"]).index
+    return table.loc[sorted(kept)].reset_index(drop=True)
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,127 @@
+"""The page of a study with claims: the verdicts, the arms, the figures."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from lamina.jobs.kinds import Kind
+from lamina.papers.pages.choice import chosen
+from lamina.papers.pages.folder import OURS, StudyFolder, arms, read_folder
+from lamina.papers.pages.interactive import plot
+from lamina.papers.pages.splitting import arms_title
+from lamina.reports import tables
+from lamina.reports.page import PAGE, Section, details, figure, moment, write_page
+from lamina.reports.palette import colors
+from lamina.reports.records import rows_of
+from lamina.reports.registry import report_of
+from lamina.reports.sections import scale_note
+from lamina.reports.style import to_html
+from lamina.reports.table import NONE, Field, Row, Table, chip, in_form, number, swatch, text
+
+
+@report_of(Kind.CLAIMS)
+def claims_report(folder: Path) -> Path:
+    """Write ``folder/report.html`` of a study with claims. Raises UserError where a file of it is damaged."""
+    study = read_folder(folder)
+    definition, header = study.definition, study.header
+    title = str(definition.get("title") or study.name)
+    return write_page(
+        folder / PAGE,
+        title=f"{study.name}: {title}",
+        facts=[
+            _source(str(definition.get("source") or "")),
+            f"scale {study.scale}",
+            f"{len(study.results):,} trials",
+            f"lamina {header['version']}" if header.get("version") else "",
+            moment(header.get("created")),
+        ],
+        command=str(header.get("command") or ""),
+        sections=[
+            Section(name="Verdicts", title="What the study found", html=_verdicts(study)),
+            *_figures(study),
+            Section(name="Arms", title="The arms", html=_arms(study)),
+            Section(name="Settings", title="Settings", html=_settings(study)),
+        ],
+    )
+
+
+def _source(source: str) -> str:
+    return "Lamina's own study" if source == OURS else source
+
+
+def _verdicts(study: StudyFolder) -> str:
+    if not study.claims:
+        return "<p>This study judges no claim.</p>"
+    fields = [
+        Field(title="claim", cell=_claim, kind="reason"),
+        Field(title="verdict", cell=lambda row: chip(str(row["verdict"]))),
+        Field(title="ours", cell=_ours, kind="reason"),
+        Field(title="paper", cell=lambda row: escape(str(row.get("paper") or "–")), kind="reason"),
+        Field(title="margin", cell=_margin, kind="number"),
+        Field(title="p (Holm)", cell=lambda row: in_form(row.get("p_holm"), ".2g"), kind="number"),
+        Field(title="seeds", cell=lambda row: escape(str(row.get("seeds") or "–")), kind="number"),
+        Field(title="note", cell=lambda row: escape(str(row.get("note") or "")), kind="reason"),
+    ]
+    notes = "".join(f'<p class="source">{escape(note)}</p>' for note in (_HOW, *scale_note(study.results)))
+    return Table(fields=fields, rows=study.claims, kind="trials claims").html() + notes
+
+
+def _ours(row: Row) -> str:
+    parts = row.get("parts") or [row.get("ours") or "–"]
+    return "<br>".join(escape(str(part)) for part in parts)
+
+
+def _claim(row: Row) -> str:
+    return f"{escape(str(row.get('says') or ''))} <code>{escape(str(row.get('claim') or ''))}</code>"
+
+
+def _margin(row: Row) -> str:
+    interval = row.get("interval")
+    within = ""
+    if isinstance(interval, list) and len(interval) == 2:
+        low, high = (in_form(end, ".3g", "–") for end in interval)
+        within = f' <span class="spread">[{low}, {high}]</span>'
+    margin = in_form(row.get("margin"), ".3g")
+    return margin + within if margin != NONE else margin
+
+
+def _figures(study: StudyFolder) -> list[Section]:
+    shown, left_out = chosen(study)
+    html = "".join(figure(to_html(plot(drawn)), drawn.caption, drawn.title) for drawn in shown)
+    note = "For a paper: <code>lamina report FOLDER --figures</code> writes them as SVG and PDF"
+    names = ", ".join(escape(drawn.title) for drawn in left_out)
+    note = f'<p class="source">{note}{f", and those not drawn here: {names}" if names else ""}.</p>'
+    return [Section(name="Figures", title="Figures", html=html + note)] if html else []
+
+
+def _arms(study: StudyFolder) -> str:
+    rows = arms(study)
+    if rows.empty:
+        return "<p>No trial has ended yet.</p>"
+    color = colors(rows["placement"])
+    fields = [
+        Field(title="arm", kind="name", cell=lambda row: swatch(color[row["placement"]]) + escape(str(row["label"]))),
+        number("mean", ".4f", arms_title(study), "number main"),
+        number("std", ".4f", "std"),
+        number("learning_rate", "g", "learning rate"),
+        number("trained", ".0f", "in the mean"),
+        text("ended", "how all ended"),
+    ]
+    table = Table(fields=fields, rows=rows_of(rows), kind="ranking").html()
+    all_colors = colors(study.results["placement"])
+    trials = tables.trials_table(study.results, all_colors)
+    return table + details(f"All {len(study.results)} trials", trials)
+
+
+def _settings(study: StudyFolder) -> str:
+    settings = study.header.get("settings")
+    html = details("Settings", tables.settings_table(settings)) if isinstance(settings, dict) else ""
+    return html + (details("The study", tables.settings_table(study.definition)) if study.definition else "")
+
+
+_HOW = (
+    "Differences are paired over seeds, each arm at its own best learning rate where the study tunes it; in brackets "
+    "Student's 95 % interval; p after Holm's correction over the claims of the study and, where seeds were "
+    "added after a look at the verdicts, over the looks."
+)

@@ -1,0 +1,199 @@
+"""How a study's arms become lines and panels: one axis has the colors, the rest of the axes the panels."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from lamina.papers.catalog.stages import STAGE
+from lamina.papers.pages.drawing import Axis, Panel, Series, Value
+from lamina.papers.pages.folder import StudyFolder
+from lamina.reports.palette import PALETTE, Look, looks
+from lamina.reports.records import Frame, rows_of
+from lamina.reports.sentences import Guess
+
+_MOST_PANELS = 9
+_WIDE = 8  # a factor from which on a range is logarithmic
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_MARKERS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+_ALONE = Look("#1f2933")
+_PAIRS = ("reward", "dpo")  # jobs whose loss is of a pair of answers
+_TITLES = {
+    "learning_rate": "learning rate",
+    "max_learning_rate": "largest learning rate",
+    "num_layers": "layers",
+    "hidden_size": "width",
+    "hidden_top_abs": "largest |x|",
+    "edr": "effective dimension ratio",
+    "left": "left side of the bound",
+    "right": "right side of the bound",
+}
+
+
+def title_of(column: str) -> str:
+    """A column's name on an axis."""
+    return _TITLES.get(column, column.replace("_", " "))
+
+
+def value_title(study: StudyFolder, column: str) -> str:
+    """A result's name on an axis, with the unit that it has in this study."""
+    if column != "eval_loss":
+        return title_of(column)
+    stages = study.definition_of_scale.get("then")
+    jobs = {str(s.get("job") or name) for name, s in stages.items()} if isinstance(stages, dict) else set()
+    return f"eval loss ({'nats' if jobs & {*_PAIRS} else Guess.of_any(study.results).unit})"
+
+
+def arms_title(study: StudyFolder) -> str:
+    """What the table of arms counts: in a study with stages, each stage shows its own value."""
+    return "score, reward or loss" if STAGE in study.axes else value_title(study, study.value)
+
+
+def color_axis(study: StudyFolder, x: str = "", wanted: str = "") -> str:
+    """The axis that has the colors: the one wanted, else the placement, else the first that varies and is not x."""
+    if wanted in study.results or wanted == "placement":
+        return wanted
+    free = [axis for axis in study.varied if axis != x]
+    return "placement" if "placement" in free or not free else free[0]
+
+
+def looks_of(study: StudyFolder, axis: str) -> dict[str, Look]:
+    """The look of each value of an axis: that of its placement where it stands for one, else one by its order.
+
+    Several values of one placement have its color, and differ in dash and marker.
+    """
+    if axis not in study.results:
+        return {}
+    values = list(dict.fromkeys(_text(value) for value in study.results[axis]))
+    placements = study.results["placement"].groupby([_text(value) for value in study.results[axis]]).unique()
+    own = looks(study.results["placement"])
+    several = study.results["placement"].nunique() > 1 and all(len(placements[value]) == 1 for value in values)
+    if axis != "placement" and not several:
+        return {
+            value: Look(PALETTE[place % len(PALETTE)], marker=_MARKERS[place % len(_MARKERS)])
+            for place, value in enumerate(values)
+        }
+    chosen: dict[str, Look] = {}
+    for value in values:
+        look = own[value if axis == "placement" else placements[value][0]]
+        same = sum(other.color == look.color for other in chosen.values())
+        chosen[value] = _other(same, look.color) if same else look
+    return chosen
+
+
+def _other(place: int, color: str) -> Look:
+    """The look of the value at a place among those of one color."""
+    return Look(color, _DASHES[place % len(_DASHES)], _MARKERS[place % len(_MARKERS)])
+
+
+def panels(
+    study: StudyFolder, rows: Frame, color: str, x: str, series: Callable[[Frame, str, Look], Series | None]
+) -> tuple[Panel, ...]:
+    """Rows as panels of lines: ``series`` makes a line of the rows of one color, its label and its look.
+
+    The axes that have neither the colors nor ``x`` tell panels apart; if there were too many, the lines' names.
+    """
+    if rows.empty:
+        return ()
+    rows = _in_order(study, rows)
+    rest = [study.label(row, without=(color, x)) for row in rows_of(rows)]
+    several = len(set(rest)) <= _MOST_PANELS
+    rows = rows.assign(panel=rest if several else "", line=[_text(value) for value in rows[color]], rest=rest)
+    chosen, made = looks_of(study, color), []
+    for title, group in rows.groupby("panel", sort=False):
+        lines = []
+        for (name, more), part in group.groupby(["line", "rest"], sort=False):
+            label = str(name) if several or not more else f"{name}, {more}"
+            lines.append(series(part, label, chosen.get(str(name), _ALONE)))
+        kept = tuple(line for line in lines if line is not None)
+        if kept:
+            made.append(Panel(title=str(title), series=kept))
+    return tuple(made)
+
+
+def _in_order(study: StudyFolder, rows: Frame) -> Frame:
+    """The rows sorted by the axes that vary: numbers by size, texts as the study has them."""
+    ranks = {}
+    for name in (name for name in study.measured_axes if name in rows):
+        places = {value: place for place, value in enumerate(ordered_values(study.results[name]))}
+        ranks[f"rank of {name}"] = [places.get(_key(value, places), len(places)) for value in rows[name]]
+    return rows.assign(**ranks).sort_values(list(ranks), kind="stable") if ranks else rows
+
+
+def axis(column: str, values: Iterable[object]) -> Axis:
+    """The axis of a column's values: numbers that span a wide range are on a logarithmic scale."""
+    ordered = ordered_values(values)
+    numbers = [value for value in ordered if isinstance(value, float)]
+    log = len(numbers) == len(ordered) > 2 and numbers[0] > 0 and numbers[-1] / numbers[0] >= _WIDE
+    return Axis(title=title_of(column), log=log or column == "learning_rate", ticks=tuple(ordered))
+
+
+def joined(values: Iterable[object]) -> bool:
+    """Whether a line may join the values of an axis: numbers, or texts with a number in them."""
+    return all(isinstance(value, float) or re.search(r"\d", str(value)) for value in ordered_values(values))
+
+
+def ordered_values(values: Iterable[object]) -> list[Value]:
+    """Values of an axis, each once: numbers by size, texts as they come.
+
+    Numbers that span decades from 0 are texts, as neither a linear nor a logarithmic axis can show them.
+    """
+    once = list(dict.fromkeys(point(value) for value in values))
+    numbers = sorted(value for value in once if isinstance(value, float))
+    if len(numbers) < len(once):
+        return [_text(value) for value in once]
+    wide = len(numbers) > 2 and numbers[0] == 0 < numbers[1] and numbers[-1] / numbers[1] >= _WIDE
+    wide = wide and numbers[2] > 3 * numbers[1]  # 0, 1, 2, ... layers do not span decades, however many
+    return [_text(value) for value in numbers] if wide else list(numbers)
+
+
+def point(value: object) -> Value:
+    """A value of an axis as a figure takes it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return float(value)
+
+
+def line(rows: Frame, x: str, label: str, look: Look, *, band: str = "std", numeric: bool = False) -> Series | None:
+    """A line through one row per point, as ``over_seeds`` makes them; None without a point.
+
+    ``band``: the spread is the standard deviation ("std") or the range ("range"). ``numeric``: x stays a number even
+    where it spans decades from 0, as training steps do.
+    """
+    known = rows[rows["mean"].notna()]
+    values = sorted({float(value) for value in rows[x]}) if numeric else ordered_values(rows[x])
+    order: dict[Value, int] = {value: place for place, value in enumerate(values)}
+    known = known.assign(place=[order[_key(value, order)] for value in known[x]]).sort_values("place", kind="stable")
+    lost = rows[rows["mean"].isna()]
+    if known.empty and lost.empty:
+        return None
+    y = tuple(float(value) for value in known["mean"])
+    several = bool((known["trained"] > 1).any())
+    if band == "std":
+        spread = [0.0 if math.isnan(std) else float(std) for std in known["std"]]
+        low, high = _around(y, spread, -1), _around(y, spread, 1)
+    else:
+        low, high = (tuple(float(value) for value in known[name]) for name in ("low", "high"))
+    return Series(
+        label=label,
+        look=look,
+        x=tuple(_key(value, order) for value in known[x]),
+        y=y,
+        low=low if several else (),
+        high=high if several else (),
+        lost=tuple((_key(row[x], order), str(row["ended"])) for row in rows_of(lost)),
+    )
+
+
+def _around(y: Sequence[float], spread: Sequence[float], sign: int) -> tuple[float, ...]:
+    return tuple(value + sign * by for value, by in zip(y, spread, strict=True))
+
+
+def _key(value: object, order: dict[Value, int]) -> Value:
+    as_point = point(value)
+    return as_point if as_point in order else _text(value)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,145 @@
+"""Verdicts as sentences and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lamina.core.json_types import Json
+from lamina.papers.judging.findings import FAILED, Verdict
+from lamina.papers.results.markdown import NONE, code, number, plain
+from lamina.reports.notices import listed
+
+MEANINGS = {
+    Verdict.HOLDS: "our trials show it",
+    Verdict.HOLDS_AT_ISO_LOSS: "our trials show it, and at equal loss of pretraining, too",
+    Verdict.EXPLAINED: "our trials show it, but at equal loss of pretraining it is gone",
+    Verdict.REVERSED: "our trials show the opposite, at this scale",
+    Verdict.EXCLUDED: "a difference as large as the smallest that counts is excluded, at this scale",
+    Verdict.PART_FAILED: "our trials show that a part of it is false; each link has its own verdict",
+    Verdict.FAILS: "a count of runs or a formula contradicts it, at this scale",
+    Verdict.INCONCLUSIVE: "the difference is inside the spread over seeds",
+    Verdict.NEEDS_SCALE: "this scale cannot decide it; the note says why",
+    Verdict.NOT_RUN: "not all of its planned trials have been trained; the command is beside it",
+}
+
+
+def counts(verdicts: Sequence[Json]) -> str:
+    """How many claims hold, fail, ...: first the studies' own, then with their parts.
+
+    Each claim counts once, at the scale where it was decided.
+    """
+    whole = [one for one in verdicts if "/" not in str(one["claim"])]
+    sentences = [f"Of {len(best(whole))} claims, {_numbers(best(whole))}."]
+    if len(whole) < len(verdicts):
+        sentences.append(f"Their parts counted by themselves, of {len(best(verdicts))} {_numbers(best(verdicts))}.")
+    return " ".join(sentences) if verdicts else "There is no claim yet."
+
+
+def _numbers(by_claim: Sequence[Json]) -> str:
+    number_of = {verdict: sum(one["verdict"] == verdict for one in by_claim) for verdict in Verdict}
+    words = [
+        f"**{number_of[verdict]}** {word[number_of[verdict] != 1]}"
+        for verdict, word in (
+            (Verdict.HOLDS, ("holds", "hold")),
+            (Verdict.HOLDS_AT_ISO_LOSS, ("holds at iso-loss", "hold at iso-loss")),
+            (Verdict.EXPLAINED, ("is explained by the loss", "are explained by the loss")),
+            (Verdict.REVERSED, ("is reversed", "are reversed")),
+            (Verdict.EXCLUDED, ("is excluded", "are excluded")),
+            (Verdict.PART_FAILED, ("has a part that failed", "have a part that failed")),
+            (Verdict.FAILS, ("fails", "fail")),
+            (Verdict.INCONCLUSIVE, ("is inconclusive", "are inconclusive")),
+            (Verdict.NEEDS_SCALE, ("needs a larger scale", "need a larger scale")),
+            (Verdict.NOT_RUN, ("has not been run yet", "have not been run yet")),
+        )
+        if number_of[verdict]
+    ]
+    return listed(words)
+
+
+def best(verdicts: Iterable[Json]) -> list[Json]:
+    """One verdict per claim: of the largest scale that decided it, else the one that says most."""
+    undecided = [Verdict.NOT_RUN, Verdict.NEEDS_SCALE, Verdict.INCONCLUSIVE]
+    order = [*undecided, *FAILED, Verdict.HOLDS, Verdict.EXPLAINED, Verdict.HOLDS_AT_ISO_LOSS]
+    scales = ["cpu", "gpu", "paper"]
+
+    def rank(one: Json) -> tuple[int, int]:
+        known = min(order.index(one["verdict"]), order.index(FAILED[0])) if one["verdict"] in order else -1
+        return known, scales.index(one["scale"]) if one["scale"] in scales else -1
+
+    chosen: dict[str, Json] = {}
+    for one in verdicts:
+        name = str(one["claim"])
+        if name not in chosen or rank(one) > rank(chosen[name]):
+            chosen[name] = one
+    return list(chosen.values())
+
+
+def summary(verdicts: Sequence[Json]) -> str:
+    """What held and what did not, in a sentence for each verdict."""
+    sentences = []
+    for verdict, head in (
+        (Verdict.HOLDS, "Held"),
+        (Verdict.HOLDS_AT_ISO_LOSS, "Held at equal loss, too"),
+        (Verdict.EXPLAINED, "Explained by the loss"),
+        (Verdict.REVERSED, "The opposite"),
+        (Verdict.EXCLUDED, "Excluded"),
+        (Verdict.PART_FAILED, "Failed in a part"),
+        (Verdict.FAILS, "Contradicted"),
+        (Verdict.INCONCLUSIVE, "Not decided by these trials"),
+        (Verdict.NEEDS_SCALE, "Not decidable at this scale"),
+        (Verdict.NOT_RUN, "Not run yet"),
+    ):
+        said = [plain(one.get("says") or one["claim"]).rstrip(".") for one in verdicts if one["verdict"] == verdict]
+        if said:
+            sentences.append(f"**{head}:** {'; '.join(said)}.")
+    return "\n\n".join(sentences)
+
+
+def command(study: str, scale: str) -> str:
+    """How to run a study again."""
+    return f"lamina study run {study}" + ("" if scale == "cpu" else f" --scale {scale}")
+
+
+def ours(one: Json, *, most: int | None = None) -> str:
+    """What we found, or how to find it: a line for each part of it, ``most`` of them, what decides first."""
+    if one["verdict"] == Verdict.NOT_RUN:
+        return code(command(one["study"], one["scale"]))
+    if one["verdict"] == Verdict.NEEDS_SCALE:
+        return plain(one.get("note") or NONE)
+    parts = one.get("parts") or [one.get("ours") or NONE]
+    shown = [plain(part) for part in parts[:most]]
+    more = len(parts) - len(shown)
+    return "<br>".join([*shown, *([f"and {more} more"] if more else [])])
+
+
+def row(one: Json) -> list[str]:
+    """The cells of a verdict on its study's page."""
+    interval = one.get("interval")
+    within = f" [{number(interval[0], '.3g')}, {number(interval[1], '.3g')}]" if interval else ""
+    margin = number(one.get("margin"), ".3g")
+    p = one.get("p_holm", one.get("p"))
+    note = "" if one["verdict"] in (Verdict.NOT_RUN, Verdict.NEEDS_SCALE) else plain(one.get("note") or "")
+    return [
+        f"{plain(one.get('says') or '')} ({code(one['claim'])})",
+        f"**{one['verdict']}**",
+        ours(one),
+        plain(one.get("paper") or NONE),
+        margin + (within.replace("[", "&#91;").replace("]", "&#93;") if margin != NONE else ""),
+        number(p, ".2g"),
+        str(one.get("seeds") or NONE),
+        note or NONE,
+    ]
+
+
+def findings(verdicts: Iterable[Json]) -> dict[str, str]:
+    """Return a sentence for each claim that was decided, by the claim's name."""
+    decided = {Verdict.HOLDS, *FAILED, Verdict.INCONCLUSIVE}
+    return {str(one["claim"]): _finding(one) for one in best(verdicts) if one["verdict"] in decided and one["ours"]}
+
+
+def _finding(one: Json) -> str:
+    """A claim, its verdict, and its number if there is only one; the study's page has the others."""
+    number = f"; {one['ours']}" if len(one["parts"]) == 1 else ""
+    verdict = one["verdict"] if one["verdict"] in ("holds", "fails") else f"is {one['verdict']}"
+    verdict = "failed in a part" if one["verdict"] == Verdict.PART_FAILED else verdict
+    return f'"{one["says"]}" {verdict} at scale {one["scale"]} ({one["claim"]}{number})'

@@ -1,5 +1,0 @@
-"""docs/results: what became of every claim, as pages in Markdown that are made from the records."""
-
-from lamina.reports.results.writing import write_results
-
-__all__ = ["write_results"]
