@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     )
     from lamina.modeling.building import build, wire
     from lamina.probes.engine.measure import probe
-    from lamina.training.monitor.callback import LayerMonitor
-    from lamina.training.monitor.watch import watch
+    from lamina.training.monitor.watch import LayerMonitor, watch
 
     eval = evaluate
 
@@ -85,7 +84,7 @@ _ELSEWHERE = {
     "build": "lamina.modeling.building",
     "wire": "lamina.modeling.building",
     "probe": "lamina.probes.engine.measure",
-    "LayerMonitor": "lamina.training.monitor.callback",
+    "LayerMonitor": "lamina.training.monitor.watch",
     "watch": "lamina.training.monitor.watch",
 }
 _PACKAGES = (

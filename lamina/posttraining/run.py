@@ -24,9 +24,9 @@ from lamina.training.checkpointing.stateful import RunState
 from lamina.training.checkpointing.store import run_state, step_of
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
+from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.monitor.recorder import stop_signals
 from lamina.training.monitor.trackers import Trackers, tensorboard
-from lamina.training.monitor.updates import UpdateRatios
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.optimization.order import TrainOrder
 from lamina.training.optimization.schedule import schedule_of

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
 from lamina.modeling.parts import body_of, sublayers
-from lamina.training.monitor.measure import STATE_METRICS, GradientNorms, state_statistics
+from lamina.training.monitor.parameter_measures import GradientNorms
 from lamina.training.monitor.rows import Row
+from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
 
 FP16_MAX = 65504.0
 

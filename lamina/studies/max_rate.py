@@ -1,7 +1,7 @@
 """`lamina max-lr`: how high a learning rate each placement tolerates, by Keel's protocol (arXiv 2601.19895).
 
 A trial is one run with one linear warm-up from 0, all else as in `lamina pretrain`. It ends where a rule of
-``lamina.training.monitor.max_rate_rules`` holds; its result is the rate just before.
+``lamina.training.monitor.max_rate`` holds; its result is the rate just before.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from lamina.training.initial import initial_model
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.loss_trend import RecordedLosses
+from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.monitor.recorder import RunRecorder, stop_signals
 from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
 from lamina.training.monitor.trackers import Trackers, tensorboard
-from lamina.training.monitor.updates import UpdateRatios
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
 from lamina.training.objectives.objective import Processor
 from lamina.training.optimization.averaging import WeightAverage

@@ -21,10 +21,10 @@ from lamina.training.execution.compiling import uncompiled
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.measure import hidden_state_rows
 from lamina.training.monitor.measured_trainer import LayerGradNorms
 from lamina.training.monitor.rows import Evaluation
 from lamina.training.monitor.step_series import StepSeries
+from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.objectives.objective import Collate
 from lamina.training.optimization.averaging import WeightAverage
 from lamina.training.optimization.optimizer import parameter_groups

@@ -10,9 +10,9 @@ from lamina.reports import monitored, updates
 from lamina.reports.metrics import METRICS
 from lamina.reports.sections import by_depth
 from lamina.reports.style import Shown
-from lamina.training.monitor.measure import GradientNorms, gain_rows, hidden_state_rows
+from lamina.training.monitor.parameter_measures import GradientNorms, UpdateRatios, gain_rows
 from lamina.training.monitor.rows import LOSS, NORM
-from lamina.training.monitor.updates import UpdateRatios
+from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.writers import LAYER_COLUMNS
 
 

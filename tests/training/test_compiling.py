@@ -8,7 +8,7 @@ from transformers import Gemma2Config, LlamaConfig
 import lamina
 from lamina.placements import names
 from lamina.training.execution.compiling import compile_blocks, compiled, discard, structure, uncompiled
-from lamina.training.monitor.measure import hidden_state_rows
+from lamina.training.monitor.stream_measures import hidden_state_rows
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
 IDS = torch.arange(8).view(2, 4)

@@ -14,7 +14,8 @@ from lamina.data import prepare_blocks
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.training import pretrain as pretraining
-from lamina.training.monitor.measure import GradientNorms, gain_rows, hidden_state_rows, largest_magnitudes
+from lamina.training.monitor.parameter_measures import GradientNorms, gain_rows
+from lamina.training.monitor.stream_measures import hidden_state_rows, largest_magnitudes
 from lamina.training.resolve import backbone_config
 from lamina.training.trainer import LaminaTrainer
 

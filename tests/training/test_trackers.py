@@ -7,7 +7,7 @@ import pytest
 
 from lamina.errors import UserError
 from lamina.training.monitor import trackers
-from lamina.training.monitor.measure import TOP
+from lamina.training.monitor.stream_measures import TOP
 from lamina.training.monitor.trackers import STEP, Trackers, series_of
 
 ROWS = [

@@ -10,7 +10,7 @@ from lamina import build
 from lamina.modeling.backbones import resolve_backbone
 from lamina.reports import report
 from lamina.training import pretrain as pretraining
-from lamina.training.monitor.updates import UpdateRatios
+from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.trainer import LaminaTrainer
 
 

@@ -15,7 +15,7 @@ from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
 from lamina.reports.records import Frame, Trial, read_run
 from lamina.training.monitor.alarms import FACTORS, Alarm, Alarms
-from lamina.training.monitor.watched_folder import ALARMS, check_version, read_about, read_alarms
+from lamina.training.monitor.watched import ALARMS, check_version, read_about, read_alarms
 
 logger = logging.getLogger(__name__)
 

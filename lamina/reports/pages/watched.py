@@ -13,7 +13,7 @@ from lamina.reports.page import PAGE, Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import to_html
-from lamina.training.monitor.watched_folder import check_version, read_about, read_alarms
+from lamina.training.monitor.watched import check_version, read_about, read_alarms
 
 
 @report_of(Kind.WATCHED)

@@ -1,4 +1,4 @@
-"""The divergence guard: decides that a run has diverged, and names the step and the layer that left first."""
+"""The divergence guard, which names the step and the layer that left first, and the rule that skips outliers' steps."""
 
 from __future__ import annotations
 
@@ -144,3 +144,27 @@ def _blame(key: Key, ratio: float) -> tuple[float, int, int]:
     layer, sublayer, metric = key
     order = 2 * layer + (sublayer == "feed_forward")
     return (ratio, 0, order) if metric == "gradient_norm" else (ratio, 1, -order)
+
+
+@dataclass(kw_only=True)
+class OutlierRule:
+    """Whether a step's loss or gradient norm is an outlier, as in OLMo-core's SkipStepOptimizer.
+
+    It is one if it is not finite, or more than ``sigmas`` standard deviations above the mean of the last ``window``
+    steps' values, of at least half a window. A skipped step's values enter the window, as in OLMo-core, so that a new
+    level is accepted after a while.
+    """
+
+    sigmas: float
+    window: int = 128
+    _seen: dict[str, deque[float]] = field(default_factory=dict)
+
+    def see(self, name: str, value: float) -> bool:
+        """Note a value of this step; returns whether it is an outlier."""
+        seen = self._seen.setdefault(name, deque(maxlen=self.window))
+        if not math.isfinite(value):
+            return True
+        known = len(seen) >= self.window // 2
+        outlier = known and value > statistics.fmean(seen) + self.sigmas * statistics.pstdev(seen)
+        seen.append(value)
+        return outlier

@@ -1,16 +1,185 @@
-"""The guard of a run whose learning rate rises until it fails: it ends the run where a rule holds."""
+"""The rules by which a run whose learning rate rises step by step has reached its largest rate.
+
+Keel's protocol (arXiv 2601.19895) warms up linearly from 0 and names three signs of failure without numbers: an early
+plateau, a spike whose loss does not return, a descent that is anomalously slow. These rules are ours. With L(s) the
+loss of step s, S(s) the mean of the last ``window`` losses up to s, and low(s) the least S so far, the run stops at
+the first step s at which one of these holds:
+
+- non-finite: L(s), or the gradient's norm, is not finite.
+- spike: L has been above low + ``spike_margin`` at each of the last ``spike_patience`` steps. A spike whose loss
+  returns earlier is none.
+- plateau: the rate is ``plateau_factor`` times that of the first step a at which S was less than ``plateau_margin``
+  above the low of now, and 2 ``window`` steps have passed: since a, the loss has not fallen. A descent slower than that
+  is a plateau, too. If low is not ``stuck_margin`` below the corpus's unigram entropy, the plateau is called "stuck".
+  The first rates are too low to move anything: a plateau counts once the loss has begun to fall, which is when low is
+  2 ``plateau_margin`` below S(1). A run that reaches its end without that is stuck, at a rate of 0.
+
+The rate to report is the one just before: for a plateau that of step a, up to which the loss fell; for the others that
+of the last step at which S was less than ``plateau_margin`` above low.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from lamina.core.json_types import Json
 from lamina.jobs.status import Status
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.max_rate_rules import MaxRateRules, Stop, find_stop, no_stop
 from lamina.training.monitor.rows import LOSS, Row
+
+NON_FINITE, SPIKE, PLATEAU, STUCK, NONE = "non-finite", "spike", "plateau", "stuck", "none"
+RULES = (NON_FINITE, SPIKE, PLATEAU, STUCK, NONE)
+"""Why a run stopped; ``none``: it reached the end of the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxRateRules:
+    """The thresholds: spans in steps, margins in nats.
+
+    Attributes:
+        top: the rate at the end of the warm-up.
+        steps: of the warm-up.
+        unigram_entropy: of the corpus, in nats per token.
+        window, spike_margin, spike_patience, plateau_margin, plateau_factor, stuck_margin: see above.
+    """
+
+    top: float
+    steps: int
+    unigram_entropy: float
+    window: int
+    spike_margin: float
+    spike_patience: int
+    plateau_margin: float
+    plateau_factor: float
+    stuck_margin: float
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 1: the first has none."""
+        return self.top * (step - 1) / self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Where a rising rate failed.
+
+    Attributes:
+        rule: one of ``RULES``.
+        step: the last step before the failure.
+        rate: the learning rate of that step.
+        loss: the smoothed loss there.
+        seen: the step at which the rule held.
+        reason: a clause for result.json.
+    """
+
+    rule: str
+    step: int
+    rate: float
+    loss: float
+    seen: int
+    reason: str
+
+
+def smoothed(losses: Sequence[float] | np.ndarray, window: int) -> np.ndarray:
+    """The mean of the last ``window`` losses at each step, of fewer at the beginning: [steps] -> [steps]."""
+    values = np.asarray(losses, dtype=np.float64)
+    if not len(values):
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def find_stop(losses: Sequence[float], rules: MaxRateRules, *, broken: bool = False) -> Stop | None:
+    """The first failure in the losses of the steps from 1; None if there is none yet.
+
+    ``broken``: the run ended after these losses because something else was not finite.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    finite = np.isfinite(values)
+    count = len(values) if finite.all() else int(finite.argmin())
+    smooth = smoothed(values[:count], rules.window)
+    low = np.minimum.accumulate(smooth) if count else smooth
+    risen = 0
+    for step in range(1, count + 1):
+        risen = risen + 1 if values[step - 1] > low[step - 1] + rules.spike_margin else 0
+        if risen >= rules.spike_patience:
+            return _spike(rules, smooth, low, step, risen)
+        if not _begun(rules, smooth, low[step - 1]):
+            continue
+        fallen_at = 1 + int(np.searchsorted(-low[:step], -low[step - 1] - rules.plateau_margin, side="right"))
+        grown = rules.rate(step) >= rules.plateau_factor * rules.rate(max(2, fallen_at))
+        if grown and step - fallen_at >= 2 * rules.window:
+            return _plateau(rules, smooth, low, step, fallen_at)
+    if count < len(values) or broken:
+        return _non_finite(rules, smooth, low, values)
+    return None
+
+
+def no_stop(losses: Sequence[float], rules: MaxRateRules) -> Stop:
+    """The result of a run that reached the end of its warm-up: the largest rate is at least this one."""
+    smooth = smoothed(losses, rules.window)
+    if len(smooth) and not _begun(rules, smooth, smooth.min()):
+        reason = f"the loss has not fallen by {2 * rules.plateau_margin:g} nats from its start of {smooth[0]:.3f}"
+        return _stop(STUCK, rules, smooth, 1, len(losses), reason)
+    loss = float(smooth[-1]) if len(smooth) else math.nan
+    reason = f"the loss still fell at the end of the warm-up, at a rate of {rules.top:g}"
+    return Stop(rule=NONE, step=len(losses), rate=rules.top, loss=loss, seen=len(losses), reason=reason)
+
+
+def _spike(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, risen: int) -> Stop:
+    began = step - risen + 1
+    before = _last_low(rules, smooth, low, began - 1)
+    reason = (
+        f"the loss stayed more than {rules.spike_margin:g} nats above its low of {low[step - 1]:.3f} from step {began} "
+        f"to {step}; it began to rise after step {before}, at a rate of {rules.rate(before):.3g}"
+    )
+    return _stop(SPIKE, rules, smooth, before, step, reason)
+
+
+def _plateau(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, step: int, fallen_at: int) -> Stop:
+    stuck = low[step - 1] > rules.unigram_entropy - rules.stuck_margin
+    reason = (
+        f"the loss has not fallen by {rules.plateau_margin:g} nats since step {fallen_at}, while the rate rose from "
+        f"{rules.rate(fallen_at):.3g} to {rules.rate(step):.3g}"
+    )
+    if stuck:
+        reason += (
+            f"; its low of {low[step - 1]:.3f} is not {rules.stuck_margin:g} nats below the corpus's unigram entropy "
+            f"of {rules.unigram_entropy:.3f}"
+        )
+    return _stop(STUCK if stuck else PLATEAU, rules, smooth, fallen_at, step, reason)
+
+
+def _non_finite(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, values: np.ndarray) -> Stop:
+    """The first loss, or the last gradient, that is not finite."""
+    count = len(smooth)
+    step = min(count + 1, len(values))
+    what = f"the loss is {values[count]}" if count < len(values) else "the gradient's norm is not finite"
+    before = _last_low(rules, smooth, low, step - 1)
+    reason = f"{what} at step {step}; the loss was last at its low at step {before}, at a rate of "
+    return _stop(NON_FINITE, rules, smooth, before, step, f"{reason}{rules.rate(max(1, before)):.3g}")
+
+
+def _begun(rules: MaxRateRules, smooth: np.ndarray, low: float) -> bool:
+    """Whether the loss has begun to fall."""
+    return bool(low <= smooth[0] - 2 * rules.plateau_margin)
+
+
+def _last_low(rules: MaxRateRules, smooth: np.ndarray, low: np.ndarray, until: int) -> int:
+    """The last step up to ``until`` at which the smoothed loss was at its low; 0 if there is none."""
+    close = np.flatnonzero(smooth[:until] < low[:until] + rules.plateau_margin)
+    return int(close[-1]) + 1 if len(close) else 0
+
+
+def _stop(rule: str, rules: MaxRateRules, smooth: np.ndarray, step: int, seen: int, reason: str) -> Stop:
+    loss = float(smooth[step - 1]) if step else math.nan
+    return Stop(rule=rule, step=step, rate=rules.rate(max(1, step)), loss=loss, seen=seen, reason=reason)
 
 
 @dataclass(kw_only=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import DivergenceGuard
-from lamina.training.monitor.measure import GradientNorms
+from lamina.training.monitor.parameter_measures import GradientNorms, is_recorded
 from lamina.training.monitor.rows import Evaluation, Row
 from lamina.training.monitor.step_series import StepSeries
 
@@ -96,11 +96,6 @@ class LayerGradNorms(_Trainer):
         """The model without the wrappers of accelerate and DDP."""
         assert self.model is not None
         return self.accelerator.unwrap_model(self.model)
-
-
-def is_recorded(step: int, args: TrainingArguments) -> bool:
-    """Whether a step's measurements are recorded: at the first step and at every ``logging_steps``-th."""
-    return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
 def _whole(norm: Norm) -> Norm:

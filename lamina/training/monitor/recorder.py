@@ -22,11 +22,11 @@ from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.measure import gain_rows, hidden_state_rows
 from lamina.training.monitor.measured_trainer import LayerGradNorms
+from lamina.training.monitor.parameter_measures import UpdateRatios, gain_rows
 from lamina.training.monitor.rows import Evaluation, Row
+from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
-from lamina.training.monitor.updates import UpdateRatios
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
 
 TWICE_SECONDS = 3.0

@@ -1,39 +1,162 @@
-"""What the monitor attaches to a model and its optimizers, and what it reads off them."""
+"""What the monitor attaches to a model, to gradient clipping and to optimizers, and what it reads off them."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from accelerate.state import GradientState
 from torch import nn
+from torch.nn.utils import clip_grad as torch_clipping
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.modeling.hooks import temporary_hooks
 from lamina.probes.structure.hooks import Kwargs, Output
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.clipping import before_clipping
 from lamina.training.monitor.find_layers import Followed, bare, called, follow, is_compiled, items_of, main_input
-from lamina.training.monitor.forward import ForwardMeter, Seen, in_half, rows_of
-from lamina.training.monitor.gains import Gain, gains_of
-from lamina.training.monitor.measure import GradientNorms, rows_of_gains
-from lamina.training.monitor.optimizers import (
-    Taken,
-    accumulates,
-    after_closure,
-    largest_beta2,
-    largest_rate,
-    loss_scale,
-    stepping,
+from lamina.training.monitor.parameter_measures import (
+    Gain,
+    GradientNorms,
+    UpdateRatios,
+    found_parameters,
+    gains_of,
+    local_part,
+    rows_of_gains,
 )
-from lamina.training.monitor.parameter_owners import followed_places, own_part
 from lamina.training.monitor.rows import Row
-from lamina.training.monitor.updates import UpdateRatios
-from lamina.training.monitor.watch_settings import WatchSettings
+from lamina.training.monitor.stream_measures import ForwardMeter, PassNumbers, in_half, rows_of, stream_points
+from lamina.training.monitor.watched import WatchSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """How a step went.
+
+    Attributes:
+        norm: of its gradient, before clipping; None where no gradient was seen.
+        stepped: whether an optimizer took it.
+        measured: whether its update was measured.
+        rate: the largest learning rate that the optimizers took it with, or have now if none did.
+    """
+
+    norm: torch.Tensor | None
+    stepped: bool
+    measured: bool
+    rate: float | None
+
+
+def stepping(optimizer: object) -> torch.optim.Optimizer:
+    """The torch optimizer in accelerate's wrapper or DeepSpeed's. Raises UserError for something else."""
+    inner: Output = optimizer
+    while not type(inner).__module__.startswith("torch.") and isinstance(
+        getattr(inner, "optimizer", None), torch.optim.Optimizer
+    ):
+        inner = inner.optimizer
+    if not hasattr(inner, "register_step_pre_hook"):
+        raise UserError(
+            f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
+        )
+    return inner
+
+
+def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The largest learning rate of the optimizers' groups now; None if they have none (Adafactor's own step)."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(rate) for rate in rates if rate is not None), default=None)
+
+
+def largest_beta2(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The largest decay of the second moments; None for optimizers that have none."""
+    betas = [group.get("betas") for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(pair[1]) for pair in betas if isinstance(pair, Sequence) and len(pair) == 2), default=None)
+
+
+def loss_scale(optimizer: torch.optim.Optimizer) -> tuple[bool, torch.Tensor | None]:
+    """Whether a GradScaler takes the step that begins, and the factor of gradients that it leaves to a fused optimizer.
+
+    A fused optimizer is called though the gradient is infinite, and leaves the step out itself.
+    """
+    return getattr(optimizer, "found_inf", None) is not None, getattr(optimizer, "grad_scale", None)
+
+
+def accumulates() -> bool:
+    """Whether accelerate is between two micro-batches of a step: its optimizers leave out their steps then."""
+    return not GradientState().sync_gradients
+
+
+def after_closure(args: tuple, kwargs: Kwargs, act: Callable[[], None]) -> tuple[tuple, Kwargs] | None:
+    """Call ``act`` when a step has its gradients: after the closure has computed them, or now if there is none.
+
+    Args:
+        args, kwargs: of ``optimizer.step``, as its pre-hooks get them; ``args`` begin with the optimizer.
+        act: called before the update, once for each call of the closure (LBFGS calls it several times a step).
+
+    Returns the arguments that take their place; None: they stay.
+    """
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if not callable(closure):
+        act()
+        return None
+
+    def measured() -> Output:
+        loss = closure()
+        act()
+        return loss
+
+    return (args, {**kwargs, "closure": measured}) if len(args) < 2 else ((args[0], measured, *args[2:]), kwargs)
+
+
+# Every way to clip by norm (torch's, accelerate's, Trainer's) ends in the first; a caller may hold the others by name.
+_INNER = ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_")
+
+
+Tell = Callable[[Sequence[torch.Tensor], float | None], None]
+"""Gets the parameters, and the norm to which their gradients are clipped; None for clipping by value."""
+_LISTENERS: list[Tell] = []
+_PATCHED = ExitStack()  # while there are listeners
+
+
+@contextmanager
+def before_clipping(tell: Tell) -> Iterator[None]:
+    """Call ``tell`` before torch clips any gradient by norm or by value; the clipping itself is torch's own.
+
+    Several may listen, and leave in any order; torch's functions are its own again once the last has left.
+    """
+    if not _LISTENERS:
+        for holder in (torch_clipping, torch.nn.utils):
+            for name in _INNER:
+                if callable(inner := getattr(holder, name, None)):
+                    _PATCHED.callback(setattr, holder, name, inner)
+                    setattr(holder, name, _telling(inner))
+    _LISTENERS.append(tell)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(tell)
+        if not _LISTENERS:
+            _PATCHED.close()
+
+
+def _telling(inner: Callable[..., object]) -> Callable[..., object]:
+    signature = inspect.signature(inner)
+
+    def clip(*args: object, **kwargs: object) -> object:
+        named = signature.bind(*args, **kwargs).arguments
+        parameters, limit = named["parameters"], named.get("max_norm")
+        named["parameters"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for tell in tuple(_LISTENERS):
+            tell(named["parameters"], limit if isinstance(limit, float | int) else None)
+        return inner(**named)
+
+    return clip
+
 
 GROWTH = 1.5  # of the learning rate since the last measured update: then this one is measured, too
 Judge = Callable[[torch.Tensor], bool]
@@ -133,19 +256,20 @@ class Instruments:
         self.followed = followed = follow(module, dict(inputs), layers=self.settings.layers)
         self._looking = False
         structure = followed.structure
-        self._norms = GradientNorms(self.model, followed_places(self.model, structure), exact=True)
+        self._norms = GradientNorms(self.model, found_parameters(self.model, structure), exact=True)
         self._updates = UpdateRatios(self.model, self._norms)
         if self.compiled or is_compiled(self.model):
             followed.notes.append("the stream is not recorded: hooks inside a compiled model are not called")
         elif structure is not None:
-            self._meter = ForwardMeter(structure, stream=followed.whole, attention=self.settings.attention)
+            points = stream_points(structure) if followed.whole else {}
+            self._meter = ForwardMeter(points, structure if self.settings.attention else None)
         if structure is not None:
             self._gains = gains_of(structure)
         self._found()
 
     def _without_forward(self) -> None:
         """Look for the layers with made-up tokens: no forward pass of the model itself was seen (a compiled one)."""
-        device = own_part(next(self.model.parameters())).device
+        device = local_part(next(self.model.parameters())).device
         self._follow(self.model, {main_input(self.model): torch.arange(1, 9, device=device)[None]})
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor], limit: float | None) -> None:
@@ -262,7 +386,7 @@ class Instruments:
 
         All processes call it: the stream's rows are of all their micro-batches.
         """
-        seen = Seen()
+        seen = PassNumbers()
         if self._meter is not None:
             if self.due and not self._looked and self.followed is not None:
                 self.followed.notes.extend(self._meter.missing())

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import lamina
 from lamina.errors import UserError
 from lamina.reports import report
-from lamina.training.monitor.clipping import before_clipping
+from lamina.training.monitor.training_hooks import before_clipping
 
 
 class Flat(nn.Module):

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from lamina.training.monitor.forward import Seen, rows_of
-from lamina.training.monitor.measure import STATE_METRICS, state_statistics
+from lamina.training.monitor.stream_measures import STATE_METRICS, PassNumbers, rows_of, state_statistics
 
 
 def seen(x, logit, load):
     spot = (0, "attention", 0)
-    return Seen(states={spot: (x.numel(), state_statistics(x).tolist())}, logits={0: logit}, loads={0: (len(x), load)})
+    return PassNumbers(
+        states={spot: (x.numel(), state_statistics(x).tolist())}, logits={0: logit}, loads={0: (len(x), load)}
+    )
 
 
 def test_the_parts_of_a_batch_have_the_statistics_of_the_whole():
@@ -26,4 +27,4 @@ def test_the_parts_of_a_batch_have_the_statistics_of_the_whole():
 
 def test_a_process_that_saw_nothing_adds_nothing():
     part = seen(torch.randn(2, 3, 4), 2.0, [1.0])
-    assert rows_of(1, [Seen(), part]) == rows_of(1, [part])
+    assert rows_of(1, [PassNumbers(), part]) == rows_of(1, [part])

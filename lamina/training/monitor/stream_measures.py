@@ -1,4 +1,4 @@
-"""What one training step's forward pass shows by sub-layer: the stream, attention's logits, the experts' loads."""
+"""What a forward pass shows by sub-layer: the stream, attention's largest logits, the experts' loads."""
 
 from __future__ import annotations
 
@@ -11,56 +11,113 @@ from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import body_of, sublayers
 from lamina.probes.structure.hooks import Args, Kwargs, Output, watch
 from lamina.probes.structure.sites import Point, Structure
-from lamina.training.monitor.measure import STATE_METRICS, state_statistics
+from lamina.training.execution.compiling import uncompiled
 from lamina.training.monitor.rows import Row
 
-Key = TypeVar("Key", bound=Hashable)
+Key, Value = TypeVar("Key", bound=Hashable), TypeVar("Value")
 Spot: TypeAlias = tuple[int, str, int]
 """layer (-1: x^0), sub-layer ("block" for a whole layer), and which of the layer's sub-layers of this kind."""
+STATE_METRICS = ("hidden_variance", "hidden_mean", "hidden_abs_mean", "hidden_abs_max")
+TOP = 100  # the number of the largest |x| in Peri-LN's Figure 11
 _SOFTMAX = {functional.softmax, torch.softmax, torch.Tensor.softmax}
 _TOPK = {torch.topk, torch.Tensor.topk}
 _QUERIES = 512  # whose logits are held at a time
 
 
+def state_statistics(x: torch.Tensor) -> torch.Tensor:
+    """Variance, mean, mean |x| and largest |x| over all elements of a state [batch, tokens, hidden_size]."""
+    x = x.detach().float()
+    magnitude = x.abs().flatten(0, -2)
+    return torch.stack([x.var(correction=0), x.mean(), magnitude.mean(), magnitude.max()])
+
+
+def largest_magnitudes(x: torch.Tensor, count: int = TOP) -> torch.Tensor:
+    """The ``count`` largest |x| of a state [batch, tokens, hidden_size] (all, if it has fewer), largest first.
+
+    NaN counts as the largest. Does not wait for the device.
+    """
+    magnitude = x.detach().float().abs().flatten(0, -2)
+    # the largest lie in the tokens with the largest peaks, so only those tokens' elements are sorted
+    peaks = magnitude.amax(-1)
+    tokens = peaks.topk(min(count, len(peaks)), sorted=False).indices
+    values = magnitude.index_select(0, tokens).flatten()
+    return values.topk(min(count, len(values))).values
+
+
+def hidden_state_rows(model: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor], step: int) -> list[Row]:
+    """The statistics of x^0 and of the stream after every sub-layer, for one batch, and the largest |x| of all.
+
+    ``inputs`` are the arguments of a Lamina model, or only its main input: token ids [batch, tokens] or pixel values
+    [batch, channels, height, width]. Runs the model in evaluation mode without gradients, uncompiled and, unless it is
+    sharded in bfloat16, in float32; restores its mode.
+
+    The metric ``hidden_top_abs`` is Peri-LN's "global top-100" (Fig 11): the 100 largest |x| among all elements (each
+    sequence's tokens and channels) of x^0 and of the stream after every sub-layer; the row with ``index`` 0 is the
+    largest. An element that stays large through several sub-layers counts in each of them.
+    """
+    base = body_of(model, "layer monitor")
+    points: dict[Spot, Point] = {(-1, "block", 0): Point(base.layers[0], "", "input")}
+    points |= {(index, name, 0): Point(residual, "", "output") for index, name, residual in sublayers(base)}
+    meter, was_training = ForwardMeter(points, top=TOP), model.training
+    model.eval()
+    try:
+        with torch.no_grad(), uncompiled(base), meter.measuring(base):
+            if isinstance(model, FSDPModule):  # only its root gathers the embedding; all processes must call it
+                model(**_named(base, inputs), use_cache=False, logits_to_keep=1)
+            else:
+                base(**_named(base, inputs), use_cache=False)
+    finally:
+        model.train(was_training)
+    return rows_of(step, [meter.take()])
+
+
+def _named(base: nn.Module, inputs: torch.Tensor | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    return {str(base.main_input_name): inputs} if isinstance(inputs, torch.Tensor) else inputs
+
+
 @dataclass
-class Seen:
+class PassNumbers:
     """What a process saw of one forward pass, as numbers.
 
     Attributes:
         states: by spot the number of elements and their ``state_statistics``.
         logits: each layer's largest.
         loads: by layer the tokens, and each expert's share of their choices.
+        largest: the largest |x| of all states, largest first.
     """
 
     states: dict[Spot, tuple[int, list[float]]] = field(default_factory=dict)
     logits: dict[int, float] = field(default_factory=dict)
     loads: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
+    largest: list[float] = field(default_factory=list)
 
 
 class ForwardMeter:
     """Measures one forward pass; what it keeps is a few numbers for each sub-layer, on the device, until ``take``.
 
     Args:
-        structure: of the model.
-        stream: whether the stream is what the structure's points show.
-        attention: whether to look at attention's logits and at the experts' choices.
+        points: where the stream is measured.
+        structure: of a model whose attention logits and choices of experts are measured; None: they are not.
+        top: how many of the largest |x| of all states are kept.
 
     Attributes:
         half: whether a pass ran under autocast to float16, which accelerate begins inside the model's call.
     """
 
-    def __init__(self, structure: Structure, *, stream: bool = True, attention: bool = True):
-        self.structure, self.attention = structure, attention
-        self.points = stream_points(structure) if stream else {}
+    def __init__(self, points: Mapping[Spot, Point], structure: Structure | None = None, *, top: int = 0):
+        self.points, self.structure, self.top = points, structure, top
         self.half = False
         self._states: dict[Spot, torch.Tensor] = {}
         self._elements: dict[Spot, int] = {}
+        self._largest: list[torch.Tensor] = []
         self._logits: dict[int, torch.Tensor] = {}
         self._loads: dict[int, torch.Tensor] = {}
         self._tokens: dict[int, int] = {}  # that chose experts
@@ -68,10 +125,10 @@ class ForwardMeter:
     @contextmanager
     def measuring(self, root: nn.Module) -> Iterator[None]:
         """Measure the forward pass that runs in the context."""
-        self._states, self._logits, self._loads = {}, {}, {}
+        self._states, self._largest, self._logits, self._loads = {}, [], {}, {}
         with ExitStack() as stack:
             stack.enter_context(watch(self.points, self._see, root=root))
-            if self.attention:
+            if self.structure is not None:
                 stack.enter_context(_operations(self.structure, self._see_logits, self._see_choice))
             yield
 
@@ -79,7 +136,9 @@ class ForwardMeter:
     def _see(self, spot: Spot, tensor: torch.Tensor) -> None:
         self.half |= in_half(tensor.device.type)
         self._elements[spot] = tensor.numel()
-        self._states[spot] = state_statistics(tensor if tensor.ndim > 1 else tensor[None])
+        tensor = tensor if tensor.ndim > 1 else tensor[None]
+        self._states[spot] = state_statistics(tensor)
+        self._largest += [largest_magnitudes(tensor, self.top)] if self.top else []
 
     @torch.no_grad()
     def _see_logits(self, layer: int, largest: torch.Tensor) -> None:
@@ -100,47 +159,51 @@ class ForwardMeter:
         """What a pass that should have been measured did not show, a line each for the user."""
         if self.points and not self._states:
             return ["the stream is not recorded: no forward pass of the model was seen (a compiled function hides it)"]
-        kinds = {sublayer.kind for site in self.structure.layers for sublayer in site.sublayers}
-        if self.attention and self._states and "attention" in kinds and not self._logits:
+        layers = () if self.structure is None else self.structure.layers
+        kinds = {sublayer.kind for site in layers for sublayer in site.sublayers}
+        if self._states and "attention" in kinds and not self._logits:
             return ["attention logits are not recorded: attention runs in a kernel of its own"]
         return []
 
-    def take(self) -> Seen:
+    def take(self) -> PassNumbers:
         """What the pass has shown, once; waits for the device."""
-        seen = Seen()
+        seen = PassNumbers()
         if self._states:
             values = torch.stack(list(self._states.values())).tolist()
             seen.states = {spot: (self._elements[spot], each) for spot, each in zip(self._states, values, strict=True)}
+        if self._largest:
+            values = torch.cat(self._largest)
+            seen.largest = values.topk(min(self.top, len(values))).values.tolist()
         if self._logits:
             seen.logits = dict(zip(self._logits, torch.stack(list(self._logits.values())).tolist(), strict=True))
         seen.loads = {layer: (self._tokens[layer], load.tolist()) for layer, load in self._loads.items()}
-        self._states, self._logits, self._loads = {}, {}, {}
+        self._states, self._largest, self._logits, self._loads = {}, [], {}, {}
         return seen
 
 
-def rows_of(step: int, parts: Sequence[Seen]) -> list[Row]:
+def rows_of(step: int, parts: Sequence[PassNumbers]) -> list[Row]:
     """The tidy rows of what the processes' parts of a batch have shown, as of the whole batch."""
     rows: list[Row] = []
-    for spot in _all(part.states for part in parts):
-        values = _pooled([part.states[spot] for part in parts if spot in part.states])
-        layer, sublayer, index = spot
-        named = zip(STATE_METRICS, values, strict=True)
+    for (layer, sublayer, index), seen in _by_key(part.states for part in parts).items():
+        named = zip(STATE_METRICS, _pooled(seen), strict=True)
         rows += [(step, layer, sublayer, "all", index, metric, value) for metric, value in named]
-    for layer in _all(part.logits for part in parts):
-        largest = max(part.logits[layer] for part in parts if layer in part.logits)
-        rows.append((step, layer, "attention", "all", 0, "attention_logit", largest))
-    for layer in _all(part.loads for part in parts):
-        of_layer = [part.loads[layer] for part in parts if layer in part.loads]
-        tokens = sum(count for count, _ in of_layer)
-        for expert, values in enumerate(zip(*(load for _, load in of_layer), strict=True)):
-            shares = (count / tokens * value for (count, _), value in zip(of_layer, values, strict=True))
-            load = sum(shares)
+    for layer, logits in _by_key(part.logits for part in parts).items():
+        rows.append((step, layer, "attention", "all", 0, "attention_logit", max(logits)))
+    for layer, loads in _by_key(part.loads for part in parts).items():
+        tokens = sum(count for count, _ in loads)
+        for expert, values in enumerate(zip(*(load for _, load in loads), strict=True)):
+            load = sum(count / tokens * value for (count, _), value in zip(loads, values, strict=True))
             rows.append((step, layer, "feed_forward", "expert", expert, "expert_load", load))
-    return rows
+    largest = [value for part in parts for value in part.largest]  # of a Lamina model, which a single process measures
+    return rows + [(step, -1, "model", "all", rank, "hidden_top_abs", value) for rank, value in enumerate(largest)]
 
 
-def _all(parts: Iterable[Mapping[Key, object]]) -> dict[Key, None]:
-    return {key: None for part in parts for key in part}
+def _by_key(parts: Iterable[Mapping[Key, Value]]) -> dict[Key, list[Value]]:
+    values: dict[Key, list[Value]] = {}
+    for part in parts:
+        for key, value in part.items():
+            values.setdefault(key, []).append(value)
+    return values
 
 
 def _pooled(parts: Sequence[tuple[int, list[float]]]) -> list[float]:

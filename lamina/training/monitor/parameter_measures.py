@@ -1,0 +1,336 @@
+"""What is measured of parameters by sub-layer: gradients, updates, weights, moments, and the gains of norms.
+
+Updates and first moments rise before gradient and loss do where a run becomes unstable, in some layers before the
+others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.distributed import get_world_size, is_initialized
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lamina.modeling.initialization import weights
+from lamina.modeling.modeling_lamina import LaminaNorm
+from lamina.modeling.parts import body_of, sublayers
+from lamina.probes.structure.hooks import Output
+from lamina.probes.structure.sites import Structure, effective_gain
+from lamina.training.monitor.rows import Row
+
+Owner: TypeAlias = tuple[int, str, str]
+"""layer (-1 outside the blocks), sub-layer, role: "all", or "other" for a layer's parameters outside its sub-layers."""
+Owned: TypeAlias = list[tuple[Owner, torch.Tensor]]
+Gain: TypeAlias = tuple[int, str, str, int, float, torch.Tensor]
+"""layer (-1 outside the layers), sub-layer, role, which of several there, what the norm adds to it, the gain."""
+
+MOMENTS = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
+"""Metrics, and under which key Adam and its relatives in torch keep them."""
+_PIECE = 1024
+
+
+def owned_parameters(model: nn.Module) -> Owned:
+    """Return the parameters of a Lamina model with their owners. Raises UserError for any other model."""
+    body_of(model, "layer monitor")
+    return [
+        ((w.layer, w.sublayer, "all") if w.layer >= 0 else (-1, "block", w.sublayer), w.parameter)
+        for w in weights(cast(PreTrainedModel, model))
+    ]
+
+
+def found_parameters(model: nn.Module, structure: Structure | None) -> Owned:
+    """Return the parameters of any model with their owners; the model owns all of them if no layers were found.
+
+    Parameters that several layers share (ALBERT) count in the first of them; tied ones in the embedding. Those of
+    another stack of layers (a decoder behind the encoder) are neither embedding nor readout, but "other".
+    """
+    if structure is None:
+        return [((-1, "model", "all"), parameter) for parameter in model.parameters()]
+    owners: dict[int, Owner] = {}
+
+    def claim(owner: Owner, *modules: nn.Module | None) -> None:
+        for module in modules:
+            for parameter in () if module is None else module.parameters():
+                owners.setdefault(id(parameter), owner)
+
+    claim((-1, "block", "embedding"), structure.embedding)
+    for site in structure.layers:
+        for sublayer in site.sublayers:
+            modules = (*(module for _, module in sublayer.modules), *(norm.module for norm in sublayer.norms))
+            claim((site.index, sublayer.kind, "all"), *modules)
+        claim((site.index, "block", "other"), site.module)
+    claim((-1, "block", "other"), *(module for role, module in structure.outside if role == "other"))
+    claim((-1, "block", "embedding"), *(module for module in model.modules() if isinstance(module, nn.Embedding)))
+    for role, module in structure.outside:
+        claim((-1, "block", role), module)
+    return [(owners.get(id(p), (-1, "block", "readout")), p) for p in model.parameters()]
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this process holds."""
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _share(tensor: torch.Tensor) -> float:
+    """Return the weight of this process' part in a sum over all processes: shards count once, copies share one."""
+    if not is_initialized():
+        return 1.0
+    world = get_world_size()
+    if not isinstance(tensor, DTensor):
+        return 1.0 / world
+    mesh = tensor.device_mesh
+    shards = 1
+    for dimension, placement in enumerate(tensor.placements):
+        shards *= mesh.size(dimension) if placement.is_shard() else 1
+    return shards / world
+
+
+class GradientNorms:
+    """The gradient's L2 norm by sub-layer and block, and of the embedding and the readout.
+
+    Sharded parameters' (FSDP2) squared local parts are summed over the processes, so the norms are those of one.
+
+    Args:
+        model: a Lamina model, or any other whose parameters are ``owned``.
+        owned: each parameter with its owner, as ``found_parameters`` returns them.
+        exact: whether a CPU's sums are made in short pieces, which are added in float64: torch's norm of a tensor of
+            2**24 floats is off by 7e-4 there. A run's own records keep torch's bits.
+    """
+
+    def __init__(self, model: nn.Module, owned: Owned | None = None, *, exact: bool = False):
+        self._exact = exact
+        keys: dict[Owner, int] = {}
+        self.parameters: list[torch.Tensor] = []
+        self.groups: list[int] = []
+        for key, parameter in owned_parameters(model) if owned is None else owned:
+            self.parameters.append(parameter)
+            self.groups.append(keys.setdefault(key, len(keys)))
+        self.keys = list(keys)
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        self._shares = [_share(parameter) if self.sharded else 1.0 for parameter in self.parameters]
+        self._sent: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def squares(self) -> torch.Tensor:
+        """The squared norm of each group in float64, without waiting for the device; call before clipping."""
+        return self.over_processes(self.local_sums([parameter.grad for parameter in self.parameters]))
+
+    def local_sums(self, tensors: Sequence[torch.Tensor | None], *, power: int = 2) -> torch.Tensor:
+        """This process' share of each group's sum of |x|**power, for one tensor like each parameter; None is zeros."""
+        parts, present = [], []
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                parts.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                present.append(index)
+        if not parts:
+            device = local_part(self.parameters[0]).device if self.parameters else None
+            return torch.zeros(len(self.keys), dtype=torch.float64, device=device)
+        if self._exact and all(part.device.type == "cpu" for part in parts):
+            powers = torch.stack([_in_pieces(part.flatten(), power) for part in parts])
+        else:
+            norms = torch.stack(torch._foreach_norm(parts, power))  # pyright: ignore[reportPrivateImportUsage]
+            powers = norms.double().pow(power)
+        sums = torch.zeros(len(self.keys), dtype=torch.float64, device=powers.device)
+        groups, shares = self._index(present, powers.device)
+        return sums.index_add_(0, groups, powers * shares)
+
+    def over_processes(self, sums: torch.Tensor) -> torch.Tensor:
+        """The processes' shares added up, in place; of parameters that are not sharded, every process has the whole."""
+        if self.sharded:
+            torch.distributed.all_reduce(sums)
+        return sums
+
+    def _index(self, present: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups and shares of the parameters ``present``, on the device; cached: sending them waits for the device."""
+        if (key := tuple(present)) not in self._sent:
+            groups = torch.tensor([self.groups[index] for index in present], device=device)
+            shares = torch.tensor([self._shares[index] for index in present], dtype=torch.float64, device=device)
+            self._sent[key] = (groups, shares)
+        return self._sent[key]
+
+    def trained(self) -> set[Owner]:
+        """The owners of ``rows`` that have a parameter which requires a gradient now."""
+        groups = {group for group, p in zip(self.groups, self.parameters, strict=True) if p.requires_grad}
+        owners = {self.keys[group] for group in groups}
+        return owners | {(layer, "block", "all") for layer, _, _ in owners if layer >= 0}
+
+    def totals(self, sums: Sequence[float]) -> Iterator[tuple[Owner, float]]:
+        """Each group's sum, then each whole block's."""
+        blocks: dict[int, float] = {}
+        for (layer, sublayer, role), value in zip(self.keys, sums, strict=True):
+            yield (layer, sublayer, role), value
+            if layer >= 0:
+                blocks[layer] = blocks.get(layer, 0.0) + value
+        for layer, total in blocks.items():
+            yield (layer, "block", "all"), total
+
+    def rows(self, step: int, squares: torch.Tensor) -> list[Row]:
+        """The tidy rows of one step's ``squares()``."""
+        return [(step, *owner, 0, "gradient_norm", total**0.5) for owner, total in self.totals(squares.tolist())]
+
+
+def _in_pieces(x: torch.Tensor, power: int) -> torch.Tensor:
+    """The sum of |x|**power in float64, from norms of pieces."""
+    whole = x.numel() // _PIECE * _PIECE
+    pieces = torch.linalg.vector_norm(x[:whole].view(-1, _PIECE), power, dim=1).double()
+    return pieces.pow(power).sum() + torch.linalg.vector_norm(x[whole:], power).double().pow(power)
+
+
+def is_recorded(step: int, args: TrainingArguments) -> bool:
+    """Whether a step's measurements are recorded: at the first step and at every ``logging_steps``-th."""
+    return step == 1 or step % max(1, int(args.logging_steps)) == 0
+
+
+class UpdateRatios(TrainerCallback):
+    """Measures each optimizer step of the sub-layers and blocks, of the embedding and of the readout, where recorded.
+
+    w are the weights before the optimizer's step and w' those after it, so that the update is all that the step does:
+    clipping, the learning rate and weight decay included. Metrics: ``update_norm`` |w' - w|, ``weight_norm`` |w|,
+    ``update_ratio`` |w' - w| / |w|, and where the optimizer has Adam's moments after the step, ``first_moment`` |m| and
+    ``second_moment``, the norm of sqrt(v) (both in units of the gradient).
+
+    At a recorded step the weights are held twice between the backward pass and the end of the step; at the others
+    nothing is done. Nothing waits for the device before ``rows``.
+
+    Args:
+        model: a Lamina model; unless there are ``groups``.
+        groups: the parameters by sub-layer.
+    """
+
+    def __init__(self, model: nn.Module, groups: GradientNorms | None = None):
+        self.groups = GradientNorms(model) if groups is None else groups
+        self._before: list[torch.Tensor] = []
+        self._sums: dict[str, torch.Tensor] = {}  # by metric: of each group, before the root is taken
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Output
+    ) -> None:
+        """Trainer calls this right before the optimizer's step."""
+        self._sums = {}
+        if is_recorded(state.global_step + 1, args):
+            self.before_step()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Output
+    ) -> None:
+        """Trainer calls this right after it."""
+        self.after_step([kwargs["optimizer"]] if kwargs.get("optimizer") is not None else [])
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Keep the weights."""
+        self._before = [local_part(parameter).clone() for parameter in self.groups.parameters]
+
+    @torch.no_grad()
+    def after_step(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Measure, if the weights were kept before the step."""
+        if not self._before:
+            return
+        before, self._before = self._before, []
+        sums = {"weight_norm": self.groups.local_sums(before)}
+        torch._foreach_sub_(before, [local_part(parameter) for parameter in self.groups.parameters])  # pyright: ignore[reportPrivateImportUsage]
+        sums["update_norm"] = self.groups.local_sums(before)
+        state = {id(p): values for optimizer in optimizers for p, values in optimizer.state.items()}
+        for metric, key in MOMENTS.items():
+            moments = [_moment(state.get(id(p), {}).get(key), p) for p in self.groups.parameters]
+            if any(moment is not None for moment in moments):
+                sums[metric] = self.groups.local_sums(moments, power=1 if metric == "second_moment" else 2)
+        self._sums = dict(zip(sums, self.groups.over_processes(torch.stack(list(sums.values()))), strict=True))
+
+    def rows(self, step: int) -> list[Row]:
+        """The tidy rows of the recorded step, once; none where its update was skipped (by a loss scaler).
+
+        Weights that are all zero (a bias before its first step) have no ratio.
+        """
+        if not self._sums:
+            return []
+        values = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))
+        self._sums = {}
+        if not any(values["update_norm"]):
+            return []
+        rows: list[Row] = []
+        for totals in zip(*(self.groups.totals(sums) for sums in values.values()), strict=True):
+            owner, by_metric = totals[0][0], dict(zip(values, (total for _, total in totals), strict=True))
+            rows += [(step, *owner, 0, metric, total**0.5) for metric, total in by_metric.items()]
+            if weight := by_metric["weight_norm"]:
+                rows.append((step, *owner, 0, "update_ratio", (by_metric["update_norm"] / weight) ** 0.5))
+        return rows
+
+
+def _moment(moment: object, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a moment of a parameter's shape; None for another (an optimizer may compress it)."""
+    return moment if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape else None
+
+
+def gain_rows(model: nn.Module, step: int) -> list[Row]:
+    """Mean and largest magnitude of every norm's gain of a Lamina model, and of every learned scale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass alone leaves the root's parameters gathered
+    base, gains = body_of(model, "layer monitor"), list[Gain]()
+    for index, sublayer, residual in sublayers(base):
+        for role in ("pre_norm", "out_norm", "post_norm"):
+            norm = getattr(residual, role)
+            if isinstance(norm, LaminaNorm) and norm.weight is not None:
+                gains.append((index, sublayer, role, 0, 0.0, norm.weight))
+        for role in ("skip_scale", "pre_scale"):
+            if isinstance(scale := getattr(residual, role), nn.Parameter):
+                gains.append((index, sublayer, role, 0, 0.0, scale))
+    for role, norm in (("embedding_norm", base.embedding_norm), ("final_norm", base.norm)):
+        if isinstance(norm, LaminaNorm) and norm.weight is not None:
+            gains.append((-1, "block", role, 0, 0.0, norm.weight))
+    return rows_of_gains(gains, step)
+
+
+def gains_of(structure: Structure) -> list[Gain]:
+    """Every norm's learned gain, with its owner, of a model whose layers were found."""
+    gains: list[Gain] = []
+    counts: Counter[Owner] = Counter()
+    for layer, sublayer, norm in structure.norms():
+        if isinstance(weight := getattr(norm.module, "weight", None), torch.Tensor) and weight.ndim == 1:
+            owner = (layer, "block" if layer < 0 else sublayer, norm.role)
+            gains.append((*owner, counts[owner], _offset(norm.module), weight))
+            counts[owner] += 1
+    return gains
+
+
+def _offset(norm: nn.Module) -> float:
+    """What a norm adds to its stored gain: 1 for Gemma's, 0 for others."""
+    weight = norm.weight.detach()  # type: ignore[union-attr]
+    try:
+        effective = effective_gain(norm)
+    except RuntimeError:  # a sharded weight
+        return 0.0
+    return 0.0 if effective is None else float(round(float((effective - weight.float()).mean())))
+
+
+def rows_of_gains(gains: Iterable[Gain], step: int) -> list[Row]:
+    """The tidy rows of norms' gains: their mean and their largest magnitude."""
+    keys, sums, magnitudes, mesh = [], [], [], None
+    for *key, offset, parameter in gains:
+        keys.append(key)
+        value, whole = parameter.detach(), parameter.numel()
+        if isinstance(value, DTensor):
+            mesh, value = value.device_mesh, value.to_local()
+        value = value.float() + offset if offset else value.float()
+        sums.append(value.sum() / whole)
+        magnitudes.append(value.abs().max() if value.numel() else value.new_zeros(()))
+    if not keys:
+        return []
+    means, largests = torch.stack(sums), torch.stack(magnitudes)
+    if mesh is not None:
+        torch.distributed.all_reduce(means, group=mesh.get_group())
+        torch.distributed.all_reduce(largests, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
+    rows: list[Row] = []
+    for (layer, sublayer, role, index), mean, largest in zip(keys, means.tolist(), largests.tolist(), strict=True):
+        rows += [
+            (step, layer, sublayer, role, index, "gain_mean", mean),
+            (step, layer, sublayer, role, index, "gain_abs_max", largest),
+        ]
+    return rows
