@@ -238,14 +238,15 @@ def fit_progress(known: list[Record], collapse: dict[str, float]) -> dict[str, A
 
 
 def judge(runs: list[dict[str, Any]], measured: list[dict[str, Any]]) -> None:
-    """Count verdicts against outcomes for each set, and write judged.json and the page's tables."""
-    from preflight_tables import tables
+    """Count verdicts against outcomes for each set, and write judged.json, tables.md and the page's tables."""
+    from preflight_tables import details, tables
 
     made = judged(runs, measured, json.loads(TARGET.read_text()))
     JUDGED.write_text(json.dumps(made, indent=2) + "\n")
     text = PAGE.read_text()
     before, _, rest = text.partition(START)
     PAGE.write_text(f"{before}{START}\n\n{tables(made)}\n{END}{rest.partition(END)[2]}")
+    JUDGED.with_name("tables.md").write_text(details(made))
     print(tables(made))
 
 

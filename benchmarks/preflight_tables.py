@@ -22,8 +22,13 @@ TITLES = {
 
 
 def tables(made: dict[str, Any]) -> str:
-    """How often verdicts were right by group, the confusions, the mistakes and the reviewed runs, as Markdown."""
-    lines = [*_groups(made), *_deciding(made["deciding"]), *_trivial(made["beside trivial rules"])]
+    """Return how often verdicts were right by group, for the page, as Markdown."""
+    return "\n".join([*_groups(made), *_deciding(made["deciding"]), *_trivial(made["beside trivial rules"])])
+
+
+def details(made: dict[str, Any]) -> str:
+    """Return the counts of each set of runs, the mistakes and the reviewed runs, as Markdown."""
+    lines = ["# Preflight's verdicts, set by set", ""]
     for name in TITLES:
         if counts := made["confusion"].get(name):
             total = sum(sum(row.values()) for row in counts.values())
@@ -33,9 +38,8 @@ def tables(made: dict[str, Any]) -> str:
             lines.append("")
     lines += ["Mistakes among the runs it was judged on (fine, but it did not train; or the other way round):", ""]
     lines += _runs(made["wrong"]) if made["wrong"] else ["None."]
-    return (
-        "\n".join([*lines, "", "The runs that the review had found called fine:", "", *_runs(made["reviewed"])]) + "\n"
-    )
+    lines += ["", "The runs that a review had found called fine:", "", *_runs(made["reviewed"]), ""]
+    return "\n".join(lines)
 
 
 def _groups(made: dict[str, Any]) -> list[str]:

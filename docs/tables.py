@@ -191,8 +191,12 @@ def reliability_table() -> str:
         )
     for name, record in records.items():
         lines += ["", f"**{_title(name).capitalize()}**", "", "| group | cases | right |", "|---|---|---|"]
+        groups: dict[str, list[int]] = {}
         for group, counts in record["groups"].items():
-            lines.append(f"| {group} | {sum(counts.values()):,} | {counts.get('right', 0):,} |")
+            name = group.partition(",")[0] if len(record["groups"]) > 20 else group  # of "COMMAND, DAMAGE" the command
+            cases, right = groups.get(name, [0, 0])
+            groups[name] = [cases + sum(counts.values()), right + counts.get("right", 0)]
+        lines += [f"| {name} | {cases:,} | {right:,} |" for name, (cases, right) in groups.items()]
         if record["faults"]:
             lines += ["", "Faults:", ""]
             lines += [f"- {f['outcome']}: {f['group']}: {f['name']}: {f['detail']}" for f in record["faults"]]
