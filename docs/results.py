@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from lamina.papers.catalog.places import catalog_folder, names
+from lamina.papers.catalog.places import names, records_folder
 from lamina.papers.catalog.study import read_study
 from lamina.papers.engine.verdicts import all_verdicts
 from lamina.papers.results import write_results
@@ -23,7 +23,7 @@ def write(folder: Path = PAGES, *, draw: bool = True, advice: Path = ADVICE, cit
     """Write the pages and the page of advice; ``draw``: the figures, too. Returns the paths of the pages."""
     studies = [read_study(name) for name in names()]
     verdicts = all_verdicts()
-    pages = write_results(verdicts, studies, catalog_folder() / "records", folder, draw=draw)
+    pages = write_results(verdicts, studies, records_folder(), folder, draw=draw)
     lines = (folder / "index.md").read_text(encoding="utf-8").splitlines()
     scale = next((line for line in lines if line.startswith("At scale")), "")
     advice.write_text(_decisions().page(verdicts, scale), encoding="utf-8")

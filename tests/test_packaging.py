@@ -1,5 +1,8 @@
 """What is handed out: the source distribution's tests run, and the types reach a user's own script."""
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -68,11 +71,38 @@ def test_a_sample_of_the_tests_runs_in_the_source_distribution(unpacked):
 
 
 @pytest.mark.slow
+def test_the_wheel_has_the_studies_and_not_their_records(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    assert wheel.stat().st_size < 3 * 2**20
+    with zipfile.ZipFile(wheel) as file:
+        assert not [name for name in file.namelist() if "records/" in name or name.endswith(".parquet")]
+        file.extractall(tmp_path / "site")
+    folder = tmp_path / "site" / "lamina" / "papers" / "studies"
+    of_repository = {path.relative_to(ROOT / "studies") for path in (ROOT / "studies").rglob("*.yaml")}
+    assert {path.relative_to(folder) for path in folder.rglob("*.yaml")} == {
+        path for path in of_repository if path.parts[0] != "records"
+    }
+    words = [sys.executable, "-c", "from lamina.cli import main; main()", "study", "list", "--json"]
+    paths = {"PYTHONPATH": str(tmp_path / "site")}
+    bare = json.loads(run(*words, cwd=tmp_path, env={**os.environ, **paths}))
+    assert {one["verdict"] for one in bare} == {"not run yet"}
+
+    records = tmp_path / "records"  # a build writes beside its sources
+    shutil.copytree(ROOT / "studies" / "records", records)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, cwd=records)
+    (wheel,) = tmp_path.glob("lamina_records*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    recorded = json.loads(run(*words, cwd=tmp_path, env={**os.environ, **paths}))
+    assert {one["claim"] for one in bare} <= {one["claim"] for one in recorded}
+    assert recorded == json.loads(run(*words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+
+
+@pytest.mark.slow
 def test_a_users_script_is_checked_against_the_types_of_the_wheel(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         assert "lamina/py.typed" in file.namelist()
-        assert any(name.endswith("data/share/lamina/studies/bases.yaml") for name in file.namelist())
         file.extractall(tmp_path / "site")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "pyrightconfig.json").write_text('{"extraPaths": ["site"], "include": ["script.py"]}')

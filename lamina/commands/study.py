@@ -59,6 +59,7 @@ def _list(argv: list[str]) -> int:
     chosen = parser.parse_args(argv)
     from pathlib import Path
 
+    from lamina.papers.catalog.places import records_folder
     from lamina.papers.engine.verdicts import all_verdicts
 
     found = all_verdicts(None if chosen.records is None else Path(chosen.records))
@@ -73,6 +74,8 @@ def _list(argv: list[str]) -> int:
     for one in found:
         counts[str(one["verdict"])] = counts.get(str(one["verdict"]), 0) + 1
     print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    if chosen.records is None and not records_folder().is_dir():
+        print("lamina: the records are not installed: pip install lamina[papers]", file=sys.stderr)
     return 0
 
 

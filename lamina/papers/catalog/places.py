@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 from lamina.errors import UserError, unknown
 
 BASES = "bases.yaml"
+_RECORDS = "lamina_records"
 
 
 def catalog_folder() -> Path:
-    """The folder of the studies that come with Lamina: the repository's, or the installed copy."""
-    inside = Path(__file__).parents[3] / "studies"
-    return inside if (inside / BASES).is_file() else Path(sysconfig.get_path("data")) / "share" / "lamina" / "studies"
+    """Return the folder of the studies that come with Lamina: the repository's, or the package's."""
+    repository = Path(__file__).parents[3] / "studies"
+    return repository if (repository / BASES).is_file() else Path(__file__).parents[1] / "studies"
+
+
+def records_folder() -> Path:
+    """Return the folder of their records: the repository's, or the one that lamina[papers] installs.
+
+    It does not exist without either: then nothing is recorded.
+    """
+    spec = find_spec(_RECORDS)
+    installed = list(spec.submodule_search_locations or ()) if spec else []
+    folder = catalog_folder() / "records"
+    return Path(installed[0]) if installed and not folder.is_dir() else folder
 
 
 def names() -> list[str]:

@@ -11,7 +11,7 @@ from lamina.core.values import mapping, path, place
 from lamina.errors import UserError
 from lamina.jobs.setting_groups import OutputSettings, ThreadSettings, WorkerSettings
 from lamina.jobs.settings import Settings, at_least, changed, not_below, setting
-from lamina.papers.catalog.places import catalog_folder
+from lamina.papers.catalog.places import records_folder
 from lamina.studies.settings import seed_list
 
 ScaleName = Literal["cpu", "gpu", "paper"]
@@ -30,7 +30,7 @@ class StoreSettings(Settings):
     @property
     def records_folder(self) -> Path:
         """The folder of the records."""
-        return catalog_folder() / "records" if self.records is None else Path(self.records)
+        return records_folder() if self.records is None else Path(self.records)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
 from lamina.jobs.sealed import read_sealed
-from lamina.papers.catalog.places import catalog_folder, names
+from lamina.papers.catalog.places import catalog_folder, names, records_folder
 from lamina.papers.catalog.study import Scale, Study, read_study
 from lamina.papers.judging.claims import Claim, judge, load_claims
 from lamina.papers.judging.findings import Verdict
@@ -106,7 +106,7 @@ def all_verdicts(records: Path | None = None) -> list[Json]:
 
     Raises UserError for a file of the catalog that can't be read.
     """
-    folder = catalog_folder() / "records" if records is None else records
+    folder = records_folder() if records is None else records
     return [one for name in names() for one in verdicts_of(read_study(name), folder)]
 
 

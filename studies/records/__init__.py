@@ -1,0 +1,1 @@
+"""Records of Lamina's studies: a folder per study and scale."""
