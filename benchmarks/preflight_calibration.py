@@ -237,7 +237,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """The burn-in of a case, as `lamina preflight` does it: the features at every measurement from the middle on."""
     import torch
 
-    from lamina.data import prepare_blocks
+    from lamina.data.packed import prepare_blocks
     from lamina.jobs.aliases import in_our_words
     from lamina.jobs.files import finite
     from lamina.preflights.features import Features, features

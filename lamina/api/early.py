@@ -114,8 +114,7 @@ def _specs(record: type[Settings], given: Mapping[str, object]) -> list[str]:
 
 
 def _refuse_missing(name: str, place: str) -> None:
-    from lamina.data.corpus import EMBEDDED, single_corpus
-    from lamina.data.sources.mix_spec import parse_mix
+    from lamina.data.corpus import EMBEDDED, parse_mix, single_corpus
 
     if name != "corpus":
         existing_file(name, place)

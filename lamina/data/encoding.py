@@ -52,7 +52,7 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
 
 
-class Encoder:
+class TextEncoder:
     """Encodes texts with a tokenizer's model alone: it adds no special tokens and recognizes none in the text.
 
     So a corpus that spells out ``<|endoftext|>`` cannot forge the end of a document. Truncation and padding are off.
@@ -60,10 +60,9 @@ class Encoder:
 
     Args:
         tokenizer: any tokenizer of transformers.
-        allow_bytes: use a shortcut for tokenizers whose ids are the UTF-8 bytes.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_bytes: bool = True):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.backend: Tokenizer | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -72,7 +71,7 @@ class Encoder:
             self.backend.no_truncation()
             self.backend.no_padding()
             self.backend.encode_special_tokens = True
-        self.is_bytes = allow_bytes and self.backend is not None and ids_are_bytes(json.loads(self.backend.to_str()))
+        self.is_bytes = self.backend is not None and ids_are_bytes(json.loads(self.backend.to_str()))
         self.vocab_size = vocab_size_of(tokenizer)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
@@ -115,7 +114,7 @@ class TokenJoiner:
 
     ELSEWHERE = (-1, -1)
 
-    def __init__(self, encoder: Encoder, last: tuple[int, int] | None = None):
+    def __init__(self, encoder: TextEncoder, last: tuple[int, int] | None = None):
         self.encoder, self.last, self.chars = encoder, last, 0
         self._end = np.array([encoder.tokenizer.eos_token_id], dtype=encoder.dtype)
         self._texts: list[str] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lamina.data import load_tokenizer
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
 from lamina.jobs.files import read_result

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.core.values import comma_separated
-from lamina.data import Corpus
+from lamina.data.corpus import Corpus
 from lamina.errors import UserError, one_line
 from lamina.evaluation import generated
 from lamina.evaluation.candidates import Candidate, Expand, candidates_of, check_candidate, load_candidate, stamp
@@ -41,7 +41,7 @@ from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import Status
-from lamina.modeling.backbones.configurations import refuse_scores
+from lamina.modeling.backbones.loading import refuse_scores
 from lamina.modeling.checkpoint import checked_device
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lamina.data import Corpus
+from lamina.data.corpus import Corpus
 from lamina.errors import UserError
 
 UNSCORED = -100  # cross_entropy's ignore_index

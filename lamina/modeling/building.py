@@ -15,7 +15,7 @@ from lamina.core.values import text, whole_number
 from lamina.errors import UserError, one_line, shortened, unknown
 from lamina.modeling import initialization
 from lamina.modeling.backbones import PRESETS, resolve_backbone
-from lamina.modeling.backbones.configurations import check_adapter
+from lamina.modeling.backbones.loading import check_adapter
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.memory import fewest_weights, refuse_beyond_memory
 from lamina.modeling.modeling_lamina import (

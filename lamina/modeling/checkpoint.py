@@ -16,8 +16,7 @@ from lamina.errors import UserError
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling import modeling_lamina
-from lamina.modeling.backbones.configurations import read_config
-from lamina.modeling.backbones.loading import load_weights
+from lamina.modeling.backbones.loading import load_weights, read_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HEADS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModel")

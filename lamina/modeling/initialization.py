@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from lamina.core.architectures import HIDDEN, ROLES
 from lamina.core.initializers import BRANCH_OUT, INITIALIZERS, WITH_GAIN, Initializer, check
 from lamina.modeling.configuration_lamina import backbone_of
+from lamina.modeling.initialization import profile_admin
 from lamina.modeling.modeling_lamina import LaminaNorm, adapter_of
 from lamina.modeling.parts import body_of, sublayers
-from lamina.modeling.profiling import profile_admin
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

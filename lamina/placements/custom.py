@@ -13,9 +13,9 @@ from lamina.core.json_types import Json
 from lamina.core.python_files import guarded
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError, nearest, shortened
+from lamina.placements.custom import PLAN_FIELDS, from_rules
 from lamina.placements.plan import Plan
 from lamina.placements.registry import PLACEMENTS, Placement
-from lamina.placements.rules import PLAN_FIELDS, from_rules
 
 SUFFIXES = (".yaml", ".yml", ".py")
 LONGEST_TEXT = 2000  # characters of a title, a source, an advice

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lamina.core.registry import Registry
-from lamina.placements.options import COMMON, Option, read_options
 from lamina.placements.plan import Plan
+from lamina.placements.registry import COMMON, Option, read_options
 
 SCHEMES = "lamina.placements.schemes"
 

@@ -11,9 +11,8 @@ from lamina.core import specs
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError, nearest, shortened
 from lamina.placements.custom import SUFFIXES, load
-from lamina.placements.options import as_written
 from lamina.placements.plan import Layer, Norm, Plan, Sublayer
-from lamina.placements.registry import Placement, get
+from lamina.placements.registry import Placement, as_written, get
 
 
 def parse_spec(spec: str) -> tuple[Placement | str, dict[str, object]]:

@@ -23,8 +23,8 @@ from typing import Any
 
 from lamina.core.values import is_finite
 from lamina.errors import UserError, nearest, shortened
-from lamina.placements.options import as_written
 from lamina.placements.plan import SUBLAYERS
+from lamina.placements.registry import as_written
 
 PLAN_FIELDS = ("final_norm", "embedding_norm", "embedding_scale", "qk_norm", "v_norm")  # beside the rules
 LONGEST_FORMULA = 200  # characters

@@ -14,13 +14,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lamina.core.python_files import guarded, run_file
-from lamina.data.encoding import Encoder
+from lamina.data.encoding import TextEncoder
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.manifest import sha256
 from lamina.jobs.model_folder import content_hash, model_folder
-from lamina.modeling.backbones.configurations import read_config
+from lamina.modeling.backbones.loading import read_config
 from lamina.posttraining.settings import RlhfSettings
 from lamina.posttraining.stage import Row
 from lamina.posttraining.starting import Start
@@ -57,7 +57,7 @@ def check_rewards(settings: RlhfSettings, start: Start) -> str:
         theirs = load_tokenizer(str(folder))
     except UserError as error:
         raise UserError(f"reward_model: {error}") from None
-    if Encoder(theirs).content_hash() != Encoder(start.tokenizer).content_hash():
+    if TextEncoder(theirs).content_hash() != TextEncoder(start.tokenizer).content_hash():
         raise UserError(
             f"reward_model: {settings.reward_model!r} has another vocabulary than the model {start.path!r} (allowed: "
             "a reward model that was trained from it or has its tokenizer)"

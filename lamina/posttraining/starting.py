@@ -21,7 +21,7 @@ from lamina.errors import UserError, unknown
 from lamina.jobs.digests import refuse_damaged
 from lamina.jobs.files import writing
 from lamina.jobs.model_folder import content_hash, model_folder, refuse_as_output
-from lamina.modeling.backbones.configurations import read_config, refuse_scores
+from lamina.modeling.backbones.loading import read_config, refuse_scores
 from lamina.modeling.building import build
 from lamina.modeling.configuration_lamina import LaminaConfig
 from lamina.modeling.modeling_lamina import LaminaForCausalLM, LaminaForSequenceClassification, adapter_of

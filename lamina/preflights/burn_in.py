@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from lamina.data import Blocks
+from lamina.data.blocks import Blocks
 from lamina.preflights.measuring import Snapshot, take_snapshot
 from lamina.preflights.proxy import Proxy, build_model
 from lamina.training.optimization.optimizer import rate_factors

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
-from lamina.data import Blocks
+from lamina.data.blocks import Blocks
 from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
 from lamina.preflights.burn_in import BurnIn, BurningIn, warmup_steps

@@ -11,10 +11,9 @@ import torch
 
 from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.directions import DirectionsProbe, note_streams, once
+from lamina.probes.engine.directions import Directions, DirectionsProbe, note_streams
 from lamina.probes.engine.figures import Figure, heat_map
 from lamina.probes.engine.registry import probe
-from lamina.probes.engine.statistics import Ratio
 
 WHOSE = {
     "last": "each sequence's last token (Gromov et al. 2024)",
@@ -56,40 +55,24 @@ class AngularDistance(DirectionsProbe):
 
     def __init__(self, tokens: str | None = None, tokens_per_batch: int | None = None):
         super().__init__(tokens, tokens_per_batch)
-        self._angles = Ratio()
 
     def begin(self, context: Context) -> None:
         super().begin(context)
         self._whose = WHOSE[self._directions.tokens]
-        once(context.notes, f"The angles are those of {self._whose}.")
+        context.note(f"The angles are those of {self._whose}.")
         note_streams(context)
 
-    def _tokens(self, context: Context) -> str | None:
-        return self.tokens or ("all" if "step" in context.state else None)
-
-    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._directions.angles()
-
-    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-        self._angles.add(sums, counts)
+    def compare(self, directions: Directions) -> tuple[torch.Tensor, torch.Tensor]:
+        return directions.angles()
 
     def standard_error(self) -> float | None:
-        mean, error = self._angles.mean, self._angles.standard_error
-        if self._angles.samples < 2:
+        mean, error = self.by_pair.mean, self.by_pair.standard_error
+        if self.by_pair.samples < 2:
             return math.inf
         return float(error.max() / mean.max().clamp(min=1e-12))
 
     def finish(self, context: Context) -> pd.DataFrame:
-        start, end = self._pairs
-        frame = pd.DataFrame(
-            {
-                "start": start,
-                "size": end - start,
-                "metric": "angular_distance",
-                "value": self._angles.mean.numpy(),
-                "standard_error": self._angles.standard_error.numpy(),
-            }
-        ).sort_values(["size", "start"], ignore_index=True)
+        frame = self.pair_rows("angular_distance")
         return pd.concat([frame, best_blocks(frame)], ignore_index=True)
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
@@ -123,11 +106,14 @@ class AngularDistance(DirectionsProbe):
         best = frame[frame["metric"] == "best_start"].set_index("size")["value"].dropna().astype(int)
         if not len(best):
             return ["No angle is finite: the states hold NaN or infinite values."]
-        sizes = [size for size in _powers(num_layers) if size < num_layers and size in best.index]
+        powers = [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
+        sizes = [size for size in powers if size < num_layers and size in best.index]
         if not sizes:
             return [f"The only layer turns the stream by {by_block[1, 0]:.3f} (0.5 is a right angle)."]
         blocks = [
-            f"{_block(best[size], size)} (turns the stream by {by_block[size, best[size]]:.3f})" for size in sizes
+            f"layer{f' {best[size]}' if size == 1 else f's {best[size]} to {best[size] + size - 1}'} "
+            f"(turns the stream by {by_block[size, best[size]]:.3f})"
+            for size in sizes
         ]
         text = [f"The blocks that turn the stream least, and so could be dropped first, by size: {'; '.join(blocks)}."]
         return [*text, *_early_or_deep(by_block[1].to_numpy())]
@@ -151,14 +137,6 @@ def scaled_rows(distances: Frame) -> pd.DataFrame:
         return (values.clip(low, high) - low) / (high - low) if high > low else values * 0.0
 
     return distances.assign(value=distances.groupby("size")["value"].transform(scale))
-
-
-def _powers(num_layers: int) -> list[int]:
-    return [2**k for k in range(num_layers.bit_length()) if 2**k <= max(1, num_layers // 2)]
-
-
-def _block(start: int, size: int) -> str:
-    return f"layer {start}" if size == 1 else f"layers {start} to {start + size - 1}"
 
 
 def _early_or_deep(turns: np.ndarray) -> list[str]:

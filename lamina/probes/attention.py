@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.core.frames import Frame
 from lamina.errors import UserError
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, heat_map, lines
-from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.structure.hooks import Args, Kwargs, Output
 from lamina.probes.structure.sites import LayerSite
@@ -75,15 +75,13 @@ class Attention(Probe):
         batches = context.first(context.most(self.sequences, _SEQUENCES))
         for number, inputs in enumerate(batches):
             context.progress(number, len(batches), self.name)
-            inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}
-            self._add(context, inputs)
+            self._add(context, context.on_device(inputs))
         if not self._samples:
             raise UserError(
                 "attention: no layer takes a softmax over keys (allowed: a model with softmax attention of its own)"
             )
-        columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
         rows = [row for layer in sorted(self._samples) for row in self._rows(layer)]
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(rows, columns=COLUMNS)
 
     def _add(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> None:
         batch = next(iter(inputs.values()))
@@ -193,7 +191,8 @@ def of_heads(
     for head in range(heads):
         x = logits[:, head].float()
         p = weights[:, head] if weights.dtype == torch.float32 else x.softmax(-1)
-        visible = _visible(x, logits.dtype)
+        # Masks add -inf, the type's smallest number, or -10,000 in old models.
+        visible = x > (x.amax(-1, keepdim=True) - _FARTHEST).clamp(min=torch.finfo(logits.dtype).min / 2)
         count = visible.sum(-1)
         counts = asks & (count > 0)
         entropy = torch.special.entr(p.double()).sum(-1)
@@ -203,11 +202,6 @@ def of_heads(
         samples.append(torch.stack([values.nanmean(1) for values in each], dim=1))
         largest.append(x.masked_fill(~(visible & counts.unsqueeze(-1)), -math.inf).max())
     return torch.stack(samples, dim=1), torch.stack(largest).cpu()
-
-
-def _visible(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Which keys a query may see. Masks add -inf, the type's smallest number, or -10,000 in old models."""
-    return x > (x.amax(-1, keepdim=True) - _FARTHEST).clamp(min=torch.finfo(dtype).min / 2)
 
 
 def _by_sequence(logits: torch.Tensor, weights: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,13 @@ from lamina.probes.engine.jacobians import (
     wirings_of,
 )
 from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
-from lamina.probes.engine.registry import Probe, Sample, probe, sample_of
-from lamina.probes.spectra import stacked_side
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe, sample_of
 from lamina.probes.structure.hooks import intercept
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, SublayerSite
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
 _TOLD = 0.5  # the largest standard error with which an exponent says something
 _STATEMENTS = {
     "peri_ln_c1": "Peri-LN Prop C.1: no norm behind the last down-projection",
@@ -160,7 +158,7 @@ def product_norm(block: LayerCall, feed_forward: FeedForward) -> float:
     down = _matrix(feed_forward.down[1])
     module = _up_projection(block, feed_forward)
     up = _matrix(module)
-    if stacked_side(feed_forward, module) is not None:
+    if feed_forward.stacked_side(module) is not None:
         up = up.chunk(2)[1]  # the first half is what the nonlinearity reads, in every model that stacks them
     start = torch.randn(up.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(up.device)
     norm = largest_singular_value(lambda v: down @ (up @ v), lambda u: up.T @ (down.T @ u), start, tolerance=1e-4)
@@ -267,7 +265,9 @@ class Bounds(Probe):
         last = LastLayer.of(context)
         role, layer = f"peri_ln_{last.statement}", last.site.index
         left, right, worst = [], [], (0.0, 0.0, -math.inf)
-        for sequence in _one_by_one(self._inputs):
+        rows = ((batch, row) for batch in self._inputs for row in range(sample_of([batch]).sequences))
+        for batch, row in rows:
+            sequence = {name: value[row : row + 1] for name, value in batch.items()}
             sides = last_layer_sides(context, last, sequence)
             left.append(sides.left)
             right.append(sides.right)
@@ -380,12 +380,6 @@ class Bounds(Probe):
         return text
 
 
-def _one_by_one(inputs: Sequence[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    for each in inputs:
-        for row in range(len(next(iter(each.values())))):
-            yield {name: value[row : row + 1] for name, value in each.items()}
-
-
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Least squares: the slope and its standard error."""
     x, y = x - x.mean(), y - y.mean()
@@ -463,20 +457,11 @@ def last_layer_sides(context: Context, last: LastLayer, inputs: Mapping[str, tor
     with frozen(context.model), torch.enable_grad(), intercept(points, change, roots=[context.model]):
         loss = context.loss(inputs)
         by_a, by_o = torch.autograd.grad(loss, [tensors["a"], tensors["o"]])
-    tokens = [_by_token(tensor) for tensor in (tensors["h"], by_a, by_o)]
-    h, by_a, by_o = tokens
-    right = h.norm(dim=-1) * by_o.norm(dim=-1) * _largest(last.sublayer.contribution.factor)
+    h, by_a, by_o = (t.detach().flatten(0, -2).double().cpu() for t in (tensors["h"], by_a, by_o))
+    stretch = torch.as_tensor(_factor(last.sublayer.contribution)).detach().abs().max()
+    right = h.norm(dim=-1) * by_o.norm(dim=-1) * float(stretch)
     for number, norm in enumerate(last.norms):
         scale = norm_scale(norm.module, tensors[f"norm{number}"]).double().cpu().flatten()
         right = right * 2 * largest_gain(norm) / scale
     left = h.norm(dim=-1) * by_a.norm(dim=-1)
     return LastLayerSides(float((h.T @ by_a).norm()), float(right.sum()), left, right)
-
-
-def _by_token(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().flatten(0, -2).double().cpu()
-
-
-def _largest(factor: float | torch.Tensor | None) -> float:
-    """The largest factor by which a scale on the branch can stretch it."""
-    return 1.0 if factor is None else float(torch.as_tensor(factor).detach().abs().max())

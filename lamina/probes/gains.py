@@ -12,7 +12,7 @@ from torch import nn
 from lamina.core.frames import Frame
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, Sample, probe
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe
 from lamina.probes.structure.sites import LayerSite
 
 METRICS = ("gain_mean", "gain_std", "gain_rms", "gain_min", "gain_max")
@@ -45,12 +45,13 @@ class Gains(Probe):
             index = places.get((layer, sublayer, role), 0)
             places[layer, sublayer, role] = index + 1
             place = {"layer": layer, "sublayer": sublayer, "role": role, "index": index}
-            for metric, value in zip(METRICS, _statistics(gain), strict=True):
+            x = gain.detach().double().flatten()
+            values = (x.mean(), x.std(correction=0), x.square().mean().sqrt(), x.min(), x.max())
+            for metric, value in zip(METRICS, map(float, values), strict=True):
                 rows.append({**place, "metric": metric, "value": value, "standard_error": math.nan, "path": path})
         if not rows:
             context.notes.append("gains: the model's norms have no learned gain")
-        columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error", "path"]
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(rows, columns=[*COLUMNS, "path"])
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         drawn = []
@@ -129,9 +130,3 @@ def _sublayer_of(site: LayerSite, path: str) -> str:
             if shared(other) > best:
                 best, kind = shared(other), sublayer.kind
     return kind
-
-
-def _statistics(gain: torch.Tensor) -> list[float]:
-    values = gain.detach().double().flatten()
-    mean, spread = values.mean(), values.std(correction=0)
-    return [float(v) for v in (mean, spread, values.square().mean().sqrt(), values.min(), values.max())]

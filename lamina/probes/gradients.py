@@ -21,7 +21,7 @@ from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.spikes import spike_scores
 from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.sites import LayerSite, Structure
+from lamina.probes.structure.sites import Structure
 
 Place = tuple[int, str, str]
 _CHUNK = 2**20
@@ -191,11 +191,9 @@ class _Moments:
             self.squares += float(torch.dot(piece, piece))
 
     def join(self, other: _Moments) -> None:
-        self.count, self.total, self.squares = (
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-        )
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
 
     def scale(self, factor: float) -> None:
         self.total, self.squares = self.total * factor, self.squares * factor**2
@@ -223,9 +221,8 @@ def _accumulate(context: Context, states: list[_Moments], batches: Sequence[Mapp
     predicted = expected = 0
     for number, batch in enumerate(batches):
         context.progress(number, len(batches), "gradients")
-        inputs = {name: tensor.to(context.device) for name, tensor in batch.items()}
         with watch(context.structure.states(), see, root=context.model):
-            losses = context.token_losses(inputs)
+            losses = context.token_losses(context.on_device(batch))
         expected = expected or sequences * losses.shape[1]
         predicted += losses.numel()
         (losses.sum() / expected).backward()
@@ -313,7 +310,10 @@ def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
                 own(norm.module, (site.index, sublayer.kind, norm.role), norm.role)
         for sublayer in site.sublayers:
             for path, module in sublayer.modules:
-                _own_below(owners, site, path, module, sublayer.kind)
+                inside = path.removeprefix(site.path).lstrip(".")
+                for below, part in module.named_modules():
+                    path_inside = ".".join(filter(None, (inside, below)))
+                    owners.setdefault(id(part), ((site.index, sublayer.kind, ""), path_inside))
     for site in structure.layers:
         own(site.module, (site.index, "block", ""))
     outer = (structure.embedding_norm, structure.final_norm)
@@ -323,12 +323,6 @@ def _owners(structure: Structure) -> dict[int, tuple[Place, str]]:
         if module is not None:
             own(module, (-1, "model", role), role)
     return owners
-
-
-def _own_below(owners: dict, site: LayerSite, path: str, module: nn.Module, kind: str) -> None:
-    inside = path.removeprefix(site.path).lstrip(".")
-    for below, part in module.named_modules():
-        owners.setdefault(id(part), ((site.index, kind, ""), ".".join(filter(None, (inside, below)))))
 
 
 def _place(model: nn.Module, structure: Structure, owners: dict, name: str, module: nn.Module, last: str) -> Place:

@@ -18,8 +18,8 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, probe
-from lamina.probes.engine.statistics import Running
+from lamina.probes.engine.registry import COLUMNS, Probe, probe
+from lamina.probes.engine.statistics import Running, TokenStates, as_tokens
 from lamina.probes.structure.hooks import Output
 from lamina.probes.structure.sites import Point
 
@@ -79,7 +79,7 @@ class HiddenStates(Probe):
     def begin(self, context: Context) -> None:
         self._context = context
         self._batch = 0
-        self._seen = Seen()
+        self._seen = MomentsCache()
         self._buffer = torch.zeros(0)
         self._places: dict[tuple, Point] = {}
         for state, point in context.structure.states().items():
@@ -149,7 +149,8 @@ class HiddenStates(Probe):
         rows.append(place | _row("growth_linear_r2", r_squared(variances)))
         logarithms = [math.log(v) if v > 0 else math.nan for v in variances]
         rows.append(place | _row("growth_exponential_r2", r_squared(logarithms)))
-        return _frame(rows)
+        frame = pd.DataFrame(rows, columns=[*COLUMNS, "channel", "position", "token"])
+        return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})
 
     def _state_rows(
         self, totals: StateTotals, tokenizer: PreTrainedTokenizerBase | None
@@ -281,56 +282,11 @@ def _average(totals: Totals, name: str) -> tuple[float, float]:
     return totals.average(name)
 
 
-def _frame(rows: list[dict[str, object]]) -> pd.DataFrame:
-    columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
-    frame = pd.DataFrame(rows, columns=[*columns, "channel", "position", "token"])
-    return frame.astype({"channel": "Int64", "position": "Int64", "token": "string"})
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A tensor of the forward pass as [sequences, tokens, channels], and which tokens are text.
-
-    ``x`` is float32 (float64 where the model is), 0 in padding; ``valid`` [sequences, tokens] is None where all are.
-    """
-
-    x: torch.Tensor
-    valid: torch.Tensor | None
-
-
-def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Tokens:
-    """The watched tensor of a batch by sequence and token, with padding zeroed.
-
-    Takes [batch, tokens, channels], with heads before or behind the tokens (a norm of queries: each head's part counts
-    as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
-    fits none of these is one sequence.
-    """
-    x = value.detach()
-    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    main_input = next(iter(inputs.values()))
-    batch = len(main_input)
-    mask = inputs.get("attention_mask")
-    valid = None if mask is None or bool(mask.all()) else mask.bool().to(x.device)
-    tokens = main_input.shape[1] if main_input.ndim == 2 else -1
-    if x.ndim == 2 and len(x) == batch * tokens:
-        x = x.unflatten(0, (batch, tokens))
-    if x.ndim < 3 or len(x) != batch:
-        return Tokens(x.reshape(1, -1, x.shape[-1]), None)
-    if valid is not None and tokens not in x.shape[1:-1]:
-        valid = None
-    if valid is not None:
-        shape = [batch] + [tokens if i == x.shape[1:-1].index(tokens) else 1 for i in range(x.ndim - 2)]
-        valid = valid.reshape(shape).expand(x.shape[:-1]).flatten(1)
-        x = x.flatten(1, -2)
-        return Tokens(x.masked_fill(~valid.unsqueeze(-1), 0.0), valid)
-    return Tokens(x.flatten(1, -2), None)
-
-
 @dataclass(frozen=True)
 class Moments:
     """Of each token, over its channels, in float64, [sequences, tokens]; variance is the population's.
 
-    ``valid`` as in Tokens.
+    ``valid`` as in TokenStates.
     """
 
     valid: torch.Tensor | None
@@ -341,7 +297,7 @@ class Moments:
     abs_max: torch.Tensor | None = None
 
 
-def moments(tokens: Tokens, magnitude: torch.Tensor | None = None) -> Moments:
+def moments(tokens: TokenStates, magnitude: torch.Tensor | None = None) -> Moments:
     """Of all its tokens, padding's too; the last two where ``magnitude`` (|x|) is given.
 
     Sums are float32's vectorized ones. Where E[x^2] - E[x]^2 would lose digits (a mean far above the deviation) or a
@@ -363,7 +319,7 @@ def moments(tokens: Tokens, magnitude: torch.Tensor | None = None) -> Moments:
     return Moments(tokens.valid, mean, mean_square, variance, abs_mean, magnitude.amax(-1).double())
 
 
-def medians(tokens: Tokens, magnitude: torch.Tensor) -> torch.Tensor:
+def medians(tokens: TokenStates, magnitude: torch.Tensor) -> torch.Tensor:
     """The exact median of ``magnitude`` in each sequence, float64: the lower of the two in the middle, as torch.median.
 
     Selected, not sorted. On the CPU in place: ``magnitude`` is out of order afterwards (each sequence in its own rows).
@@ -399,7 +355,7 @@ def largest(x: torch.Tensor, abs_max: torch.Tensor, count: int) -> torch.Tensor:
     return rows.topk(min(count, rows.shape[1]), dim=1).values
 
 
-class Seen:
+class MomentsCache:
     """The results for the tensors of one forward pass: one tensor is often watched at several points.
 
     A layer's output is the next one's input and that of its first norm. Recognized by identity and version, without
@@ -496,7 +452,7 @@ class StateTotals(Totals):
         self.massive_places: dict[tuple[int, int], tuple[float, int, int | None]] = {}
 
     def add_values(
-        self, tokens: Tokens, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
+        self, tokens: TokenStates, moments: Moments, magnitude: torch.Tensor, input_ids: torch.Tensor | None
     ) -> None:
         """Before ``add`` of the same batch. Leaves ``magnitude`` out of order."""
         assert moments.abs_max is not None
@@ -528,7 +484,7 @@ class StateTotals(Totals):
             values = torch.cat([self.band, values.topk(min(BAND, len(values))).values.double().cpu()])
             self.band = values.topk(min(BAND, len(values))).values
 
-    def _locate(self, tokens: Tokens, peaks: torch.Tensor, input_ids: torch.Tensor | None) -> None:
+    def _locate(self, tokens: TokenStates, peaks: torch.Tensor, input_ids: torch.Tensor | None) -> None:
         sequence, token = divmod(int(peaks.argmax()), peaks.shape[1])
         channel = int(tokens.x[sequence, token].abs().argmax())
         position = token if tokens.valid is None else int(tokens.valid[sequence, : token + 1].sum()) - 1
@@ -536,7 +492,7 @@ class StateTotals(Totals):
 
     def _note_massive(
         self,
-        tokens: Tokens,
+        tokens: TokenStates,
         peaks: torch.Tensor,
         middle: torch.Tensor,
         hot: torch.Tensor,

@@ -13,7 +13,6 @@ from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.directions import once
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.jacobians import (
     Jacobian,
@@ -29,15 +28,12 @@ from lamina.probes.engine.jacobians import (
     typical_stretch,
     wirings_of,
 )
-from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls, short_inputs
-from lamina.probes.engine.registry import Probe, Sample, probe, sample_of
+from lamina.probes.engine.layer_calls import Extent, LayerCall, frozen, record_layer_calls
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, probe, sample_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["JacobianProbe", "block_norms"]
-
-COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
 _PATHS = {
     "jacobian": "whole blocks",
     "residual_path": "residual path, measured",
@@ -155,8 +151,7 @@ class JacobianProbe(Probe):
             logs: dict[str, torch.Tensor] = {}
             bare = [block.site.index for block in blocks if not block.site.sublayers]
             if bare:
-                once(
-                    context.notes,
+                context.note(
                     f"Jacobians: no residual path, the sub-layers of layer {ranges(bare)} were not found.",
                 )
             for block, wiring, sigmas in zip(blocks, wirings, expected, strict=True):
@@ -285,28 +280,6 @@ class JacobianProbe(Probe):
 def _power(exponent: float) -> str:
     """10 to an exponent, which may be 0 but not -0."""
     return f"10^{round(exponent, 2) + 0.0:.2f}"
-
-
-def block_norms(
-    context: Context,
-    *,
-    sequences: int = 1,
-    tokens: int = 32,
-    identity: float = 0.0,
-    tolerance: float = 1e-2,
-    iterations: int = 100,
-) -> torch.Tensor:
-    """||dx^(l+1)/dx^l - identity * I||_2 of every block, [layers, sequences], float64; over all tokens of a sequence.
-
-    ``tokens``: how many of each sequence; the other arguments are those of ``spectral_norm``.
-    """
-    inputs = short_inputs(context, sequences, tokens)
-    norms = []
-    with context.eager_attention(), frozen(context.model):
-        for block in record_layer_calls(context, inputs):
-            options = {"batch_dims": 1, "identity": identity, "tolerance": tolerance, "iterations": iterations}
-            norms.append(spectral_norm(block, block.stream, **options).value)
-    return torch.stack(norms)
 
 
 def log10_total_norm(

@@ -21,7 +21,7 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.evaluation.harness import Runner
 from lamina.evaluation.task_files import Tasks
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.angular_distance import AngularDistance
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines

@@ -14,11 +14,11 @@ from torch import nn
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.errors import UserError
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
 from lamina.probes.engine.losses import is_causal, logits_of, masked_positions
-from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
 from lamina.probes.engine.statistics import Running
 from lamina.probes.structure.hooks import Args, Output, forward, refill, watch
 
@@ -120,8 +120,7 @@ class LogitLens(Probe):
                 value, error = float(running.mean[state, column]), float(running.standard_error[state, column])
                 rows.append((state, "block", "state", 0, metric, value, error))
         rows.append((-1, "model", "head", 0, "uniform_cross_entropy", math.log(self._tail.vocabulary), math.nan))
-        columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(rows, columns=COLUMNS)
 
     def _sequence(self, context: Context, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         """Sums [states, metrics] over one sequence's predicted tokens, and their number."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -15,9 +15,8 @@ from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, Sample, check_most, probe, sample_of
-from lamina.probes.engine.statistics import Running
-from lamina.probes.hidden_states import as_tokens
+from lamina.probes.engine.registry import COLUMNS, Probe, Sample, check_most, probe, sample_of
+from lamina.probes.engine.statistics import Running, as_tokens
 from lamina.probes.structure.hooks import Output, intercept
 from lamina.probes.structure.sites import Point
 
@@ -144,7 +143,7 @@ class LowPrecision(Probe):
             lost = nonzero - int(torch.count_nonzero(back))  # what is 0 comes back as 0
             error = back.sub_(x).abs_()
             worst = float(error.max())
-            self._worst[key, kind] = _largest(self._worst[key, kind], worst)
+            self._worst[key, kind] = float(np.maximum(self._worst[key, kind], worst))  # NaN stays
             # Only what overflowed has an infinite error: what was infinite before has none (inf - inf is NaN).
             over = _infinite(error) if not math.isfinite(worst) or infinite else 0
             self._counts[key, kind] += torch.tensor([over, lost])
@@ -152,7 +151,7 @@ class LowPrecision(Probe):
             self._errors[key, kind].add(torch.stack([relative[:, 0], relative[:, 1:].nanmean(1)], dim=1))
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        self._sequences += len(next(iter(inputs.values())))
+        self._sequences += sample_of([inputs]).sequences
         self._batch += 1
 
     def _enough(self) -> bool:
@@ -187,12 +186,11 @@ class LowPrecision(Probe):
                 rows.append((*key, kind, name, value, error))
             rows.append((*key, kind, "max_error", self._worst[key, kind], math.nan))
             rows.append((*key, kind, "share_lost", lost, math.nan))
-            if _may_overflow(kind, self.scaled):
+            if kind == "fp16" or (kind in _FP8_EDGE and not self.scaled):
                 rows.append((*key, kind, "overflow_share", overflowed, math.nan))
         if self.loss:
             rows += _losses(context, self._batches(context), self.scaled)
-        columns = ["layer", "sublayer", "role", "index", "format", "metric", "value", "standard_error"]
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(rows, columns=[*COLUMNS[:4], "format", *COLUMNS[4:]])
 
     def figures(self, frame: Frame) -> Sequence[tuple[Figure, str]]:
         drawn = []
@@ -261,7 +259,11 @@ def _losses(context: Context, batches: Sequence[Mapping[str, torch.Tensor]], sca
         return
     yield (*place, "none", "loss", plain, math.nan)
     for kind in FORMATS:
-        with torch.no_grad(), changed_states(context, lambda x, kind=kind: _like(x, kind, scaled)):
+
+        def rounded(state: int, x: torch.Tensor, kind: str = kind) -> torch.Tensor:
+            return round_trip(x, kind, scaled=scaled).to(x.dtype)
+
+        with torch.no_grad(), intercept(context.structure.states(), rounded, roots=context.roots):
             value = _loss(context, batches)
         yield (*place, kind, "loss", value, math.nan)
         yield (*place, kind, "loss_increase", value - plain, math.nan)
@@ -271,31 +273,12 @@ def _loss(context: Context, batches: Sequence[Mapping[str, torch.Tensor]]) -> fl
     """The mean over the predicted tokens of all batches."""
     total = predicted = 0.0
     for batch in batches:
-        losses = context.token_losses({name: tensor.to(context.device) for name, tensor in batch.items()})
+        losses = context.token_losses(context.on_device(batch))
         if len(batches) == 1:
             return float(losses.mean())
         total, predicted = total + float(losses.double().sum()), predicted + losses.numel()
     return total / predicted
 
 
-@contextmanager
-def changed_states(context: Context, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Every state x^0 ... x^N is replaced by ``change(x)`` where a layer reads it, and behind the last layer."""
-    with intercept(context.structure.states(), lambda state, x: change(x), roots=context.roots):
-        yield
-
-
-def _like(x: torch.Tensor, kind: str, scaled: bool) -> torch.Tensor:
-    return round_trip(x, kind, scaled=scaled).to(x.dtype)
-
-
 def _infinite(x: torch.Tensor) -> int:
     return int(torch.count_nonzero(x.isinf()))
-
-
-def _may_overflow(kind: str, scaled: bool) -> bool:
-    return kind == "fp16" or (kind in _FP8_EDGE and not scaled)
-
-
-def _largest(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -12,7 +12,7 @@ import torch
 from lamina.core.frames import Frame
 from lamina.core.text import ranges
 from lamina.probes.engine.context import Context
-from lamina.probes.engine.directions import DirectionsProbe, note_streams
+from lamina.probes.engine.directions import Directions, DirectionsProbe, note_streams, ratio_rows
 from lamina.probes.engine.figures import Figure, heat_map, lines
 from lamina.probes.engine.registry import probe
 from lamina.probes.engine.statistics import Ratio
@@ -49,35 +49,34 @@ class Similarity(DirectionsProbe):
 
     def __init__(self, tokens: str = "all", tokens_per_batch: int | None = None):
         super().__init__(tokens, tokens_per_batch)
-        self._cosines, self._by_distance = Ratio(), Ratio()
+        self._by_distance = Ratio()
 
     def begin(self, context: Context) -> None:
         super().begin(context)
         note_streams(context)
 
-    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._directions.cosines()
+    def compare(self, directions: Directions) -> tuple[torch.Tensor, torch.Tensor]:
+        return directions.cosines()
 
-    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-        pairs = sums.double()
-        self._cosines.add(pairs, counts)
+    def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        super().add(sums, counts)
         if len(self._states) > 2:
+            first, second = (torch.from_numpy(index) for index in self._pairs)
             outputs = first > 0
-            self._by_distance.add(_mean_by((second - first)[outputs], pairs[:, outputs]), counts)
+            self._by_distance.add(_mean_by((second - first)[outputs], sums[:, outputs]), counts)
 
     def standard_error(self) -> float | None:
-        if self._cosines.samples < 2:
+        if self.by_pair.samples < 2:
             return math.inf
         # The cosine's own scale is 1: relative to a mean near 0 no error would be small enough.
-        return float((self._by_distance if len(self._states) > 2 else self._cosines).standard_error.max())
+        return float((self._by_distance if len(self._states) > 2 else self.by_pair).standard_error.max())
 
     def finish(self, context: Context) -> pd.DataFrame:
-        start, end = self._pairs
-        cosines = _rows(start, end - start, "cosine", self._cosines)
-        frames = [cosines.sort_values(["size", "start"], ignore_index=True)]
+        cosines: Frame = self.pair_rows("cosine")
+        frames = [cosines]
         if len(self._states) > 2:
-            frames.append(_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
-        neighbors: Frame = cosines[cosines["size"] == 1]
+            frames.append(ratio_rows(-1, np.arange(1, len(self._states) - 1), "cosine_by_distance", self._by_distance))
+        neighbors = cosines[cosines["size"] == 1]
         frames.append(neighbors.assign(metric="block_influence", value=1.0 - neighbors["value"]))
         return pd.concat(frames, ignore_index=True)
 
@@ -144,8 +143,3 @@ def _mean_by(distance: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     counts = torch.bincount(distance - 1).to(pairs.dtype)
     sums = pairs.new_zeros(len(pairs), len(counts)).index_add_(1, distance - 1, pairs)
     return sums / counts
-
-
-def _rows(start: Frame, size: Frame, metric: str, ratio: Ratio) -> Frame:
-    value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
-    return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +13,15 @@ from lamina.core.frames import Frame
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.figures import Figure, lines
-from lamina.probes.engine.registry import Probe, check_most, probe, sample_of
+from lamina.probes.engine.registry import COLUMNS, Probe, check_most, probe, sample_of
 from lamina.probes.structure.hooks import watch
-from lamina.probes.structure.sites import FeedForward, LayerSite, Point
+from lamina.probes.structure.sites import LayerSite, Point
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Row = tuple[int, str, str, int, str, float, float]
 FLOOR = 1e-12  # eigenvalues below it are rounding
-COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
 RANKS = ("hard_rank", "soft_rank", "edr", "eee")
 _TITLES = {
     "hard_rank": "Hard rank",
@@ -98,7 +97,7 @@ class Spectra(Probe):
                 if sublayer.feed_forward is not None:
                     parts = {"pre": sublayer.feed_forward.pre, "post": sublayer.feed_forward.post}
                     points.update({(site.index, role): point for role, point in parts.items() if point is not None})
-                    self._widths[site.index] = inner_width(sublayer.feed_forward)
+                    self._widths[site.index] = sublayer.feed_forward.width
         missing = context.structure.num_layers - len(self._widths)
         if self._widths and missing:
             context.notes.append(
@@ -119,9 +118,8 @@ class Spectra(Probe):
             context.notes.append("spectra: no dense feed-forward was found, so there are no ranks of its activations")
             return False
         first = next(iter(context.batches[0].values()))
-        sequences = sum(len(next(iter(batch.values()))) for batch in context.batches)
         # Images are cut into an unknown number of patches: their tokens are counted as they come.
-        tokens = sequences * first.shape[1] if context.reads_tokens else math.inf
+        tokens = sample_of(context.batches).sequences * first.shape[1] if context.reads_tokens else math.inf
         return self._tokens_suffice(context, tokens)
 
     def _tokens_suffice(self, context: Context, tokens: float) -> bool:
@@ -133,8 +131,7 @@ class Spectra(Probe):
             f"{tokens - 1:g}, and the normalized ranks are biased low"
         )
         if self.few_tokens == "warn":
-            if f"spectra: {text}" not in context.notes:
-                context.notes.append(f"spectra: {text}")
+            context.note(f"spectra: {text}")
             return True
         message = f"spectra: {text} (allowed: more than {width} tokens: raise --sequences, or few_tokens=warn)"
         if context.strict:
@@ -200,7 +197,7 @@ class Spectra(Probe):
             context.progress(number, len(self._groups), "passes for the covariances")
             with torch.no_grad(), watch(group, self.see, root=context.base):
                 for inputs in list(context.batches)[: context.forwards or None]:
-                    context.forward({name: value.to(context.device) for name, value in inputs.items()}, head=False)
+                    context.forward(context.on_device(inputs), head=False)
                     if all(self._full(key) for key in group):
                         break
             self._reduce()
@@ -298,12 +295,6 @@ def embedding_rows(context: Context) -> list[Row]:
     return rows
 
 
-def inner_width(feed_forward: FeedForward) -> int:
-    """D_ff: how many channels the down-projection reads."""
-    down: Any = feed_forward.down[1]
-    return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
-
-
 def condition_rows(site: LayerSite) -> list[Row]:
     """s_max / s_min of each projection of a layer's dense feed-forwards; of gate and up in one matrix each half's."""
     rows: list[Row] = []
@@ -313,7 +304,7 @@ def condition_rows(site: LayerSite) -> list[Row]:
             if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
                 continue
             name, parts = path.removeprefix(site.path + "."), (weight,)
-            side = stacked_side(feed_forward, module)
+            side = feed_forward.stacked_side(module)
             if side is not None:
                 parts = weight.chunk(2, side)
             for number, part in enumerate(parts):
@@ -321,16 +312,6 @@ def condition_rows(site: LayerSite) -> list[Row]:
                 value = condition_number(part)
                 rows.append((site.index, "feed_forward", role, 0, "condition_number", value, math.nan))
     return rows
-
-
-def stacked_side(feed_forward: FeedForward, module: torch.nn.Module) -> int | None:
-    """The axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
-    if module is feed_forward.down[1] or len(feed_forward.up) != 1:
-        return None
-    weight: Any = module.weight
-    # A projection is [out, in] or, in GPT-2's Conv1D, [in, out].
-    out = 0 if hasattr(module, "in_features") else 1
-    return out if weight.shape[out] == 2 * inner_width(feed_forward) else None
 
 
 class Covariance:

@@ -25,9 +25,9 @@ from tqdm.auto import tqdm
 
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
-from lamina.data import prepare_blocks
-from lamina.data.blocks import Block
+from lamina.data.blocks import TokenBlock
 from lamina.data.encoding import vocab_size_of
+from lamina.data.packed import prepare_blocks
 from lamina.jobs import digests
 from lamina.jobs.files import writing
 from lamina.jobs.folder import Resume
@@ -167,7 +167,7 @@ def measure(
     return measurements
 
 
-class OneBatch(Dataset[Block]):
+class OneBatch(Dataset[TokenBlock]):
     """A data set that repeats one batch of token ids [blocks, tokens]."""
 
     def __init__(self, ids: torch.Tensor):
@@ -176,7 +176,7 @@ class OneBatch(Dataset[Block]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> Block:
+    def __getitem__(self, index: int) -> TokenBlock:
         row = self.ids[index % len(self.ids)]
         return {"input_ids": row, "labels": row}
 

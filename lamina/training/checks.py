@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from lamina.core import initializers
-from lamina.data import single_corpus_of
+from lamina.data.packed import single_corpus_of
 from lamina.errors import UserError
 from lamina.modeling.backbones import resolve_backbone
 from lamina.modeling.building import build, recommended

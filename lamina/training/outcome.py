@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lamina.core.json_types import Json
 from lamina.jobs import columns
 from lamina.jobs.status import Status
-from lamina.modeling.backbones.counting import used_by_a_token
+from lamina.modeling.backbones.presets import used_by_a_token
 from lamina.modeling.building import recommended
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.placements import Plan

@@ -15,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from lamina.core.json_types import Json
 from lamina.data.blocks import ItemSource, PartShare, Splits, spread
-from lamina.modeling.drop_path import drop_branches
+from lamina.modeling.parts import drop_branches
 from lamina.training.arguments import training_arguments
 from lamina.training.checkpointing.identity import RunIdentity
 from lamina.training.checkpointing.resuming import checkpoint_to_resume

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from lamina.data.blocks import Block
+from lamina.data.blocks import TokenBlock
 from lamina.training.arguments import training_arguments
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
@@ -55,7 +55,7 @@ class ShortRun(TrainerCallback):
         self,
         settings: PretrainSettings,
         model: PreTrainedModel,
-        train: Dataset[Block],
+        train: Dataset[TokenBlock],
         *,
         in_order: bool,
         device: str,

@@ -80,13 +80,14 @@ def _same(name: str, value: Any, stored: Json, plan: Plan, config: Any) -> bool:
     if name == "untie_embeddings":
         return not value or not config.tie_word_embeddings
     if name == "tokenizer" and value != stored["tokenizer"]:
-        from lamina.data.encoding import Encoder
+        from lamina.data.encoding import TextEncoder
         from lamina.data.tokenizers import load_tokenizer
 
         if value.startswith("bpe:"):
             return False  # trained on the new text, it would be another tokenizer
         return (
-            Encoder(load_tokenizer(value)).content_hash() == Encoder(load_tokenizer(stored["tokenizer"])).content_hash()
+            TextEncoder(load_tokenizer(value)).content_hash()
+            == TextEncoder(load_tokenizer(stored["tokenizer"])).content_hash()
         )
     return False
 

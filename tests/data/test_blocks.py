@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.data import prepare_blocks, stream_blocks
 from lamina.data.blocks import spread
+from lamina.data.packed import prepare_blocks
+from lamina.data.streamed import stream_blocks
 
 LENGTH = 16
 

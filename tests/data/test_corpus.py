@@ -10,9 +10,8 @@ import pandas as pd
 import pytest
 import zstandard
 
-from lamina.data import EMBEDDED, Corpus
-from lamina.data.corpus import EmbeddedCorpus, FileCorpus, HubCorpus, Mix
-from lamina.data.sources.file_text import read_parts
+from lamina.data.corpus import EMBEDDED, Corpus, EmbeddedCorpus, FileCorpus, HubCorpus, Mix
+from lamina.data.sources.file_documents import read_parts
 from lamina.errors import UserError
 
 TEXT = "Ein Wal, naïve café 🐋.\r\nThe second line.\n"

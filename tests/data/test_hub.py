@@ -5,7 +5,7 @@ import sys
 import datasets
 import pytest
 
-from lamina.data import Corpus
+from lamina.data.corpus import Corpus
 from lamina.data.sources.hub_datasets import parse
 from lamina.errors import UserError
 

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from lamina.data.corpus import single_corpus
-from lamina.data.images.augmentation import Augmentation, crop_box
-from lamina.data.images.image_items import normalized, pixels_of
-from lamina.data.images.labeled_images import class_entropy, split
-from lamina.data.images.mixing import Mixing, cut
-from lamina.data.images.preparation import image_processor, prepare_images
-from lamina.data.images.sources import open_images
+from lamina.data.images.image_items import (
+    Augmentation,
+    Mixing,
+    crop_box,
+    cut,
+    image_processor,
+    normalized,
+    pixels_of,
+    prepare_images,
+)
+from lamina.data.images.labeled_images import class_entropy, open_images, split
 from lamina.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")

@@ -1,11 +1,11 @@
 """An end-of-text token stands wherever the text jumps, and nowhere else."""
 
-from lamina.data import load_tokenizer
-from lamina.data.encoding import Encoder, TokenJoiner
+from lamina.data.encoding import TextEncoder, TokenJoiner
 from lamina.data.split import Segment
+from lamina.data.tokenizers import load_tokenizer
 
 END = 256
-ENCODER = Encoder(load_tokenizer("bytes"))
+ENCODER = TextEncoder(load_tokenizer("bytes"))
 
 
 def segment(text, document, start):

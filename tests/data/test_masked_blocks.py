@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.data import load_tokenizer
 from lamina.data.blocks import ArrayBlocks
-from lamina.data.drawn.masked_blocks import MASK, MaskedBlocks, with_mask_token
+from lamina.data.masked_blocks import MASK, MaskedBlocks, with_mask_token
+from lamina.data.tokenizers import load_tokenizer
 
 LENGTH = 64
 

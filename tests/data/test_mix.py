@@ -7,10 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lamina.data import prepare_blocks
-from lamina.data.blocks import BlockSource
-from lamina.data.mixed_blocks import MixedBlocks
-from lamina.data.sources.mix_spec import parse_mix
+from lamina.data.blocks import BlockSource, MixedBlocks
+from lamina.data.corpus import parse_mix
+from lamina.data.packed import prepare_blocks
 from lamina.errors import UserError
 
 

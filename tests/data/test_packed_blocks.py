@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.data import BlockStats, bits_per_byte, cache, perplexity, prepare_blocks
+from lamina.data import cache
+from lamina.data.blocks import BlockStats, bits_per_byte, perplexity
+from lamina.data.packed import prepare_blocks
 from lamina.errors import UserError
 
 
@@ -167,7 +169,7 @@ def test_a_setting_out_of_range_is_refused(corpus, arguments):
 def test_the_second_call_finds_the_blocks_and_does_not_tokenise(corpus, own_cache, monkeypatch):
     first, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
     written = files(own_cache)
-    monkeypatch.setattr("lamina.data.encoding.Encoder.encode", None)
+    monkeypatch.setattr("lamina.data.encoding.TextEncoder.encode", None)
     second, _ = prepare_blocks(corpus, "bytes", 32, progress=False)
     assert files(own_cache) == written
     assert second.stats == first.stats
@@ -251,7 +253,7 @@ def test_a_full_disk_leaves_nothing_behind_and_comes_as_it_is(corpus, own_cache,
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lamina.data.packed.split_files.SplitFile.add", full)
+    monkeypatch.setattr("lamina.data.packed.SplitFile.add", full)
     with pytest.raises(OSError, match="No space left") as caught:
         prepare_blocks(corpus, "bytes", 32, progress=False)
     assert caught.value.errno == errno.ENOSPC
@@ -260,7 +262,7 @@ def test_a_full_disk_leaves_nothing_behind_and_comes_as_it_is(corpus, own_cache,
 
 def test_losing_a_race_takes_what_the_winner_made(corpus, own_cache, tmp_path, monkeypatch):
     winner, _ = prepare_blocks(corpus, "bytes", 32, cache_dir=tmp_path / "winner", progress=False)
-    from lamina.data.packed.preparation import _Packing
+    from lamina.data.packed import _Packing
 
     write_meta = _Packing._write_meta
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.data import Document
+from lamina.data.sources.file_documents import Document
 from lamina.data.split import is_held_out, piece_chars, split_documents
 
 FEW_CHARACTERS = st.text(alphabet="ab \n🐋", max_size=400)

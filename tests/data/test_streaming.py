@@ -15,14 +15,13 @@ import pytest
 import torch
 import zstandard
 
+from lamina.data import corpus as corpora
+from lamina.data import streamed as streams
 from lamina.data.corpus import Corpus
-from lamina.data.encoding import Encoder
-from lamina.data.sources import folder, shards
+from lamina.data.encoding import TextEncoder
+from lamina.data.sources import file_documents
 from lamina.data.sources.file_documents import Document
-from lamina.data.streamed import streamed_blocks, token_stream
-from lamina.data.streamed.preparation import stream_blocks
-from lamina.data.streamed.streamed_blocks import StreamedBlocks
-from lamina.data.streamed.token_stream import Place, TokenStream
+from lamina.data.streamed import Place, StreamedBlocks, TokenStream, stream_blocks
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 
@@ -33,9 +32,9 @@ END = 256  # the end-of-text token of the tokenizer "bytes"
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Everything that is read at once is small, so that a few kilobytes have every boundary there is."""
-    monkeypatch.setattr(streamed_blocks, "_CHUNK", 4)
-    monkeypatch.setattr(token_stream, "_BATCH_CHARS", 300)
-    monkeypatch.setattr(shards, "_PART_CHARS", 700)
+    monkeypatch.setattr(streams, "_CHUNK", 4)
+    monkeypatch.setattr(streams, "_BATCH_CHARS", 300)
+    monkeypatch.setattr(corpora, "_PART_CHARS", 700)
 
 
 def lines(count, name="l"):
@@ -144,7 +143,7 @@ def test_the_blocks_are_the_naive_packing_of_the_text(tmp_path):
 
 
 def stream_of(found, seed=None):
-    encoder = Encoder(load_tokenizer("bytes"))
+    encoder = TextEncoder(load_tokenizer("bytes"))
     return TokenStream(
         corpus="x",
         shards=found,
@@ -362,7 +361,7 @@ def test_the_fingerprint_follows_the_content_of_small_files_and_the_times_of_lar
     small = streamed(text).stats.fingerprint
     os.utime(text, (1, 1))
     assert streamed(text).stats.fingerprint == small
-    monkeypatch.setattr(folder, "_HASHED_BYTES", 10)
+    monkeypatch.setattr(file_documents, "_HASHED_BYTES", 10)
     large = streamed(text).stats.fingerprint
     assert streamed(text).stats.fingerprint == large
     os.utime(text, (2, 2))

@@ -6,7 +6,7 @@ import yaml
 from transformers import LlamaConfig
 
 import lamina
-from lamina.data import load_tokenizer
+from lamina.data.tokenizers import load_tokenizer
 
 WORDS = ["the", "norm", "sits", "before", "after", "and", "between", "every", "layer", "of", "a", "deep", "model"]
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.modeling.backbones.equivalent import EQUIVALENTS, equivalent, in_pairs
+from lamina.modeling.backbones.conversion_job import EQUIVALENTS, equivalent, in_pairs
 from lamina.placements import Norm, names, resolve
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

@@ -1,7 +1,7 @@
 import pytest
 from training.tiny_runs import write_corpus
 
-from lamina.data import prepare_blocks
+from lamina.data.packed import prepare_blocks
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import make_context, probe, run
 from lamina.probes.engine.probe_settings import ProbeSettings
-from lamina.probes.hidden_states import HiddenStates, Tokens, as_tokens, growth, largest, medians, moments, r_squared
+from lamina.probes.engine.statistics import TokenStates, as_tokens
+from lamina.probes.hidden_states import HiddenStates, growth, largest, medians, moments, r_squared
 
 
 def measure(model, ids, spec="hidden_states", **settings):
@@ -191,7 +192,7 @@ def test_padding_is_left_out():
 
 def test_variance_under_a_large_mean_keeps_its_digits():
     x = torch.randn(2, 5, 64) * 0.01 + 300.0
-    found = moments(Tokens(x, None))
+    found = moments(TokenStates(x, None))
     torch.testing.assert_close(found.variance, x.double().var(-1, correction=0), rtol=1e-9, atol=0.0)
     assert value(of_tensor(x), "variance", layer=0, role="state") == pytest.approx(
         float(x.double().var(correction=0)), rel=1e-6
@@ -209,7 +210,7 @@ def test_what_is_not_finite_is_said():
 
 def test_the_median_is_exact_and_the_lower_of_the_middle_two():
     x = torch.randn(3, 10, 7)
-    found = medians(Tokens(x, None), x.abs())
+    found = medians(TokenStates(x, None), x.abs())
     assert found.tolist() == [float(one.abs().flatten().sort().values[34]) for one in x]
     assert found.tolist() == [float(one.abs().median()) for one in x]
 

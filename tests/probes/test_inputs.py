@@ -9,7 +9,7 @@ from small_models import small_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lamina.data import load_tokenizer
+from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError
 from lamina.probes.engine.inputs import batches_of
 

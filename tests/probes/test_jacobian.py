@@ -18,7 +18,7 @@ from tiny_contexts import (
 import lamina
 from lamina.errors import UserError
 from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
-from lamina.probes.jacobian import JacobianProbe, block_norms
+from lamina.probes.jacobian import JacobianProbe
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
 ENCODERS = ["BertForMaskedLM", "GPT2LMHeadModel", "AlbertForMaskedLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM"]
@@ -185,15 +185,6 @@ def test_a_total_norm_below_the_smallest_float32():
     total = value(frame, "log10_total", "jacobian")
     assert -60 < total < -50
     assert total == pytest.approx(value(frame, "log10_product", "jacobian"), abs=1.0)
-
-
-def test_block_norms_are_the_probes_norms():
-    context = context_of(lamina_model("pre_ln"))
-    frame = measured(JacobianProbe(sequences=2, tokens=4, tolerance=1e-4), context)
-    norms = block_norms(context, sequences=2, tokens=4, tolerance=1e-4)
-    assert norms.shape == (2, 2)
-    for layer in range(2):
-        assert value(frame, "norm", "jacobian", layer) == pytest.approx(float(norms[layer].mean()))
 
 
 def test_what_was_not_found_exactly_is_said_and_the_model_is_left_as_it_was():

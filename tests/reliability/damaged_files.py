@@ -340,7 +340,7 @@ def damaged(bench: Bench, kind: str, command: str, harm: Callable[..., None], dr
 
 def damaged_cache(bench: Bench, harm: Callable[..., None], draw: random.Random) -> Case:
     """A file of the cache: it is made again, or its loss is said, and the tokens are the same."""
-    from lamina.data import prepare_blocks
+    from lamina.data.packed import prepare_blocks
 
     bench.number += 1
     root = bench.root / f"bench{bench.number:05d}"

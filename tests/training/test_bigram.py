@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from lamina.data import prepare_blocks
-from lamina.data.token_counts import bigram_entropy as of_blocks
+from lamina.data.blocks import pair_entropy as of_blocks
+from lamina.data.packed import prepare_blocks
 from lamina.training.objectives.bigram import bigram_entropy
 from lamina.training.pretrain import pretrain
 
@@ -60,7 +60,7 @@ def test_counting_in_pieces_changes_nothing(monkeypatch):
     rng = np.random.default_rng(1)
     train, held_out = rng.integers(0, 50, (64, 16)), rng.integers(0, 60, (8, 16))
     whole = of_blocks(train, held_out, 60)
-    monkeypatch.setattr("lamina.data.token_counts._AT_ONCE", 48)
+    monkeypatch.setattr("lamina.data.blocks._AT_ONCE", 48)
     assert of_blocks(train, held_out, 60) == pytest.approx(whole, rel=1e-14)
 
 

@@ -8,7 +8,7 @@ from training.tiny_runs import TIMING, layers, records, result, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lamina
-from lamina.data import whole_blocks
+from lamina.data.packed import whole_blocks
 from lamina.errors import UserError
 from lamina.jobs import columns
 from lamina.reports import report

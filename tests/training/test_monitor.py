@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 import lamina.modeling  # noqa: F401
 from lamina import build
-from lamina.data import prepare_blocks
+from lamina.data.packed import prepare_blocks
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaNorm
 from lamina.training import pretrain as pretraining

@@ -199,7 +199,7 @@ def test_micro_batches_give_the_loss_of_the_whole_step(of_images, tmp_path):
 
 
 def test_dropped_branches_leave_the_skip_and_keep_the_mean():
-    from lamina.modeling.drop_path import drop_branches
+    from lamina.modeling.parts import drop_branches
 
     model = lamina.build(resolve_backbone("vit-tiny", num_layers=3, hidden_size=16, num_heads=2), "pre_ln")
     drop_branches(model, 0.5)

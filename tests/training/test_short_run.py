@@ -7,7 +7,7 @@ import torch
 from training.tiny_runs import SMALL
 
 import lamina
-from lamina.data import prepare_blocks
+from lamina.data.packed import prepare_blocks
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
 

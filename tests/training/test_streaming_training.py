@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from training.tiny_runs import SMALL, flags, last_step, records, result, start, wait_for, write_corpus
 
 from lamina.cli import main
-from lamina.data.sources import shards
-from lamina.data.streamed import streamed_blocks, token_stream
+from lamina.data import corpus as corpora
+from lamina.data import streamed
 from lamina.errors import UserError
 from lamina.training import pretrain as pretraining
 from lamina.training.settings import PretrainSettings
@@ -27,9 +27,9 @@ OPTIONS = {
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A chunk is less than a step's blocks, and a batch of text less than a document."""
-    monkeypatch.setattr(streamed_blocks, "_CHUNK", 4)
-    monkeypatch.setattr(token_stream, "_BATCH_CHARS", 90)
-    monkeypatch.setattr(shards, "_PART_CHARS", 150)
+    monkeypatch.setattr(streamed, "_CHUNK", 4)
+    monkeypatch.setattr(streamed, "_BATCH_CHARS", 90)
+    monkeypatch.setattr(corpora, "_PART_CHARS", 150)
 
 
 @pytest.fixture

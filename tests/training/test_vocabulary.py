@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, PreTrainedTokenizerFast
 
 import lamina
-from lamina.data import load_tokenizer
+from lamina.data.tokenizers import load_tokenizer
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 from lamina.studies.coordinates import coord_check
 from lamina.studies.width_settings import CoordCheckSettings

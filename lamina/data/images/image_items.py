@@ -2,19 +2,126 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 
-from lamina.data.blocks import ItemSource, spread
-from lamina.data.drawn.drawn_items import DrawnItems
-from lamina.data.images.augmentation import Augmentation
-from lamina.data.images.labeled_images import LabeledImages
+from lamina.data.blocks import DrawnItems, ItemSource, Splits, Stats, spread
+from lamina.data.corpus import FileCorpus, single_corpus
+from lamina.data.images.labeled_images import LabeledImages, class_entropy, open_images, pillow, split
+from lamina.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers.image_processing_utils import BaseImageProcessor
+
+OPERATIONS = 2  # of RandAugment, per image: as DeiT and ConvNeXt
+_MAGNITUDES = 30  # of kornia, which takes those between 0 and 30
+_RATIO = (3.0 / 4.0, 4.0 / 3.0)
+_ERASED, _ERASED_RATIO = (0.02, 1.0 / 3.0), (0.3, 3.3)
+_SEEDS = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """How the images of a training are changed; the default changes nothing.
+
+    Attributes:
+        size: side of the square that a crop is resized to.
+        crop_scale: the smallest share of an image's area that a random crop takes; 1 for no random crops.
+        flip: the probability of a horizontal flip.
+        rand_augment: the strength of RandAugment (Cubuk et al. 2020, arXiv 1909.13719), 0 (off) to 1.
+        random_erasing: the probability that a rectangle becomes noise (Zhong et al. 2020, arXiv 1708.04896).
+        repeats: how often an image is drawn before the next one (Hoffer et al. 2020, arXiv 1901.09335).
+    """
+
+    size: int
+    crop_scale: float = 1.0
+    flip: float = 0.0
+    rand_augment: float = 0.0
+    random_erasing: float = 0.0
+    repeats: int = 1
+
+    def check(self) -> None:
+        """Raise UserError if the library that an augmentation needs is not installed."""
+        needed = [name for name in ("rand_augment", "random_erasing") if getattr(self, name)]
+        if not needed:
+            return
+        try:
+            import kornia.augmentation  # noqa: F401
+        except ImportError:
+            raise UserError(
+                f"{needed[0]}: {getattr(self, needed[0])} needs the library kornia (allowed: pip install "
+                "'lamina[vision]', or 0)"
+            ) from None
+
+    def crop(self, picture: Image, generator: torch.Generator) -> Image | None:
+        """A random crop, resized to the square [size, size]; None where there are no random crops."""
+        if self.crop_scale >= 1.0:
+            return None
+        from PIL import Image
+
+        box = crop_box(*picture.size, self.crop_scale, generator)
+        return picture.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
+
+    def change(
+        self, pixels: torch.Tensor, generator: torch.Generator, mean: torch.Tensor, std: torch.Tensor
+    ) -> torch.Tensor:
+        """Flip, distort and erase normalized pixel values [channels, height, width].
+
+        ``mean`` and ``std`` [channels, 1, 1] normalized them: RandAugment works on values from 0 to 1.
+        """
+        if self.flip and _uniform(generator) < self.flip:
+            pixels = pixels.flip(-1)
+        if not (self.rand_augment or self.random_erasing):
+            return pixels
+        import kornia.augmentation as kornia
+        from kornia.augmentation.auto import RandAugment
+
+        with torch.random.fork_rng(devices=[]):  # kornia draws from torch's global generator
+            torch.manual_seed(int(torch.randint(_SEEDS, (), generator=generator)))
+            batch = pixels[None]
+            if self.rand_augment:
+                magnitude = min(max(1, round(self.rand_augment * _MAGNITUDES)), _MAGNITUDES - 1)
+                distort = RandAugment(n=OPERATIONS, m=magnitude)
+                plain = (batch * std + mean).clamp(0.0, 1.0)
+                # some operations take colors alone; of a gray image, all three channels stay the same
+                distorted = distort(plain.expand(-1, 3, -1, -1))[:, : plain.shape[1]]
+                batch = (distorted - mean) / std
+            if self.random_erasing and _uniform(generator) < self.random_erasing:
+                erase = kornia.RandomErasing(scale=_ERASED, ratio=_ERASED_RATIO, p=1.0)
+                ones = erase(torch.ones_like(batch[:, :1]))  # where it is 0, noise is put, as in DeiT's "pixel" mode
+                batch = torch.where(ones == 0, torch.randn(batch.shape), batch)
+        return batch[0]
+
+
+def crop_box(width: int, height: int, smallest: float, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """The box (left, upper, right, lower) of a random crop, as Inception's (Szegedy et al. 2015, arXiv 1409.4842).
+
+    Its share of the area is uniform from ``smallest`` to 1, the logarithm of its ratio of sides from 3/4 to 4/3. After
+    ten boxes that do not fit, it is the largest box in the middle.
+    """
+    low, high = map(math.log, _RATIO)
+    for _ in range(10):
+        area = width * height * (smallest + (1.0 - smallest) * _uniform(generator))
+        ratio = math.exp(low + (high - low) * _uniform(generator))
+        wide, tall = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < tall <= height:
+            left = int(torch.randint(width - wide + 1, (), generator=generator))
+            upper = int(torch.randint(height - tall + 1, (), generator=generator))
+            return left, upper, left + wide, upper + tall
+    wide, tall = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+    left, upper = (width - wide) // 2, (height - tall) // 2
+    return left, upper, left + wide, upper + tall
+
+
+def _uniform(generator: torch.Generator) -> float:
+    return float(torch.rand((), generator=generator))
 
 
 class ImageItem(TypedDict):
@@ -115,3 +222,144 @@ def statistics_of(processor: BaseImageProcessor) -> tuple[torch.Tensor, torch.Te
     """A processor's mean and standard deviation by channel, each [channels, 1, 1]."""
     mean, std = (torch.tensor(getattr(processor, name)).view(-1, 1, 1) for name in ("image_mean", "image_std"))
     return mean, std
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """Joins items to a batch; with the defaults, unchanged. Picklable, so that loader processes can hold it.
+
+    Attributes:
+        num_classes: of the set.
+        mixup: alpha of mixup's Beta distribution; 0 for none.
+        cutmix: alpha of CutMix's; 0 for none. With both, each batch takes one of them, with equal chances.
+        label_smoothing: the share of a target that is spread evenly over all classes.
+        seed: of the run.
+    """
+
+    num_classes: int
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    label_smoothing: float = 0.0
+    seed: int = 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.mixup or self.cutmix or self.label_smoothing)
+
+    def __call__(self, items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
+        """The batch of a training: ``labels`` are probabilities [batch, classes] if anything is changed."""
+        batch = plain_batch(items)
+        if not self.changes:
+            return batch
+        pixels, targets = batch["pixel_values"], self.smoothed(batch["labels"])
+        generator = np.random.default_rng((self.seed, int(items[0]["draw"])))
+        cuts = bool(self.cutmix) and (not self.mixup or generator.random() < 0.5)
+        if self.mixup or self.cutmix:
+            alpha = self.cutmix if cuts else self.mixup
+            share = float(generator.beta(alpha, alpha))
+            pixels, share = cut(pixels, share, generator) if cuts else (mix(pixels, share), share)
+            targets = mix(targets, share)
+        return {"pixel_values": pixels, "labels": targets}
+
+    def smoothed(self, labels: torch.Tensor) -> torch.Tensor:
+        """(1 - s) * one_hot + s / classes: [batch, classes]."""
+        one_hot = torch.nn.functional.one_hot(labels, self.num_classes).float()
+        return (1.0 - self.label_smoothing) * one_hot + self.label_smoothing / self.num_classes
+
+
+def plain_batch(items: Sequence[ImageItem]) -> dict[str, torch.Tensor]:
+    """The batch of an evaluation: ``labels`` are classes [batch]."""
+    return {
+        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+        "labels": torch.stack([item["labels"] for item in items]),
+    }
+
+
+def mix(x: torch.Tensor, share: float) -> torch.Tensor:
+    """Share * x + (1 - share) * partner, along the first axis."""
+    return share * x + (1.0 - share) * x.flip(0)
+
+
+def cut(images: torch.Tensor, share: float, generator: np.random.Generator) -> tuple[torch.Tensor, float]:
+    """Images [batch, channels, height, width] with a box of their partners', and the share that stays their own.
+
+    The box has the sides of the image times sqrt(1 - share) and is cut off at the edges; the share is then that of the
+    area outside it.
+    """
+    height, width = images.shape[-2:]
+    side = (1.0 - share) ** 0.5
+    tall, wide = int(height * side), int(width * side)
+    middle = int(generator.integers(height)), int(generator.integers(width))
+    top, bottom = max(0, middle[0] - tall // 2), min(height, middle[0] + tall // 2)
+    left, right = max(0, middle[1] - wide // 2), min(width, middle[1] + wide // 2)
+    images = images.clone()
+    images[..., top:bottom, left:right] = images.flip(0)[..., top:bottom, left:right]
+    return images, 1.0 - (bottom - top) * (right - left) / (height * width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageStats(Stats):
+    """The numbers of two splits of images; ``classes`` are their names."""
+
+    train_images: int
+    eval_images: int
+    classes: tuple[str, ...]
+    channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSplits(Splits[ImageItem]):
+    """The two splits of an image set."""
+
+    stats: ImageStats
+
+
+def prepare_images(
+    corpus: str, augmentation: Augmentation, *, eval_fraction: float, center_crop: float = 1.0, progress: bool = True
+) -> tuple[ImageSplits, BaseImageProcessor]:
+    """The items of a labeled image set and their processor.
+
+    Args:
+        corpus: see ``lamina.data.images.labeled_images.ALLOWED``.
+        augmentation: of the training images; its size is that of all images.
+        eval_fraction: the share of each class that is held out, where the set has no split of its own.
+        center_crop: the share of the shorter side that the crop of the middle keeps.
+        progress: show a progress bar on a terminal after two seconds.
+
+    Raises:
+        UserError: the set is missing, an image can't be read (its path), a class has none, a library is missing.
+    """
+    pillow()
+    augmentation.check()
+    images = open_images(corpus)
+    images.refuse_unreadable(progress=progress)
+    train, held_out = split(images, eval_fraction)
+    processor = image_processor(augmentation.size, images.channels, center_crop)
+    single = single_corpus(corpus)  # of more than 1 GiB of files, the hash is of their names, sizes and times
+    content = single.shards().fingerprint if isinstance(single, FileCorpus) else single.fingerprint()
+    identity = f"images-1|{content}|{augmentation.size}|{center_crop!r}|{eval_fraction!r}"
+    stats = ImageStats(
+        unigram_entropy=class_entropy(images.labels[train], images.labels[held_out], len(images.classes)),
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        train_images=len(train),
+        eval_images=len(held_out),
+        classes=images.classes,
+        channels=images.channels,
+    )
+    items = (ImageItems(images, numbers, processor, augmentation) for numbers in (train, held_out))
+    return ImageSplits(train=next(items), eval=next(items), stats=stats), processor
+
+
+def image_processor(size: int, channels: int, center_crop: float = 1.0) -> BaseImageProcessor:
+    """ConvNeXt's processor of transformers: resize the shorter side, crop the middle, normalize.
+
+    RGB images are normalized by ImageNet's mean and standard deviation, gray ones to -1 to 1.
+    """
+    from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+    from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+    mean, std = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if channels == 3 else ([0.5] * channels, [0.5] * channels)
+    return ConvNextImageProcessorPil(
+        size={"shortest_edge": size}, crop_pct=center_crop, resample=3, image_mean=mean, image_std=std
+    )

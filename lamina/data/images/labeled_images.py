@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import logging
+import math
+import os
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
-from lamina.errors import UserError
+from lamina.core.hub_access import one_line
+from lamina.data.corpus import MNIST, packaged_file
+from lamina.data.sources import hub_datasets
+from lamina.data.sources.file_documents import walk
+from lamina.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from PIL.Image import Image
 
+_LARGEST = 65_535  # of 16 bits
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+_DECODED = 20_000  # images that are decoded before a run begins
+_HELD_OUT = ("val", "validation", "valid", "test")
 ALLOWED = (
     "a folder with a subfolder of images for each class (or train/ and val/ with these), hf:NAME[:CONFIG][@SPLIT], "
     "mnist, or a .csv or .csv.gz of pixels"
@@ -99,3 +119,226 @@ def pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise UserError("corpus: images are read with Pillow (allowed: pip install 'lamina[vision]')") from None
+
+
+def in_8_bits(picture: Image, mode: str) -> Image:
+    """The image in a mode of 8 bits per channel (L or RGB); 16-bit gray levels keep their upper 8 bits.
+
+    Raises ValueError for pixels whose range is unknown: floating-point numbers, or more than 16 bits.
+    """
+    from PIL import Image
+
+    if picture.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, whose range is unknown; save it with 8 or 16 bits")
+    if not picture.mode.startswith("I"):
+        return picture.convert(mode)
+    levels = np.asarray(picture).astype(np.int64)
+    if levels.min() < 0 or levels.max() > _LARGEST:
+        raise ValueError("its pixels have more than 16 bits; save it with 8 or 16 bits")
+    return Image.fromarray((levels >> 8).astype(np.uint8)).convert(mode)
+
+
+def open_images(spec: str) -> LabeledImages:
+    """The labeled images with this name; nothing is decoded yet.
+
+    Raises:
+        UserError: there are none, a class is empty, or the library that reads them is not installed.
+    """
+    if hub_datasets.is_hub(spec):
+        images: LabeledImages = _of_hub(spec)
+    else:
+        path = file_of(spec)
+        if path.is_dir():
+            images = _of_folder(spec, path)
+        elif path.name.endswith((".csv", ".csv.gz")):
+            images = _of_pixels(spec, path)
+        else:
+            raise UserError(f"corpus: {spec!r} holds no labeled images (allowed: {ALLOWED})")
+    images.check()
+    return images
+
+
+def file_of(spec: str) -> Path:
+    """The file or folder of a set that is not on the hub. Raises UserError if there is none."""
+    if (packaged := packaged_file(spec)) is not None:
+        return packaged
+    path = Path(spec).expanduser()
+    if not spec or not path.exists():
+        siblings = os.listdir(path.parent) if spec and path.parent.is_dir() else []
+        hint = nearest(path.name, [MNIST, *siblings])
+        raise UserError(f"corpus: {spec!r}: no such file or folder{hint} (allowed for images: {ALLOWED})")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles(LabeledImages):
+    """Image files in a folder for each class."""
+
+    paths: tuple[Path, ...]
+
+    def image(self, number: int) -> Image:
+        with self._open(number) as picture:
+            return in_8_bits(picture, "RGB")
+
+    def refuse_unreadable(self, *, progress: bool) -> None:
+        """Decode every image of a small set; of a large one, read what each file says of itself."""
+        small = len(self.paths) <= _DECODED
+        bar = tqdm(range(len(self.paths)), desc="checking images", delay=2, disable=None if progress else True)
+        for number in bar:
+            with self._open(number) as picture:
+                if small:
+                    in_8_bits(picture, "RGB")
+                else:
+                    picture.verify()
+
+    @contextmanager
+    def _open(self, number: int) -> Iterator[Image]:
+        """An image file. Raises UserError that names it, also for what goes wrong while it is used."""
+        from PIL import Image
+
+        path = self.paths[number]
+        try:
+            with Image.open(path) as picture:
+                yield picture
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            reason = f"can't be read ({_reason(error)}); fix or remove it"
+            raise UserError(f"corpus: the image {str(path)!r} {reason}") from None
+
+
+def _of_folder(spec: str, root: Path) -> ImageFiles:
+    names = _subfolders(root)
+    held_out = [name for name in _HELD_OUT if name in names]
+    splits = [root]
+    if "train" in names and held_out:
+        if beside := sorted(set(names) - {"train", *held_out}):
+            raise UserError(
+                f"corpus: {spec!r} has the folder {beside[0]!r} beside its splits 'train' and {held_out[0]!r} "
+                "(allowed: splits alone, or classes alone)"
+            )
+        splits = [root / "train", root / held_out[0]]
+    classes = _subfolders(splits[0])
+    if not classes:
+        raise UserError(f"corpus: {str(splits[0])!r} has no subfolders, so no classes (allowed: {ALLOWED})")
+    paths: list[Path] = []
+    labels: list[int] = []
+    others: list[Path] = []
+    for part in splits:
+        if (differing := set(_subfolders(part)) ^ set(classes)) and part != splits[0]:
+            named = sorted(differing)[0]
+            raise UserError(f"corpus: {str(splits[0])!r} and {str(part)!r} differ in the class {named!r}")
+        for label, name in enumerate(classes):
+            files = walk(part / name)
+            found = [path for path in files if path.suffix.lower() in _SUFFIXES]
+            others += [path for path in files if path.suffix.lower() not in _SUFFIXES]
+            if not found:
+                raise UserError(f"corpus: the class folder {str(part / name)!r} has no images; fill or remove it")
+            paths += found
+            labels += [label] * len(found)
+    if others:
+        names = ", ".join(path.relative_to(root).as_posix() for path in others[:3])
+        logger.warning(
+            "%s: %d files skipped that are not images (%s%s; read are %s)",
+            *(root, len(others), names, ", ..." * (len(others) > 3), ", ".join(sorted(_SUFFIXES))),
+        )
+    first = len(paths) if len(splits) == 1 else sum(splits[0] in path.parents for path in paths)
+    return ImageFiles(
+        spec=spec,
+        classes=tuple(classes),
+        labels=np.array(labels),
+        held_out=None if len(splits) == 1 else np.arange(first, len(paths)),
+        paths=tuple(paths),
+    )
+
+
+def _subfolders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelImages(LabeledImages):
+    """Gray images in memory, [images, height, width] of uint8."""
+
+    pixels: np.ndarray
+
+    def image(self, number: int) -> Image:
+        from PIL import Image
+
+        return Image.fromarray(self.pixels[number])
+
+
+def _of_pixels(spec: str, path: Path) -> PixelImages:
+    """A file of rows ``pixel,...,pixel,label``: square gray images, 0 to 255, and classes numbered from 0."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file without rows
+            rows = np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.int64, ndmin=2)
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"corpus: {spec!r} is no file of pixels ({_reason(error)})") from None
+    if not rows.size:
+        raise UserError(f"corpus: {spec!r} has no rows (allowed: the pixels of a square, and its class, in each)")
+    side = math.isqrt(max(rows.shape[1] - 1, 0))
+    if side * side != rows.shape[1] - 1 or side < 1:
+        raise UserError(
+            f"corpus: {spec!r} has rows of {rows.shape[1]} numbers (allowed: the pixels of a square, and its class)"
+        )
+    pixels, labels = rows[:, :-1], rows[:, -1]
+    if pixels.min() < 0 or pixels.max() > 255 or labels.min() < 0 or labels.max() >= len(labels):
+        raise UserError(f"corpus: {spec!r} has values out of range (allowed: pixels 0 to 255, classes from 0)")
+    return PixelImages(
+        spec=spec,
+        classes=tuple(map(str, range(int(labels.max()) + 1))),
+        labels=labels,
+        channels=1,
+        pixels=pixels.reshape(-1, side, side).astype(np.uint8),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubImages(LabeledImages):
+    """Images of a data set, its splits one after the other."""
+
+    parts: tuple[Dataset, ...]
+    column: str
+
+    def image(self, number: int) -> Image:
+        part, row = 0, number
+        while row >= len(self.parts[part]):
+            row -= len(self.parts[part])
+            part += 1
+        try:
+            picture = cast("Image", self.parts[part][row][self.column])
+            return in_8_bits(picture, "L" if self.channels == 1 else "RGB")
+        except (OSError, ValueError, SyntaxError, AttributeError) as error:
+            raise UserError(f"corpus: image {row} of {self.spec!r} can't be read ({_reason(error)})") from None
+
+
+def _of_hub(spec: str) -> HubImages:
+    parts = hub_datasets.load_splits(hub_datasets.parse(spec), held_out=_HELD_OUT)
+    from datasets import ClassLabel
+    from datasets import Image as ImageFeature
+
+    features = parts[0].features
+    columns = [name for name, feature in features.items() if isinstance(feature, ImageFeature)]
+    targets = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+    if not columns or not targets:
+        missing = "images" if not columns else "class labels"
+        raise UserError(f"corpus: {spec!r} has no column of {missing} (its columns: {', '.join(features)})")
+    labels = [np.array(part.with_format(None)[targets[0]], dtype=np.int64) for part in parts]
+    for part, numbers in zip(parts, labels, strict=True):
+        if len(numbers) and numbers.min() < 0:
+            raise UserError(f"corpus: {spec!r}: row {int(numbers.argmin())} of {part.split} has no class")
+    first = HubImages(
+        spec=spec,
+        classes=tuple(features[targets[0]].names),
+        labels=np.concatenate(labels),
+        held_out=None if len(parts) == 1 else np.arange(len(labels[0]), sum(map(len, labels))),
+        parts=tuple(parts),
+        column=columns[0],
+    )
+    gray = all(cast("Image", part[0][columns[0]]).mode in ("L", "1") for part in parts if len(part))
+    return HubImages(**{**first.__dict__, "channels": 1 if gray else 3})
+
+
+def _reason(error: Exception) -> str:
+    return one_line(error).partition(": ")[2] or one_line(error)

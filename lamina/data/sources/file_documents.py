@@ -2,21 +2,210 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import hashlib
+import io
 import json
+import lzma
+import os
 import re
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TextIO, cast
 
-from lamina.data.sources.file_text import PART_CHARS, NotTextError, encodable_text, inner_suffix, open_text, read_parts
 from lamina.errors import UserError, nearest, unknown
 
+PART_CHARS = 16 * 1024 * 1024
+"""Files longer than this many characters are read in parts to bound memory."""
+
+_SNIFF_BYTES = 8192
+_MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\x00", "zstandard": b"\x28\xb5\x2f\xfd"}
+_SUFFIXES = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard", ".zstd": "zstandard"}
+_WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+FileState = tuple[int, int]
+"""The size of a file in bytes and the time of its last change in nanoseconds."""
+
+_HASHED_BYTES = 2**30
 Position = tuple[int, int]
 """Where the next document of a file begins: the byte of its text (in .parquet files: the row), and the number of lines,
 rows or parts before it."""
 
 _ROWS = 1024
 _OPENING = re.compile(r"\s*(?:\[\s*)?\{")
+
+
+class NotTextError(Exception):
+    """The file is no readable text, and the message says why. Folders skip it; naming it is an error."""
+
+
+def inner_suffix(path: Path) -> str:
+    """The suffix before that of the compression, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
+    name = path.name.lower()
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return Path(name).suffix
+
+
+def compression(path: Path) -> str | None:
+    """The compression of a file, or None, decided by its first bytes.
+
+    Raises:
+        NotTextError: the name has the suffix of a compression, but the content is something else.
+    """
+    with path.open("rb") as file:
+        head = file.read(8)
+    for kind, magic in _MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    promised = _SUFFIXES.get(path.suffix.lower())
+    if promised and head:
+        raise NotTextError(f"ends in {path.suffix} but is not {promised}")
+    return None
+
+
+def _decompressed(file: IO[bytes], kind: str | None) -> IO[bytes]:
+    if kind == "gzip":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+    if kind == "xz":
+        return lzma.LZMAFile(file)
+    return _zstd_reader(file) if kind == "zstandard" else file
+
+
+def _zstd_reader(file: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"corpus: {file.name!r} is compressed with zstandard, which needs: pip install lamina[zstd]"
+        ) from None
+    return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+
+
+def _decompression_errors() -> tuple[type[Exception], ...]:
+    errors: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError)
+    try:
+        import zstandard
+    except ImportError:
+        return errors
+    return (*errors, zstandard.ZstdError)
+
+
+@contextmanager
+def open_text(path: Path, start: int = 0) -> Iterator[TextIO]:
+    r"""The decompressed file as UTF-8 text, without a byte order mark and with its line ends (``\n``) unchanged.
+
+    ``start``: the byte of the text to begin at. A compressed file is decompressed up to there.
+
+    Raises:
+        NotTextError: the file is binary, not UTF-8 or damaged; raised inside the with block, too.
+        UserError: zstandard is needed and not installed, or reading the file is not permitted.
+    """
+    damaged = _decompression_errors()
+    try:
+        kind = compression(path)
+        with path.open("rb") as file:
+            stream = cast("io.RawIOBase", _decompressed(file, kind))
+            buffered = io.BufferedReader(stream, buffer_size=1 << 20)
+            head = buffered.peek(_SNIFF_BYTES)[:_SNIFF_BYTES]
+            if head.startswith(_WIDE_MARKS):
+                raise NotTextError("is binary or not UTF-8 (it looks like UTF-16)")
+            if b"\x00" in head:
+                raise NotTextError("is binary or not UTF-8")
+            _skip(buffered, start + len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8), seekable=kind is None)
+            # newline="\n": neither a lone \r nor \r\n is rewritten, so that bytes are counted as in the file
+            with io.TextIOWrapper(buffered, encoding="utf-8", newline="\n") as text:
+                yield text
+    except UnicodeDecodeError:
+        raise NotTextError("is binary or not UTF-8") from None
+    except damaged as error:
+        raise NotTextError(f"is damaged ({error})") from None
+    except PermissionError as error:
+        raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
+
+
+def encodable_text(text: str) -> str:
+    """The text with each half of a surrogate pair, which JSON can hold and UTF-8 cannot, replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _skip(file: IO[bytes], count: int, *, seekable: bool) -> None:
+    if seekable:
+        file.seek(count)
+        return
+    while count > 0 and (passed := file.read(min(count, 1 << 20))):
+        count -= len(passed)
+
+
+def read_parts(path: Path, part_chars: int = PART_CHARS, start: int = 0) -> Iterator[str]:
+    """The text of a file in parts of about ``part_chars`` characters, each ending with a line if its end is near.
+
+    ``start`` and errors: see :func:`open_text`.
+    """
+    with open_text(path, start) as text:
+        while part := text.read(part_chars):
+            # the search for the end of the line is bounded: a file may be one line of gigabytes
+            yield part if part.endswith("\n") else part + text.readline(part_chars)
+
+
+def walk(root: Path, linked: list[Path] | None = None) -> list[Path]:
+    """The files below a folder in the order of their relative names, without hidden files and folders.
+
+    Links to files are read, links to folders are not followed, since they may lead in a circle; ``linked`` gets them.
+
+    Raises:
+        UserError: a folder below must not be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"corpus: {str(error.filename)!r} cannot be read ({error.strerror})") from None
+
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if linked is not None:
+            linked += [path for name in folders if (path := Path(folder, name)).is_symlink()]
+        paths += [path for name in files if not name.startswith(".") and (path := Path(folder, name)).is_file()]
+    return sorted(paths, key=lambda path: path.relative_to(root).parts)
+
+
+def hash_files(digest: hashlib._Hash, root: Path) -> None:
+    """Add the relative name and the content of a file, or of all files below a folder, to ``digest``."""
+    for path in walk(root) if root.is_dir() else [root]:
+        name = os.fsencode(path.relative_to(root if root.is_dir() else root.parent).as_posix())
+        try:
+            with path.open("rb") as file:
+                # a hash per file, so that bytes cannot move from one file to the next unnoticed
+                content = hashlib.file_digest(file, "sha256").digest()
+        except PermissionError as error:
+            raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
+        digest.update(name + b"\0" + content)
+
+
+def state_of(path: Path) -> FileState:
+    """The size of a file and the time of its last change."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def fingerprint_of_large(root: Path, paths: Sequence[Path], states: Sequence[FileState], text_field: str) -> str | None:
+    """A hash of the names, sizes and times of change of files over 1 GiB in all.
+
+    None for less than that: then the content itself can be hashed.
+    """
+    if sum(size for size, _ in states) <= _HASHED_BYTES:
+        return None
+    digest = hashlib.sha256(f"stream\0{text_field}\0".encode())
+    for path, (size, changed) in zip(paths, states, strict=True):
+        digest.update(os.fsencode(path.relative_to(root).as_posix()) + f"\0{size}\0{changed}\0".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +333,8 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
                 raise unknown(f"text_field of the corpus {str(path)!r}:", text_field, schema.names)
             kind = schema.field(text_field).type
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of few different texts
-            if not any(is_text(values) for is_text in _text_types()):
+            types = pyarrow.types
+            if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
                 raise UserError(f"corpus: {str(path)!r}: the column {text_field!r} must hold strings, not {kind}")
             groups, first = [], 0
             for group in range(file.num_row_groups):
@@ -164,12 +354,6 @@ def _table(path: Path, name: str, text_field: str, start: Position) -> Iterator[
         raise NotTextError(f"is no parquet file that can be read ({' '.join(str(error).split())[:200]})") from None
     except PermissionError as error:
         raise UserError(f"corpus: {str(path)!r} cannot be read ({error.strerror})") from None
-
-
-def _text_types() -> list[Callable[[object], bool]]:
-    from pyarrow import types
-
-    return [types.is_string, types.is_large_string, types.is_string_view]
 
 
 def _kind(value: object) -> str:

@@ -1,7 +1,6 @@
 """The papers' model sizes as presets: transformers configurations by name."""
 
 from lamina.core.backbone_presets import PRESETS, Preset, get, names
-from lamina.modeling.backbones.counting import Count, count_parameters
-from lamina.modeling.backbones.presets import preset_config, resolve_backbone
+from lamina.modeling.backbones.presets import Count, count_parameters, preset_config, resolve_backbone
 
 __all__ = ["PRESETS", "Count", "Preset", "count_parameters", "get", "names", "preset_config", "resolve_backbone"]

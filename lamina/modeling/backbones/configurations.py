@@ -12,8 +12,7 @@ from lamina.core.architectures import ROLES
 from lamina.core.registry import Registry
 from lamina.core.values import whole_number
 from lamina.errors import UserError, one_line, unknown
-from lamina.modeling.backbones.quiet import quiet
-from lamina.modeling.backbones.stored import kind_of, read_json
+from lamina.modeling.backbones.loading import kind_of, quiet, read_json
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import adapter_of
 from lamina.placements import Plan

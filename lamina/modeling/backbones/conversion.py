@@ -26,9 +26,8 @@ from transformers import initialization as init
 from lamina.core.architectures import Conversion
 from lamina.errors import UserError
 from lamina.modeling.backbones import configurations
-from lamina.modeling.backbones.loading import load_weights
-from lamina.modeling.backbones.stored import stored_shapes
-from lamina.modeling.backbones.tensors import conversion_of, copy_buffers, fill, gains, lamina_name
+from lamina.modeling.backbones.conversion import conversion_of, copy_buffers, fill, gains, lamina_name
+from lamina.modeling.backbones.loading import load_weights, stored_shapes
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM
 from lamina.placements import Norm, Plan, Sublayer, resolve

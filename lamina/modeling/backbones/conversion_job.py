@@ -21,9 +21,8 @@ from lamina.jobs.files import write_json
 from lamina.jobs.kinds import Kind
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones import conversion
-from lamina.modeling.backbones.configurations import read_config
-from lamina.modeling.backbones.equivalent import equivalent
-from lamina.modeling.backbones.loading import load_weights
+from lamina.modeling.backbones.conversion_job import equivalent
+from lamina.modeling.backbones.loading import load_weights, read_config
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import LaminaForCausalLM
 

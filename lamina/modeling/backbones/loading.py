@@ -17,8 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lamina.errors import UserError, one_line
-from lamina.modeling.backbones.quiet import quiet
-from lamina.modeling.backbones.stored import stored_shapes
+from lamina.modeling.backbones.loading import quiet, stored_shapes
 from lamina.modeling.configuration_lamina import backbone_of
 
 TOKENIZER_FILES = (

@@ -12,7 +12,7 @@ from lamina.core.backbone_presets import get, is_place
 from lamina.core.hub_access import local_when_unreachable
 from lamina.core.values import text, whole_number
 from lamina.errors import UserError
-from lamina.modeling.backbones.configurations import read_config
+from lamina.modeling.backbones.loading import read_config
 
 _SPECIAL = tuple(f"{token}_token_id" for token in ("pad", "bos", "eos", "cls", "sep"))
 

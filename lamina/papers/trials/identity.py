@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lamina.core.backbone_presets import PRESETS
 from lamina.core.json_types import Json
-from lamina.data import Corpus
+from lamina.data.corpus import Corpus
 from lamina.evaluation.generated import NAMES, version
 from lamina.evaluation.task_sets import GENERATED
 from lamina.jobs.manifest import files_in, sha256

@@ -4,7 +4,6 @@ The vertical line is the stream, bottom to top, and each module stands on a bran
 normalizes the stream, a norm on the branch does not.
 """
 
-from lamina.placements.diagram.drawing import gallery, svg
-from lamina.placements.diagram.equations import equations, text
+from lamina.placements.diagram import equations, gallery, svg, text
 
 __all__ = ["equations", "gallery", "svg", "text"]

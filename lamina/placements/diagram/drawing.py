@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from lamina.placements.diagram import shapes
-from lamina.placements.diagram.labels import (
+from lamina.placements.diagram import (
     MOST_KINDS,
     block_label,
     embedding_scale,
@@ -15,6 +14,7 @@ from lamina.placements.diagram.labels import (
     layer_groups,
     norm_label,
     scale_label,
+    shapes,
     sublayers,
     title_of,
     weight_notes,

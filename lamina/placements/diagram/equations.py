@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lamina.placements.diagram.labels import (
+from lamina.placements.diagram import (
     KIND_NAMES,
     block_label,
     embedding_scale,

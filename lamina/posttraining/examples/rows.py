@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from lamina.core.values import home
 from lamina.data.sources import hub_datasets
-from lamina.data.sources.file_text import NotTextError, encodable_text, inner_suffix, open_text
+from lamina.data.sources.file_documents import NotTextError, encodable_text, inner_suffix, open_text
 from lamina.errors import UserError
 from lamina.posttraining.examples import generated
 

@@ -80,6 +80,11 @@ class Context:
         """Return a batch, or its first ``sequences`` inputs, where the model is."""
         return {name: tensor[:sequences].to(self.device) for name, tensor in batch.items()}
 
+    def note(self, text: str) -> None:
+        """Add a note for the reader of the page, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def most(self, option: int | None, sample: int) -> int:
         """How many sequences or tokens a probe measures, 0 for all: its option, or by default a sample of a corpus."""
         return option if option is not None else 0 if self.whole else sample

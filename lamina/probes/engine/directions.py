@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
+import pandas as pd
 import torch
 
 from lamina.core.text import ranges
 from lamina.errors import UserError
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import Probe, Sample, sample_of
+from lamina.probes.engine.statistics import Ratio
 from lamina.probes.structure.hooks import Output
-from lamina.probes.structure.sites import Point, SublayerSite
+from lamina.probes.structure.sites import Point
 
 TOKENS = ("last", "first", "all")
 # Matrix products of fewer rows than this, and of a multiple of 8, are the fast ones on CPUs.
@@ -36,12 +38,10 @@ class Directions:
             raise UserError("tokens: 'last' is invalid for images, whose patches have no order (allowed: first, all)")
         self.states = context.structure.num_layers + 1
         self.limit = tokens_per_batch
-        self._notes = context.notes
-        self._batches: Sequence[Mapping[str, torch.Tensor]] = context.batches
+        self._context = context
         self._bytes = max(sum(p.numel() * p.element_size() for p in context.model.parameters()) // 4, _SMALLEST_BUDGET)
         self._batch_number = 0
         self.compared = 0  # tokens
-        self._whole = context.whole
         self._chosen: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
         self._vectors = torch.zeros(0)
@@ -108,7 +108,7 @@ class Directions:
 
     def _choose(self, state: torch.Tensor) -> None:
         batch, tokens, channels = state.shape
-        inputs = self._batches[self._batch_number]
+        inputs = self._context.batches[self._batch_number]
         mask = inputs.get("attention_mask")
         if mask is not None:
             mask = mask.to(state.device).bool()
@@ -116,11 +116,14 @@ class Directions:
         self._mask = self._chosen = None
         if self.tokens == "all":
             limit = self.limit or max(batch, self._bytes // (4 * channels * self.states))
-            if (each := max(1, limit // batch)) < tokens and (self.limit or not self._whole):
+            if (each := max(1, limit // batch)) < tokens and (self.limit or not self._context.whole):
                 generator = torch.Generator().manual_seed(self._batch_number)
                 chosen = torch.randperm(tokens, generator=generator)[:each].sort().values
                 self._chosen = chosen.to(state.device)
-                self._note(f"Of each batch's {batch} x {tokens} tokens {batch} x {each} are compared")
+                self._context.note(
+                    f"Of each batch's {batch} x {tokens} tokens {batch} x {each} are compared: the states of all of "
+                    "them would take too much memory (tokens_per_batch=)."
+                )
             if mask is not None:
                 self._mask = mask if self._chosen is None else mask[:, self._chosen]
             return
@@ -131,62 +134,44 @@ class Directions:
         else:
             self._chosen = tokens - 1 - mask.flip(1).int().argmax(1)
 
-    def _note(self, text: str) -> None:
-        if not self._notes or not any(note.startswith(text) for note in self._notes):
-            self._notes.append(f"{text}: the states of all of them would take too much memory (tokens_per_batch=).")
-
 
 def note_streams(context: Context) -> None:
     """Note for the page what the states are if they are not Pre-LN's plain stream: a norm's output, or a mixture."""
-    structure = context.structure
-    normed = [site.index for site in structure.layers if site.sublayers and _ends_normed(site.sublayers[-1])]
-    inner = [
-        site.index
-        for site in structure.layers
-        if site.index not in normed and any(norm.role == "post_norm" for norm in site.norms)
-    ]
-    if normed:
-        names = "every layer" if len(normed) == structure.num_layers else f"the layers {ranges(normed)}"
-        text = (
-            f"The state behind {names} is a norm's output (Post-LN): its length is fixed, only its direction changes."
-        )
-        once(context.notes, text)
-    if inner:
-        names = "every layer" if len(inner) == structure.num_layers else f"the layers {ranges(inner)}"
-        text = (
-            f"The stream is normalized inside {names} but not behind them (HybridNorm): the states compared are the "
-            "layers' outputs, before that norm."
-        )
-        once(context.notes, text)
-
-
-def _ends_normed(sublayer: SublayerSite) -> bool:
-    return any(norm.role == "post_norm" for norm in sublayer.norms)
-
-
-def once(notes: list[str], text: str) -> None:
-    """Append a note unless it is already there."""
-    if text not in notes:
-        notes.append(text)
-
-
-def check_tokens(tokens: str | None, tokens_per_batch: int | None) -> None:
-    """Raise UserError for an invalid option of a probe of directions."""
-    if tokens is not None and tokens not in TOKENS:
-        raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
-    if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
-        raise UserError(f"tokens_per_batch: {tokens_per_batch!r} (allowed: a whole number above 0)")
+    normed: list[int] = []
+    inner: list[int] = []
+    for site in context.structure.layers:
+        roles = [[norm.role for norm in sublayer.norms] for sublayer in site.sublayers]
+        if roles and "post_norm" in roles[-1]:
+            normed.append(site.index)
+        elif any("post_norm" in each for each in roles):
+            inner.append(site.index)
+    for layers, text in (
+        (normed, "The state behind {} is a norm's output (Post-LN): its length is fixed, only its direction changes."),
+        (
+            inner,
+            "The stream is normalized inside {} but not behind them (HybridNorm): the states compared are the layers' "
+            "outputs, before that norm.",
+        ),
+    ):
+        if layers:
+            every = len(layers) == context.structure.num_layers
+            context.note(text.format("every layer" if every else f"the layers {ranges(layers)}"))
 
 
 class DirectionsProbe(Probe):
     """A probe that compares the directions of every two states, x^0 ... x^N, at the same tokens."""
 
     def __init__(self, tokens: str | None, tokens_per_batch: int | None):
-        check_tokens(tokens, tokens_per_batch)
+        if tokens is not None and tokens not in TOKENS:
+            raise UserError(f"tokens: {tokens!r} (allowed: {', '.join(TOKENS)})")
+        if tokens_per_batch is not None and (not isinstance(tokens_per_batch, int) or tokens_per_batch < 1):
+            raise UserError(f"tokens_per_batch: {tokens_per_batch!r} (allowed: a whole number above 0)")
         self.tokens, self.tokens_per_batch = tokens, tokens_per_batch
+        self.by_pair = Ratio()
 
     def begin(self, context: Context) -> None:
-        self._directions = Directions(context, self._tokens(context), self.tokens_per_batch)
+        tokens = self.tokens or ("all" if "step" in context.state else None)
+        self._directions = Directions(context, tokens, self.tokens_per_batch)
         self._states = context.structure.states()
         self._pairs = np.triu_indices(len(self._states), k=1)  # the earlier and the later state of each pair
 
@@ -200,19 +185,27 @@ class DirectionsProbe(Probe):
         self._directions.see(key, value)
 
     def end_batch(self, inputs: Mapping[str, torch.Tensor], output: Output) -> None:
-        totals, counts = self._compare()
+        totals, counts = self.compare(self._directions)
         first, second = (torch.from_numpy(index).to(totals.device) for index in self._pairs)
-        self._add(totals[:, first, second], counts, first, second)
+        self.add(totals[:, first, second].double().cpu(), counts.cpu())
         self._directions.end()
 
-    def _tokens(self, context: Context) -> str | None:
-        """Which tokens are compared; None: those that ``Directions`` takes by default."""
-        return self.tokens
-
-    def _compare(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch's sums over tokens [sequences, states, states], and the tokens in each sum [sequences]."""
+    def compare(self, directions: Directions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch's sums over tokens [sequences, states, states], and the tokens in each sum [sequences]."""
         raise NotImplementedError
 
-    def _add(self, sums: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Take in the sums of the pairs, [sequences, pairs]; ``first`` and ``second`` are the pairs' states."""
-        raise NotImplementedError
+    def add(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add the sums of the pairs, [sequences, pairs], and their tokens [sequences]."""
+        self.by_pair.add(sums, counts)
+
+    def pair_rows(self, metric: str) -> pd.DataFrame:
+        """Return a row for each pair of states, by their distance."""
+        start, end = self._pairs
+        frame = ratio_rows(start, end - start, metric, self.by_pair)
+        return frame.sort_values(["size", "start"], ignore_index=True)
+
+
+def ratio_rows(start: np.ndarray | int, size: np.ndarray, metric: str, ratio: Ratio) -> pd.DataFrame:
+    """Return a ratio's values as rows of blocks of layers: ``start`` the first, ``size`` how many."""
+    value, error = ratio.mean.numpy(), ratio.standard_error.numpy()
+    return pd.DataFrame({"start": start, "size": size, "metric": metric, "value": value, "standard_error": error})

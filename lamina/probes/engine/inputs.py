@@ -13,11 +13,10 @@ from torch import nn
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from lamina.data.blocks import Blocks, spread
-from lamina.data.corpus import EMBEDDED, single_corpus
-from lamina.data.encoding import Encoder
+from lamina.data.corpus import EMBEDDED, MNIST, single_corpus
+from lamina.data.encoding import TextEncoder
 from lamina.data.images.image_items import pixels_of
-from lamina.data.images.sources import open_images
-from lamina.data.sources.packaged import MNIST
+from lamina.data.images.labeled_images import open_images
 from lamina.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def _pack(
     if body < 1:
         raise UserError(f"sequence_length: {length} leaves no room beside {len(prefix) + len(suffix)} special tokens")
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None and not suffix else None
-    encoder, stream = Encoder(tokenizer), list[int]()  # what looks like a special token in a text is text
+    encoder, stream = TextEncoder(tokenizer), list[int]()  # what looks like a special token in a text is text
     for start in range(0, len(texts), 256):
         for ids in encoder.encode(list(texts[start : start + 256])):
             stream += [*ids.tolist(), end] if end is not None and len(texts) > 1 else ids.tolist()

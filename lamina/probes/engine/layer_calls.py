@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.registry import check_most
 from lamina.probes.structure.hooks import Args, Key, Kwargs, Output, argument_of, intercept, stream_of, with_argument

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lamina.errors import UserError
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.structure.hooks import Args, Output, forward
 
 _TOKENS = 8

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lamina.probes.structure.hooks import Output
     from lamina.probes.structure.sites import Point
 
+COLUMNS = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]  # of most probes' frames
 PROBES = Path(__file__).parents[1]  # one file each
 
 
@@ -131,11 +132,10 @@ def check_most(name: str, option: str, value: object) -> int | None:
     return value
 
 
-def _modules() -> Iterator[str]:
-    return (f"lamina.probes.{path.stem}" for path in sorted(PROBES.glob("*.py")) if any(read(path)))
-
-
-REGISTRY: Registry[type[Probe]] = Registry("probe", modules=_modules)
+REGISTRY: Registry[type[Probe]] = Registry(
+    "probe",
+    modules=lambda: [f"lamina.probes.{path.stem}" for path in sorted(PROBES.glob("*.py")) if any(read(path))],
+)
 names, get = REGISTRY.names, REGISTRY.get
 
 
@@ -238,17 +238,15 @@ def read(path: Path) -> Iterator[Listed]:
     """The probes of one file: its classes that are decorated with ``@probe``."""
     text = path.read_text(encoding="utf-8")
     for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef) and any(_name(d) == "probe" for d in node.decorator_list):
+        if isinstance(node, ast.ClassDef) and any(_is_probe(d) for d in node.decorator_list):
             attributes = dict(_texts(node))
             if "name" in attributes:
                 words = {k: str(attributes.get(k, "")) for k in ("name", "title", "summary", "source")}
                 yield Listed(**words, options=_options(node), over_steps=tuple(attributes.get("over_steps", ())))
 
 
-def _name(decorator: ast.expr) -> str:
-    if isinstance(decorator, ast.Call):
-        decorator = decorator.func
-    return decorator.attr if isinstance(decorator, ast.Attribute) else getattr(decorator, "id", "")
+def _is_probe(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).partition("(")[0].rpartition(".")[2] == "probe"
 
 
 def _texts(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:

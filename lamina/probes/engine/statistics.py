@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -43,10 +45,10 @@ class Running:
             return torch.full_like(self.mean, math.inf)
         return (self._squares / (self.count - 1) / self.count).sqrt()
 
-    def relative_error(self, floor: float = 0.0) -> float:
-        """The largest standard error over |mean|, where |mean| is at least ``floor``; 0 without values."""
+    def relative_error(self) -> float:
+        """Return the largest standard error over |mean|, where that is above 0; 0 without values."""
         error, mean = self.standard_error, self.mean.abs()
-        chosen = mean > floor
+        chosen = mean > 0
         if not self.count or math.isinf(float(error.max())):
             return math.inf
         return float((error[chosen] / mean[chosen]).max()) if bool(chosen.any()) else 0.0
@@ -91,3 +93,42 @@ class Ratio:
         ratio = self.mean
         squares = self._squares - 2 * ratio * self._products + ratio.square() * self._counts_squared
         return (squares.clamp(min=0) * (self.samples / (self.samples - 1))).sqrt() / self._counts
+
+
+@dataclass(frozen=True)
+class TokenStates:
+    """A tensor of the forward pass as [sequences, tokens, channels], and which tokens are text.
+
+    ``x`` is float32 (float64 where the model is), 0 in padding; ``valid`` [sequences, tokens] is None where all are.
+    """
+
+    x: torch.Tensor
+    valid: torch.Tensor | None
+
+
+def as_tokens(value: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> TokenStates:
+    """The watched tensor of a batch by sequence and token, with padding zeroed.
+
+    Takes [batch, tokens, channels], with heads before or behind the tokens (a norm of queries: each head's part counts
+    as one token), with rows and columns (vision), or flattened to [batch * tokens, channels] (experts). A tensor that
+    fits none of these is one sequence.
+    """
+    x = value.detach()
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    main_input = next(iter(inputs.values()))
+    batch = len(main_input)
+    mask = inputs.get("attention_mask")
+    valid = None if mask is None or bool(mask.all()) else mask.bool().to(x.device)
+    tokens = main_input.shape[1] if main_input.ndim == 2 else -1
+    if x.ndim == 2 and len(x) == batch * tokens:
+        x = x.unflatten(0, (batch, tokens))
+    if x.ndim < 3 or len(x) != batch:
+        return TokenStates(x.reshape(1, -1, x.shape[-1]), None)
+    if valid is not None and tokens not in x.shape[1:-1]:
+        valid = None
+    if valid is not None:
+        shape = [batch] + [tokens if i == x.shape[1:-1].index(tokens) else 1 for i in range(x.ndim - 2)]
+        valid = valid.reshape(shape).expand(x.shape[:-1]).flatten(1)
+        x = x.flatten(1, -2)
+        return TokenStates(x.masked_fill(~valid.unsqueeze(-1), 0.0), valid)
+    return TokenStates(x.flatten(1, -2), None)

@@ -68,7 +68,13 @@ def probe_folder(
         KeyboardInterrupt: after result.json says `interrupted`; finished probes are kept.
     """
     job = open_job(
-        Kind.PROBING, ProbeSettings, settings, resume=resume, overwrite=overwrite, policy=POLICY, stored=_stored
+        Kind.PROBING,
+        ProbeSettings,
+        settings,
+        resume=resume,
+        overwrite=overwrite,
+        policy=POLICY,
+        stored=lambda folder: read_written_yaml(folder / "config.yaml"),
     )
     complete = job.settings
     if not complete.checkpoint:
@@ -84,10 +90,6 @@ def probe_folder(
         return measuring.run(job.folder)
 
 
-def _stored(folder: Path) -> Json:
-    return read_written_yaml(folder / "config.yaml")
-
-
 def spec_by_name(probes: str) -> dict[str, str]:
     """The spec of each requested probe, by name: ``{"angular_distance": "angular_distance(tokens=all)"}``."""
     specs: dict[str, str] = {}
@@ -100,18 +102,17 @@ def spec_by_name(probes: str) -> dict[str, str]:
 def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
     """The results of the finished probes in a folder to resume, by name."""
     results = (read_result(folder) or {}).get("probes") or {}
-    return {
-        name: result
-        for name, result in results.items()
-        if result.get("status") == "finished"
-        and (folder / f"{name}.parquet").is_file()
-        and not any(digests.differs(folder / file) for file in _files_of(name, result))
-        and result.get("spec") == specs.get(name, result.get("spec"))
-    }
-
-
-def _files_of(name: str, result: Json) -> list[str]:
-    return [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]
+    whole: dict[str, Json] = {}
+    for name, result in results.items():
+        files = [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]
+        if (
+            result.get("status") == "finished"
+            and (folder / files[0]).is_file()
+            and not any(digests.differs(folder / file) for file in files)
+            and result.get("spec") == specs.get(name, result.get("spec"))
+        ):
+            whole[name] = result
+    return whole
 
 
 class Measuring:
@@ -137,7 +138,6 @@ class Measuring:
         self.remaining = [probe for probe in probes if probe.name not in done]
         self.results: Json = dict(done)
         self._noted = len(self.context.notes)
-        self._loading_notes = list(self.context.notes)
 
     def run(self, folder: Path) -> Json:
         """Measure, write, and return the content of result.json; errors as in ``probe_folder``."""
@@ -168,7 +168,10 @@ class Measuring:
             self.bars.close()
         for probe in self.remaining:
             if probe.name not in self.results:
-                self.results[probe.name] = {**self._words(probe), "status": "skipped", "reason": self._why(probe.name)}
+                start = f"{probe.name} left out: "
+                reasons = (note.removeprefix(start) for note in self.context.notes if note.startswith(start))
+                reason = next(reasons, "no result")
+                self.results[probe.name] = {**self._words(probe), "status": "skipped", "reason": reason}
         failed = [
             f"{name}: {result['reason']}" for name, result in self.results.items() if result["status"] == "failed"
         ]
@@ -212,17 +215,13 @@ class Measuring:
         return drawn
 
     def _words(self, probe: Probe) -> dict[str, str]:
-        definition = inspect.getdoc(type(probe)) or ""
         return {
             "spec": self.specs[probe.name],
             "title": probe.title,
             "summary": probe.summary,
             "source": probe.source,
-        } | {"definition": definition}
-
-    def _why(self, name: str) -> str:
-        start = f"{name} left out: "
-        return next((note.removeprefix(start) for note in self.context.notes if note.startswith(start)), "no result")
+            "definition": inspect.getdoc(type(probe)) or "",
+        }
 
     def _write(self, status: str, reason: str) -> Json:
         probe_notes = {note for entry in self.results.values() for note in entry.get("notes") or ()}
@@ -329,8 +328,8 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
         "hidden_size": structure.hidden_size,
         "parameters": sum(p.numel() for p in parameters),
         "dtype": str(next(iter(parameters)).dtype).removeprefix("torch."),
-        "placement": placement(structure.layers),
-        "layers": _path(structure.layers),
+        "placement": "; ".join(_runs([_family(site) for site in structure.layers])),
+        "layers": " … ".join(dict.fromkeys((structure.layers[0].path, structure.layers[-1].path))),
         "layers_share_weights": shared or None,
         "sublayers": "; ".join(_runs([", ".join(s.kind for s in site.sublayers) for site in structure.layers])),
         "norms": "; ".join(_runs([_norms(site) for site in structure.layers])),
@@ -338,11 +337,6 @@ def describe(model: nn.Module, structure: Structure) -> dict[str, object]:
         "final_norm": structure.final_norm.path if structure.final_norm else "none",
         "notes": list(structure.notes),
     }
-
-
-def placement(layers: Sequence[LayerSite]) -> str:
-    """The norms' places in a word or two, by layer where the layers differ."""
-    return "; ".join(_runs([_family(site) for site in layers]))
 
 
 def _family(site: LayerSite) -> str:
@@ -360,12 +354,6 @@ def _norms(site: LayerSite) -> str:
         counted = [role + (f" × {roles.count(role)}" if roles.count(role) > 1 else "") for role in dict.fromkeys(roles)]
         parts.append(f"{sublayer.kind}: {' + '.join(counted) or 'none'}")
     return ", ".join(parts)
-
-
-def _path(layers: Sequence[LayerSite]) -> str:
-    """``model.layers.0 … model.layers.29``."""
-    first, last = layers[0].path, layers[-1].path
-    return first if first == last else f"{first} … {last}"
 
 
 def _runs(texts: Iterable[str]) -> list[str]:

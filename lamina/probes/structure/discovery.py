@@ -10,7 +10,7 @@ from torch import nn
 from lamina.errors import UserError
 from lamina.probes.structure.hooks import takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
-from lamina.probes.structure.stream import Branch, TracedLayer, read_layer
+from lamina.probes.structure.stream import Branch, TracedLayer, origin, read_layer
 from lamina.probes.structure.tracing import Call, Op, Trace, trace
 
 
@@ -64,7 +64,7 @@ def _chains(record: Trace) -> list[list[Call]]:
     for family in _families(record):
         run: list[Call] = []
         for call in family:
-            if run and _origin(_stream_input(call, record), same) != _origin(run[-1].output, same):
+            if run and origin(_stream_input(call, record), same) != origin(run[-1].output, same):
                 chains.append(run)
                 run = []
             run.append(call)
@@ -193,24 +193,18 @@ def _sources(ops: Iterable[Op]) -> dict[int, int]:
     return {op.outputs[0]: op.inputs[0] for op in ops if op.kind in ("same", "scale") and op.inputs and op.outputs}
 
 
-def _origin(value: int | None, same: Mapping[int, int]) -> int | None:
-    while value is not None and value in same:
-        value = same[value]
-    return value
-
-
 def _outer_norm(role: str, record: Trace, *, before: Call | None = None, after: Call | None = None) -> NormSite | None:
     """The norm whose output is the first layer's stream, or that reads the last layer's."""
     same = _sources(record.ops)  # DeBERTa multiplies the normed embedding by the padding's mask
     for call in record.calls:
         if not call.is_norm:
             continue
-        reads = {_origin(v, same) for v in call.inputs.values()}
+        reads = {origin(v, same) for v in call.inputs.values()}
         adjacent = (
             before is not None
             and call.ended < before.began
-            and _origin(call.output, same) == _origin(_stream_input(before, record), same)
-        ) or (after is not None and call.began > after.ended and _origin(after.output, same) in reads)
+            and origin(call.output, same) == origin(_stream_input(before, record), same)
+        ) or (after is not None and call.began > after.ended and origin(after.output, same) in reads)
         if adjacent:
             return NormSite(role, call.module, call.path, call.number)
     return None
@@ -232,7 +226,9 @@ def _site(index: int, layer: TracedLayer, width: int) -> LayerSite:
             sublayers.append(
                 SublayerSite(
                     kind=branch.kind,
-                    contribution=_contribution(branch),
+                    contribution=Point(
+                        branch.source.module, branch.source.path, "output", branch.source.number, branch.factor
+                    ),
                     after=addition.after,
                     norms=tuple(NormSite(role, norm.module, norm.path, norm.number) for role, norm in branch.norms),
                     feed_forward=_feed_forward(branch, width),
@@ -240,11 +236,6 @@ def _site(index: int, layer: TracedLayer, width: int) -> LayerSite:
                 )
             )
     return LayerSite(index, call.module, call.path, call.number, tuple(sublayers), layer.argument)
-
-
-def _contribution(branch: Branch) -> Point:
-    source = branch.source
-    return Point(source.module, source.path, "output", source.number, branch.factor)
 
 
 def _feed_forward(branch: Branch, width: int) -> FeedForward | None:

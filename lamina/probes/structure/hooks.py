@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.structure.sites import Point, Structure
 
 Output: TypeAlias = Any  # of a module: a tensor, a tuple, a list or a ModelOutput

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,6 +115,21 @@ class FeedForward:
     down: tuple[str, nn.Module]
     pre: Point | None
     post: Point
+
+    @property
+    def width(self) -> int:
+        """D_ff: how many channels the down-projection reads."""
+        down: Any = self.down[1]
+        return int(down.in_features if hasattr(down, "in_features") else down.weight.shape[0])
+
+    def stacked_side(self, module: nn.Module) -> int | None:
+        """The axis along which a weight stacks gate and up, twice D_ff long; None where it is one projection."""
+        if module is self.down[1] or len(self.up) != 1:
+            return None
+        weight: Any = module.weight
+        # A projection is [out, in] or, in GPT-2's Conv1D, [in, out].
+        out = 0 if hasattr(module, "in_features") else 1
+        return out if weight.shape[out] == 2 * self.width else None
 
 
 @dataclass(frozen=True, eq=False)

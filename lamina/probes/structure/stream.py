@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,7 +110,8 @@ def read_layer(call: Call, record: Trace, *, describe: bool = True) -> TracedLay
 
 class _Reader:
     def __init__(self, call: Call, record: Trace, shape: tuple[int, ...], start: int):
-        self.traced = StreamRecord(call, record, shape, inside(call), _ops_within(call, record), carried={start})
+        low, high = (bisect.bisect_left(record.ops, t, key=lambda op: op.time) for t in (call.began, call.ended))
+        self.traced = StreamRecord(call, record, shape, inside(call), record.ops[low:high], carried={start})
         self.tags: dict[int, _Tag] = {start: _Tag("stream", sum=start)}
         self.sums: dict[int, _Sum] = {}  # by their values
 
@@ -243,11 +245,6 @@ class _Reader:
         self.tags[out] = _Tag("stream", sum=out)
 
 
-def _ops_within(call: Call, record: Trace) -> list[Op]:
-    low = bisect.bisect_left(record.ops, call.began, key=lambda op: op.time)
-    return record.ops[low : bisect.bisect_left(record.ops, call.ended, key=lambda op: op.time)]
-
-
 def _in_norm(call: Call | None, until: Call) -> bool:
     while call is not None and call is not until:
         if call.is_norm:
@@ -268,7 +265,7 @@ class _Describer:
 
     def describe(self) -> None:
         marks = sorted([a.op.time for a in self.traced.additions] + self.traced.breaks)
-        units = [c for c in self.traced.calls if not self._holds_sum(c, marks) and not c.is_norm]
+        units = [c for c in self.traced.calls if not c.is_norm and not any(c.began < m < c.ended for m in marks)]
         ids = {id(c) for c in units}
         units = [c for c in units if id(c.parent) not in ids]
         branches = [b for a in self.traced.additions for b in a.branches]
@@ -288,10 +285,6 @@ class _Describer:
         end = self.traced.additions[-1].op.time if self.traced.additions else 0
         for norm in (c for c in self.traced.calls if c.is_norm and c.began > end and id(c) in self.traced.post):
             self.traced.additions[-1].branches[-1].norms.append(("post_norm", norm))
-
-    @staticmethod
-    def _holds_sum(call: Call, marks: list[int]) -> bool:
-        return any(call.began < mark < call.ended for mark in marks)
 
     def _fill(self, branch: Branch, modules: list[Call], ops: list[Op]) -> None:
         branch.modules = [c for c in modules if _has_parameters(c)]
@@ -340,14 +333,14 @@ class _Describer:
         norm = next((c for c in self.traced.calls if id(c) in self.traced.post and value in self._same(c)), None)
         if norm is not None:
             return Point(norm.module, norm.path, "output", norm.number)
-        if _origin(self.traced.call.output, self.same) == value:
+        if origin(self.traced.call.output, self.same) == value:
             return Point(self.traced.call.module, self.traced.call.path, "output", self.traced.call.number)
         for c in self.traced.calls:
-            if c.output not in c.inputs.values() and _origin(c.output, self.same) == value:
+            if c.output not in c.inputs.values() and origin(c.output, self.same) == value:
                 return Point(c.module, c.path, "output", c.number)
         for c in self.traced.calls:
             for key, argument in c.inputs.items():
-                if _origin(argument, self.same) == value:
+                if origin(argument, self.same) == value:
                     return Point(c.module, c.path, "input", c.number, None, key)
         return None
 
@@ -384,8 +377,9 @@ def _mine(op: Op, modules: list[Call], others: list[Call], begin: int, end: int)
     return begin < op.time < end and not any(m.began < op.time < m.ended for m in others)
 
 
-def _origin(value: int, same: dict[int, int]) -> int:
-    while value in same:
+def origin(value: int | None, same: Mapping[int, int]) -> int | None:
+    """Follow a value to the one that it is a copy of."""
+    while value is not None and value in same:
         value = same[value]
     return value
 

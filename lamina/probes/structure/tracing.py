@@ -16,7 +16,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.structure.hooks import Args, Kwargs, Output, first_tensor
 from lamina.probes.structure.sites import is_norm
 

@@ -18,8 +18,7 @@ from lamina.jobs.environment import environment
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.modeling.modeling_lamina import HEADS
 from lamina.placements import Plan
-from lamina.placements.diagram import svg, text
-from lamina.placements.diagram.labels import title_of
+from lamina.placements.diagram import svg, text, title_of
 from lamina.placements.resolution import find
 
 CARD, DIAGRAM = "README.md", "placement.svg"

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lamina.modeling.hooks import temporary_hooks
-from lamina.modeling.parts import body_of, sublayers
+from lamina.modeling.parts import body_of, sublayers, temporary_hooks
 from lamina.probes.structure.hooks import Args, Kwargs, Output, watch
 from lamina.probes.structure.sites import Point, Structure
 from lamina.training.execution.compiling import uncompiled

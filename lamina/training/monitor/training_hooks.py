@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad as torch_clipping
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.modeling.hooks import temporary_hooks
+from lamina.modeling.parts import temporary_hooks
 from lamina.probes.structure.hooks import Kwargs, Output
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.find_layers import Followed, bare, called, follow, is_compiled, items_of, main_input

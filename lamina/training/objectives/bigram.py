@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from lamina.data import token_counts
-from lamina.data.blocks import Blocks, Splits, spread
+from lamina.data.blocks import Blocks, Splits, pair_entropy, spread
 from lamina.modeling.backbones import resolve_backbone
 from lamina.training.objectives.objective import objective_of
 from lamina.training.optimization.order import TrainOrder, order_of
@@ -46,7 +45,7 @@ def entropy_of(splits: Splits, settings: PretrainSettings, order: TrainOrder, st
     micro_batches = (order.micro_batch(s, m) for s in range(1, steps + 1) for m in range(order.gradient_accumulation))
     train = splits.train.for_run(settings.seed).rows([index for batch in micro_batches for index in batch])
     held_out = splits.eval.rows(spread(len(splits.eval), settings.eval_blocks or len(splits.eval)))
-    return token_counts.bigram_entropy(train, held_out, splits.stats.vocab_size)
+    return pair_entropy(train, held_out, splits.stats.vocab_size)
 
 
 @lru_cache(maxsize=1024)

@@ -10,10 +10,8 @@ from transformers import PreTrainedConfig
 
 from lamina.data.blocks import Splits, Stats
 from lamina.data.corpus import EMBEDDED
-from lamina.data.images.augmentation import Augmentation
+from lamina.data.images.image_items import Augmentation, ImageSplits, ImageStats, Mixing, plain_batch, prepare_images
 from lamina.data.images.labeled_images import ALLOWED
-from lamina.data.images.mixing import Mixing, plain_batch
-from lamina.data.images.preparation import ImageSplits, ImageStats, prepare_images
 from lamina.errors import UserError
 from lamina.training.objective_settings import ImageSettings
 from lamina.training.objectives.objective import Collate, Objective, Processor, objective

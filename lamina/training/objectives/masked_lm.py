@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lamina.data.blocks import Splits, Stats, perplexity
-from lamina.data.drawn.masked_blocks import MaskedBlocks, with_mask_token
+from lamina.data.masked_blocks import MaskedBlocks, with_mask_token
 from lamina.training.objectives.objective import Processor, objective
 from lamina.training.objectives.text import TextObjective, padding_of, read_text
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, cast
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lamina.core.json_types import Json
-from lamina.data import Blocks, prepare_blocks, stream_blocks, whole_blocks
-from lamina.data.blocks import BlockStats, Splits, Stats
+from lamina.data.blocks import Blocks, BlockStats, Splits, Stats
 from lamina.data.encoding import vocab_size_of
+from lamina.data.packed import prepare_blocks, whole_blocks
+from lamina.data.streamed import stream_blocks
 from lamina.errors import UserError
 from lamina.modeling.backbones import PRESETS, resolve_backbone
 from lamina.training import source

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
-from lamina.data.blocks import Block, ItemSource
-from lamina.data.drawn.drawn_items import EVAL_SEED, DrawnItems
+from lamina.data.blocks import EVAL_SEED, DrawnItems, ItemSource, TokenBlock
 
 MASK = "<|mask|>"
 REPLACED, RANDOM = 0.8, 0.1  # of the chosen tokens: BERT's shares; the rest stays as it is
 
 
-class MaskedBlocks(DrawnItems[Block]):
+class MaskedBlocks(DrawnItems[TokenBlock]):
     """Token blocks in which a share of the tokens is to be predicted, as in BERT; transformers masks them.
 
     Of the chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. ``labels`` are -100 at the
@@ -28,7 +27,7 @@ class MaskedBlocks(DrawnItems[Block]):
 
     def __init__(
         self,
-        source: ItemSource[Block],
+        source: ItemSource[TokenBlock],
         tokenizer: PreTrainedTokenizerBase,
         mask_ratio: float,
         seed: int = EVAL_SEED,
@@ -45,7 +44,7 @@ class MaskedBlocks(DrawnItems[Block]):
     def for_run(self, seed: int) -> MaskedBlocks:
         return MaskedBlocks(self.source.for_run(seed), self.tokenizer, self.mask_ratio, seed, training=True)
 
-    def change(self, item: Block, generator: torch.Generator) -> Block:
+    def change(self, item: TokenBlock, generator: torch.Generator) -> TokenBlock:
         """Mask a block [sequence_length]; at least one token is chosen, since a loss over none has no value."""
         ids = item["input_ids"]
         special = torch.isin(ids, self.special)

@@ -1,1 +1,0 @@
-"""Token blocks packed once and cached on disk."""

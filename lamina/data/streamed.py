@@ -1,0 +1,461 @@
+"""A corpus that is read while training goes on: the held-out text is chosen first, the rest becomes a stream."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict, cast
+
+import numpy as np
+import torch
+
+from lamina.core.json_types import Json
+from lamina.data.blocks import (
+    ArrayBlocks,
+    Blocks,
+    BlockSource,
+    BlockStats,
+    TokenBlock,
+    count_tokens,
+    mix,
+    spread,
+    unigram_entropy,
+)
+from lamina.data.corpus import EMBEDDED, Corpus, Shard, Shards, SingleCorpus
+from lamina.data.encoding import TextEncoder, TokenJoiner
+from lamina.data.split import Segment, Splitter, check_split, is_held_out, piece_chars
+from lamina.data.tokenizers import BYTES, EVAL_FRACTION, is_trained, load_tokenizer
+from lamina.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SCANNED = 64 * 2**20  # the held-out text is spread over this many characters
+_SHARDS = 64  # and over this many shards
+_PIECES, _SMALLEST_PIECE, _CHARS_PER_TOKEN = 64, 1024, 4
+_BATCH_CHARS = 1024 * 1024
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1024  # the least number of blocks read at a time
+_ANCHORS = 64  # how many chunks a reader can go back without starting over
+_ENDLESS = 2**40
+_READING: weakref.WeakSet[StreamedBlocks] = weakref.WeakSet()
+SHUFFLE_BUFFER = 2048
+# increases whenever the same corpus and settings would give other blocks
+_FORMAT = "stream-1"
+_EVAL_BLOCKS, _FEWEST = 1000, 64  # held-out blocks: by default, at least
+
+
+def stream_blocks(
+    corpus: str = EMBEDDED,
+    tokenizer_spec: str = BYTES,
+    sequence_length: int = 256,
+    *,
+    eval_fraction: float = EVAL_FRACTION,
+    eval_blocks: int = 0,
+    text_field: str = "text",
+    buffer: int = SHUFFLE_BUFFER,
+    seed: int = 0,
+) -> tuple[Blocks, PreTrainedTokenizerFast]:
+    """Blocks of a corpus without preparing them first: ``train`` is an endless :class:`StreamedBlocks`.
+
+    The held-out pieces come from the beginnings of up to 64 files, spread over 64 million characters; there are as
+    many as fill ``eval_blocks``. They are never trained on. The unigram entropy is their cross-entropy under twice as
+    much text from between them. ``stats.train_tokens``, ``train_bytes`` and ``documents`` are 0 because unknown.
+
+    Args:
+        corpus: see :meth:`lamina.data.Corpus.parse`.
+        tokenizer_spec: ``bytes``, or a tokenizer of transformers: a ``bpe:SIZE`` would have to read the corpus first.
+        sequence_length: tokens per block.
+        eval_fraction: the largest share of the scanned text to hold out.
+        eval_blocks: how many blocks to hold out, at least 64; 0 for 1,000.
+        text_field: the field of rows that holds the text.
+        buffer: how many consecutive blocks are shuffled among themselves; 1 keeps the order of the corpus.
+        seed: the seed of the order.
+
+    Raises:
+        UserError: the corpus is missing, empty, binary or too short for a block per split; an argument is out of range.
+    """
+    check_split(sequence_length, eval_fraction)
+    if is_trained(tokenizer_spec):
+        raise UserError(
+            f"tokenizer: {tokenizer_spec!r} is trained on the whole corpus first (allowed with streaming: bytes, or "
+            "a tokenizer of transformers by folder or name, such as the model/ of a run on a part of the corpus)"
+        )
+    text = Corpus.parse(corpus, text_field)
+    tokenizer = load_tokenizer(tokenizer_spec)
+    streaming = _Streaming(
+        encoder=TextEncoder(tokenizer),
+        sequence_length=sequence_length,
+        eval_fraction=eval_fraction,
+        eval_blocks=max(eval_blocks or _EVAL_BLOCKS, _FEWEST),
+        buffer=buffer,
+    )
+    orders = [None if buffer == 1 else (seed, number) for number in range(len(text.parts))]
+    blocks = [streaming.blocks(part.corpus, order) for part, order in zip(text.parts, orders, strict=True)]
+    return mix(text.parts, blocks), tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Streaming:
+    """The settings with which a corpus becomes a stream of blocks."""
+
+    encoder: TextEncoder
+    sequence_length: int
+    eval_fraction: float
+    eval_blocks: int
+    buffer: int
+
+    def blocks(self, corpus: SingleCorpus, seed: tuple[int, int] | None) -> Blocks:
+        """The stream of a corpus' blocks, shuffled by ``seed``, and its held-out blocks."""
+        encoder, length = self.encoder, self.sequence_length
+        shards = corpus.shards()
+        apart = hold_out(
+            corpus.spec, shards, encoder, length, blocks=self.eval_blocks, eval_fraction=self.eval_fraction
+        )
+        held_out, known = apart.held_out.blocks(length), apart.known.blocks(length)
+        stream = TokenStream(
+            corpus=corpus.spec,
+            shards=shards.shards,
+            encoder=encoder,
+            sequence_length=length,
+            chars=apart.chars,
+            held_out=apart.limits,
+            eval_fraction=apart.fraction,
+            seed=seed,
+        )
+        identity = f"{_FORMAT}|{shards.fingerprint}|{encoder.content_hash()}"
+        identity = f"{identity}|{length}|{self.eval_fraction!r}|{self.eval_blocks}"
+        stats = BlockStats(
+            train_tokens=0,
+            eval_tokens=held_out.size,
+            train_bytes=0,
+            eval_bytes=round(apart.held_out.bytes * held_out.size / apart.held_out.tokens),
+            unigram_entropy=unigram_entropy(known, held_out, encoder.vocab_size),
+            vocab_size=encoder.vocab_size,
+            sequence_length=length,
+            documents=0,
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        )
+        train = StreamedBlocks(stream, buffer=self.buffer, seed=seed or (0, 0), known=known)
+        return Blocks(train=train, eval=ArrayBlocks(held_out), stats=stats)
+
+
+@dataclass
+class Excerpt:
+    """Some segments of a corpus as ids, by shard."""
+
+    encoder: TextEncoder
+    ids: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    tokens: int = 0
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # the first segment of every shard has an end-of-text token: which shard comes first is known only at the end
+        self._joiner = TokenJoiner(self.encoder, TokenJoiner.ELSEWHERE)
+        self._shard: int | None = None
+
+    def add(self, shard: int, segment: Segment) -> None:
+        """Append a segment of a shard."""
+        if shard != self._shard:
+            self._joiner.jump()
+        self._shard = shard
+        self._joiner.add(segment)
+        ids = self._joiner.encode()
+        self.ids.setdefault(shard, []).append(ids)
+        self.tokens += len(ids)
+        self.bytes += len(segment.text.encode())
+
+    def blocks(self, sequence_length: int) -> np.ndarray:
+        """[blocks, sequence_length], in the shards' order, without the end-of-text token at the very beginning."""
+        rows = [ids for shard in sorted(self.ids) for ids in self.ids[shard]]
+        ids = np.concatenate(rows)[1:] if rows else np.empty(0, dtype=self.encoder.dtype)
+        whole = len(ids) // sequence_length
+        return ids[: whole * sequence_length].reshape(whole, sequence_length)
+
+
+@dataclass
+class Division:
+    """The division of a stream into held-out text and the rest.
+
+    Attributes:
+        chars: characters per piece.
+        fraction: the share of the scanned pieces that is held out.
+        held_out: the text to evaluate on.
+        known: some of the text to train on, from between the held-out pieces.
+        limits: for each shard with held-out pieces, how many of its pieces were scanned.
+    """
+
+    chars: int
+    fraction: float
+    held_out: Excerpt
+    known: Excerpt
+    limits: dict[int, int] = field(default_factory=dict)
+
+
+def hold_out(
+    corpus: str, shards: Shards, encoder: TextEncoder, sequence_length: int, *, blocks: int, eval_fraction: float
+) -> Division:
+    """Hold out pieces until they fill ``blocks`` blocks, at most ``eval_fraction`` of the scanned text.
+
+    Raises:
+        UserError: the text is too short for one block to train on and one held out.
+    """
+    needed = blocks * sequence_length * _CHARS_PER_TOKEN
+    total = _SCANNED if shards.bytes is None else max(1, shards.bytes)
+    chars = min(piece_chars(total), max(_SMALLEST_PIECE, needed // _PIECES))
+    fraction = min(eval_fraction, needed / min(total, _SCANNED))
+    while True:
+        division = Division(chars, fraction, Excerpt(encoder), Excerpt(encoder))
+        held_out, known = division.held_out, division.known
+        for shard, segment, piece in _pieces(shards, division, blocks, sequence_length):
+            if is_held_out(shard + piece, fraction):
+                held_out.add(shard, segment)
+                division.limits[shard] = piece + 1
+            elif known.tokens < max(2 * held_out.tokens, sequence_length + 1):
+                known.add(shard, segment)
+        if len(held_out.blocks(sequence_length)) and len(known.blocks(sequence_length)):
+            return division
+        if not held_out.tokens and not known.tokens:
+            raise UserError(f"corpus: {corpus!r} holds no text")
+        if fraction >= 0.5:
+            raise UserError(
+                f"corpus: {corpus!r} has about {held_out.tokens + known.tokens} tokens, too few for a sequence_length "
+                f"of {sequence_length}: one block to train on and one held out are needed"
+            )
+        fraction = min(0.5, 2 * fraction)
+
+
+def _pieces(
+    shards: Shards, division: Division, blocks: int, sequence_length: int
+) -> Iterator[tuple[int, Segment, int]]:
+    """Shard, segment and piece number, until enough is held out: about as much from each of up to 64 shards."""
+    count = len(shards.shards)
+    per_shard = math.ceil(blocks / min(count, _SHARDS)) * sequence_length if count else 0
+    for shard in np.random.default_rng(0).permutation(count).tolist():
+        before = division.held_out.tokens
+        if before > blocks * sequence_length:
+            return
+        splitter = Splitter()
+        for document, _ in shards.shards[shard].read():
+            for segment, piece in splitter.cut(document, division.chars):
+                if division.held_out.tokens - before > per_shard and piece >= division.limits[shard]:
+                    break
+                yield shard, segment, piece
+            else:
+                continue
+            break
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a stream stands before a batch of text. All fields have JSON's types.
+
+    Attributes:
+        turn: how many times the corpus has been read to its end.
+        shard: the index of the shard in this turn's order.
+        position: where the shard's next document begins, as the shard itself encodes it; None for its beginning.
+        split: the Splitter's fields before that document.
+        segments: how many of that document's segments have been read.
+        last: the document and the character at which the last packed segment ended (see TokenJoiner).
+        carry: the tokens that do not fill a block yet.
+        skip: how many of the blocks from here on have been handed out.
+    """
+
+    turn: int = 0
+    shard: int = 0
+    position: object = None
+    split: Sequence[int] = dataclasses.astuple(Splitter())
+    segments: int = 0
+    last: Sequence[int] | None = None
+    carry: Sequence[int] = ()
+    skip: int = 0
+
+
+class _Document(TypedDict):
+    """The fields of a Place inside a shard."""
+
+    position: object
+    split: Sequence[int]
+    segments: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStream:
+    """The blocks of a corpus without its held-out pieces, endless, and the same each time from a Place on.
+
+    A :class:`TokenJoiner` joins the segments. Tokens left over at the end of the corpus begin the first block of the
+    next turn.
+
+    Args:
+        corpus: the name of the corpus, for errors.
+        shards: the shards of the corpus, read one after the other.
+        encoder: turns text into ids.
+        sequence_length: tokens per block.
+        chars: characters per piece.
+        held_out: for each shard with held-out pieces, the number of pieces at its beginning that contains them.
+        eval_fraction: the share of those pieces that is held out.
+        seed: shuffles the shards in each turn; None keeps their order.
+    """
+
+    corpus: str
+    shards: Sequence[Shard]
+    encoder: TextEncoder
+    sequence_length: int
+    chars: int
+    held_out: Mapping[int, int]
+    eval_fraction: float
+    seed: Sequence[int] | None
+
+    def chunks(self, place: Place, size: int) -> Iterator[tuple[np.ndarray, Place]]:
+        """Chunks of blocks [size, sequence_length] of the encoder's dtype, each with the place after it."""
+        length = self.sequence_length
+        carry, skip, before = np.array(place.carry, dtype=self.encoder.dtype), place.skip, place
+        chunk, filled = np.empty((size, length), dtype=self.encoder.dtype), 0
+        for after, ids in self._batches(place):
+            ids = np.concatenate([carry, ids])
+            whole = len(ids) // length
+            rows, position = ids[: whole * length].reshape(whole, length), skip
+            while position < whole:
+                count = min(size - filled, whole - position)
+                chunk[filled : filled + count] = rows[position : position + count]
+                filled, position = filled + count, position + count
+                if filled == size:
+                    yield chunk, dataclasses.replace(before, carry=tuple(carry.tolist()), skip=position)
+                    chunk, filled = np.empty_like(chunk), 0
+            carry, skip, before = ids[whole * length :], 0, after
+
+    def _batches(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
+        """Tokens of about a million characters at a time, and the place after them (without carry and skip)."""
+        turn, first = place.turn, place.shard
+        joiner = TokenJoiner(self.encoder, None if place.last is None else cast("tuple[int, int]", tuple(place.last)))
+        while True:
+            order = list(range(len(self.shards)))
+            if self.seed is not None:
+                order = np.random.default_rng([*self.seed, turn]).permutation(len(self.shards)).tolist()
+            empty = not (first > 0 or place.position is not None or place.segments > 0)
+            for index in range(first, len(order)):
+                for document, segment in self._segments(order[index], place if index == first else Place()):
+                    joiner.add(segment)
+                    empty = False
+                    if joiner.chars >= _BATCH_CHARS:
+                        yield Place(turn=turn, shard=index, last=joiner.last, **document), joiner.encode()
+                joiner.jump()
+            if empty:
+                raise UserError(f"corpus: {self.corpus!r} holds no text to train on (allowed: a corpus with some)")
+            turn, first, place = turn + 1, 0, Place()
+            if joiner.chars:
+                yield Place(turn=turn, last=joiner.last), joiner.encode()
+
+    def _segments(self, number: int, place: Place) -> Iterator[tuple[_Document, Segment]]:
+        """The segments of a shard from a place on, without held-out ones, each with the place after it."""
+        position, split, passed = place.position, tuple(place.split), place.segments
+        limit, splitter = self.held_out.get(number, 0), Splitter(*split)
+        for document, after in self.shards[number].read(position):
+            for count, (segment, piece) in enumerate(splitter.cut(document, self.chars), start=1):
+                if count <= passed or (piece < limit and is_held_out(number + piece, self.eval_fraction)):
+                    continue
+                yield {"position": position, "split": split, "segments": count}, segment
+            position, split, passed = after, dataclasses.astuple(splitter), 0
+
+
+class StreamedBlocks(BlockSource):
+    """The blocks of a stream by number, requested in increasing order; item ``i`` is the i-th block of a run.
+
+    Each group of ``buffer`` consecutive blocks is shuffled; the seed and the group's number alone decide how. One chunk
+    of blocks is in memory while a thread reads the next. The Places of the last chunks are stored, so ``state_dict``
+    has one at or shortly before any block that training has reached.
+
+    Args:
+        stream: the stream of the corpus.
+        buffer: how many consecutive blocks are shuffled among themselves; 1 for none.
+        seed: the seed of the shuffles.
+        known: some of the corpus' text, [blocks, sequence_length]; ``sample`` and ``token_counts`` use it.
+    """
+
+    in_order = True
+
+    def __init__(self, stream: TokenStream, *, buffer: int, seed: Sequence[int], known: np.ndarray):
+        self.stream, self.buffer, self.seed, self.known = stream, buffer, seed, known
+        self.size = buffer * math.ceil(_CHUNK / buffer)
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
+        self._reader: ThreadPoolExecutor | None = None
+        _READING.add(self)
+        self.load_state_dict(None)
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> TokenBlock:
+        group, place = divmod(index, self.buffer)
+        if self._order[0] != group:
+            self._order = (group, np.random.default_rng([*self.seed, group]).permutation(self.buffer))
+        chunk, row = divmod(group * self.buffer + int(self._order[1][place]), self.size)
+        ids = torch.from_numpy(self._chunk(chunk)[row].astype(np.int64))
+        return {"input_ids": ids, "labels": ids}
+
+    def sample(self, count: int) -> torch.Tensor:
+        return torch.from_numpy(self.known[spread(len(self.known), count)].astype(np.int64))
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        return count_tokens(self.known, vocab_size)
+
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        return self.known
+
+    def state_dict(self, index: int) -> Json:
+        chunk = max(anchor for anchor in self._anchors if anchor <= index // self.size)
+        return {"size": self.size, "chunk": chunk, **dataclasses.asdict(self._anchors[chunk])}
+
+    def load_state_dict(self, state: object, *, verbose: bool = True) -> None:
+        self._drop()
+        self.verbose = verbose
+        self._anchors = {0: Place()}
+        if state is not None and (stored := cast("Json", state))["size"] == self.size:
+            place = {name: value for name, value in stored.items() if name not in ("size", "chunk")}
+            self._anchors[stored["chunk"]] = Place(**place)
+
+    def _chunk(self, number: int) -> np.ndarray:
+        if self._held[0] == number:
+            return self._held[1]
+        if self._chunks is None or number < self._next:
+            self._drop()
+            self._next = max(anchor for anchor in self._anchors if anchor <= number)
+            self._chunks = self.stream.chunks(self._anchors[self._next], self.size)
+        while self._next <= number:
+            chunk, after = next(self._chunks) if self._coming is None else self._coming.result()
+            self._coming = None
+            if self.verbose and self._anchors[self._next].turn == 0 < after.turn:
+                logger.warning(
+                    "corpus %s ends within blocks %d to %d of this run; from there on it is read again",
+                    *(self.stream.corpus, self._next * self.size, (self._next + 1) * self.size - 1),
+                )
+            self._held, self._next = (self._next, chunk), self._next + 1
+            self._anchors[self._next] = after
+            self._anchors.pop(self._next - _ANCHORS if self._next > _ANCHORS else -1, None)
+        self._reader = self._reader or ThreadPoolExecutor(1, thread_name_prefix="lamina-stream")
+        self._coming = self._reader.submit(next, self._chunks)
+        return self._held[1]
+
+    def _drop(self) -> None:
+        """Forget all chunks. Waits for one that is being read, because its generator is in use."""
+        if (coming := getattr(self, "_coming", None)) is not None and not coming.cancel():
+            coming.exception()
+        self._held: tuple[int, np.ndarray] = (-1, np.empty(0))
+        self._chunks: Iterator[tuple[np.ndarray, Place]] | None = None
+        self._coming: Future[tuple[np.ndarray, Place]] | None = None
+        self._next = 0
+
+
+@atexit.register
+def _stop_reading() -> None:
+    """Close all files while the modules that close them still exist."""
+    for blocks in list(_READING):
+        blocks._drop()

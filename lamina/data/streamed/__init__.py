@@ -1,1 +1,0 @@
-"""A corpus that is read, tokenized and packed while training goes on."""
