@@ -14,7 +14,7 @@ import lamina
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.reports.diagnosing.advice import CAUSES, cause_of, open_changes
-from lamina.reports.diagnosing.evidence import gather, judge, loss_rise
+from lamina.reports.diagnosing.evidence import gather, loss_rise
 from lamina.reports.diagnosing.jumps import jump_around
 from lamina.reports.diagnosing.telling import diagnose
 from lamina.training.monitor.alarms import Alarm
@@ -74,13 +74,6 @@ def test_a_rise_in_one_layer_that_lasts_is_no_bad_batch(broken):
     assert cause({31: 9.0, 33: 9.0, 36: 1.0, 39: 12.0}) == "bad batch"
     assert cause({31: 9.0, 33: 9.0}) == "bad batch"
     assert cause({31: 9.0, 33: 9.0, 36: 8.0, 39: 12.0}, rose=32) == "bad batch"  # which broke the model
-
-
-def test_records_alone_give_the_same_first_alarm(broken):
-    evidence = gather(broken)
-    again = judge(evidence.trial.layers)
-    assert again[0].step == 31
-    assert (1, "feed_forward") in {(alarm.layer, alarm.sublayer) for alarm in again if alarm.step == 31}
 
 
 def test_the_command_prints_it(broken, capsys):

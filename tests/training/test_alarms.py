@@ -2,9 +2,12 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
+import torch
 
+from lamina.reports.diagnosing.evidence import gather
 from lamina.training.monitor.alarms import Alarms, describe
 
 
@@ -83,3 +86,20 @@ def test_a_small_part_of_the_models_gradient_is_told_where_it_stays_up():
 def test_an_alarm_says_where_and_how_much():
     (alarm,) = run([*[1.0] * 20, 12.0], sublayer="feed_forward")
     assert describe(alarm) == "step 21, layer 1 (feed-forward): gradient norm is 12 times its recent median"
+
+
+def test_a_run_of_laminas_own_raises_alarms_which_a_resumed_one_continues(trained, tiny, before_step):
+    def spoil(trainer, model):
+        with torch.no_grad():
+            trainer.bare_model().model.layers[1].feed_forward.module.down_proj.weight.mul_(1e3)
+
+    before_step(11, spoil)
+    spoiled = {"steps": 16, "logging_steps": 1, "save_steps": 6, "divergence_patience": 100}
+    trained("whole", **spoiled)
+    trained("parts", **spoiled, pause_step=9)
+    found = trained("parts", resume=True, **spoiled)
+    assert found["status"] != "interrupted"
+    whole, parts = (Path(tiny(name).output) / "alarms.jsonl" for name in ("whole", "parts"))
+    assert whole.read_text() == parts.read_text()
+    first = gather(whole.parent).first
+    assert (first.step, first.layer, first.sublayer) == (11, 1, "feed_forward")

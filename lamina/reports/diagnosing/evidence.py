@@ -6,16 +6,16 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
-from lamina.reports.records import Frame, Trial, read_run
-from lamina.training.monitor.alarms import FACTORS, Alarm, Alarms
-from lamina.training.monitor.watched import ALARMS, check_version, read_about, read_alarms
+from lamina.reports.records import Trial, read_run
+from lamina.training.monitor.alarms import ALARMS, FACTORS, Alarm, read_alarms
+from lamina.training.monitor.watched import check_version, read_about
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ def gather(folder: Path) -> Evidence:
             "lamina.LayerMonitor or of lamina.watch)"
         )
     result, about = read_result(folder) or {}, read_about(folder)
-    written = _known(read_alarms(folder))
-    alarms = written if written or about else judge(rows, half=bool(about.get("half")))
+    alarms = _readable(read_alarms(folder))
+    settings = _settings_of(folder)
     names = {index: str(layer.get("path", "")) for index, layer in enumerate(about.get("layers", ()))}
     return Evidence(
         trial=trial,
@@ -115,12 +115,12 @@ def gather(folder: Path) -> Evidence:
         reason=str(result.get("reason") or ""),
         steps=int(rows["step"].max()),
         names=names,
-        half=bool(about.get("half")),
-        settings={**_seen_settings(about), **_settings_of(folder)},
+        half=bool(about.get("half")) or settings.get("precision") == "fp16",
+        settings={**(seen if isinstance(seen := about.get("settings"), dict) else {}), **settings},
     )
 
 
-def _known(lines: Sequence[Json]) -> list[Alarm]:
+def _readable(lines: Sequence[Json]) -> list[Alarm]:
     """The alarms whose rule this version has; another version's, or damaged ones, are left out with one warning."""
     names = {each.name for each in fields(Alarm)}
     known = [line for line in lines if line.get("rule") in _ORDER and line.keys() == names]
@@ -130,28 +130,11 @@ def _known(lines: Sequence[Json]) -> list[Alarm]:
     return [Alarm(**line) for line in known]
 
 
-def _seen_settings(about: Json) -> Json:
-    seen = about.get("settings")
-    return seen if isinstance(seen, dict) else {}
-
-
 def _settings_of(folder: Path) -> Json:
     try:
         return read_yaml(folder / "config.yaml")
     except UserError:
         return {}
-
-
-def judge(rows: Frame, *, half: bool = False) -> list[Alarm]:
-    """The alarms that the rules give on recorded rows, as they would have while the run trained."""
-    alarms, found = Alarms(half=half), []
-    rates = rows[rows["metric"] == "learning_rate"].groupby("step")["value"].last()
-    columns = ["step", "layer", "sublayer", "role", "index", "metric", "value"]
-    for step, group in rows[columns].groupby("step", sort=True):
-        seen = [tuple(row) for row in group.itertuples(index=False, name=None)]
-        rate = rates.get(step)
-        found += alarms.see(seen, None if rate is None else float(rate))
-    return [replace(alarm, step=int(alarm.step), layer=int(alarm.layer)) for alarm in found]
 
 
 def losses_of(trial: Trial) -> dict[int, float]:

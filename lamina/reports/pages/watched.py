@@ -13,7 +13,8 @@ from lamina.reports.page import PAGE, Section, callouts, figure, write_page
 from lamina.reports.records import Study, read_run
 from lamina.reports.registry import report_of
 from lamina.reports.style import to_html
-from lamina.training.monitor.watched import check_version, read_about, read_alarms
+from lamina.training.monitor.alarms import read_alarms
+from lamina.training.monitor.watched import check_version, read_about
 
 
 @report_of(Kind.WATCHED)

@@ -1,21 +1,24 @@
 """Early alarms: a layer's gradient, update, moment or stream leaves its usual range before the loss does.
 
-The same rules read a run while it trains and its records afterwards. Each rule names one sub-layer and one step.
+Each rule names one sub-layer and one step. Loads no torch: the pages read alarms.jsonl here.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
 from lamina.core.json_types import Json
-
-if TYPE_CHECKING:
-    from lamina.training.monitor.rows import Row
+from lamina.jobs import digests
+from lamina.jobs.files import finite, write_text
+from lamina.training.checkpointing.stateful import RunState
+from lamina.training.monitor.rows import Row
 
 Series: TypeAlias = tuple[int, str, str, str]
 """layer, sub-layer, role, metric"""
@@ -32,6 +35,7 @@ FACTORS: Mapping[str, float] = {
     "gain_abs_max": 4.0,
     "step_gradient_norm": 6.0,
 }
+ALARMS = "alarms.jsonl"
 DEVIATIONS = 8.0
 WINDOW = 32  # of a series' latest values
 FEWEST = {"gradient_norm": 8, "step_gradient_norm": 8}  # values that a series needs to be judged; of every step
@@ -95,6 +99,25 @@ class Alarms:
         """The alarms of one step's rows; ``rate``: its learning rate, by which updates are divided."""
         found = [alarm for row in rows if row[5] in _JUDGED for alarm in self._judge(row, rate)]
         return found + self._compare(rows)
+
+    def state_dict(self) -> Json:
+        """What it has seen so far, for a checkpoint."""
+        state = {
+            "recent": [[*series, list(values)] for series, values in self._recent.items()],
+            "out": sorted([rule, *series] for rule, series in self._out),
+            "high": sorted(map(list, self._high)),
+        }
+        return {"alarms": state}
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Resume with what a checkpoint has seen."""
+        seen = state.get("alarms", {"recent": [], "out": [], "high": []})
+        self._recent = {
+            (layer, sublayer, role, metric): deque(values, maxlen=1 if metric == "update_ratio" else self.window)
+            for layer, sublayer, role, metric, values in seen["recent"]
+        }
+        self._out = {(rule, (layer, *names)) for rule, layer, *names in seen["out"]}
+        self._high = {(layer, *names) for layer, *names in seen["high"]}
 
     def _judge(self, row: Row, rate: float | None) -> Iterable[Alarm]:
         _, layer, sublayer, _, _, metric, value = row
@@ -232,3 +255,45 @@ def describe(alarm: Alarm) -> str:
         "rewritten": f"one step changes {alarm.value:.0%} of its weights' norm",
     }
     return f"step {alarm.step}, {where}: {words[alarm.rule]}"
+
+
+def describe_worst(alarms: Sequence[Alarm]) -> str:
+    """The alarm that exceeds its usual value most as a sentence without its end, and how many there are."""
+    worst = max(alarms, key=lambda alarm: alarm.excess)
+    return describe(worst) + (f" ({len(alarms)} alarms)" if len(alarms) > 1 else "")
+
+
+class AlarmsFile:
+    """alarms.jsonl of a run: a line for each alarm, oldest first; there is none without alarms."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.lines: list[Json] = []
+
+    def load(self, step: int) -> None:
+        """Continue what the folder holds up to ``step``."""
+        self.lines = [line for line in read_alarms(self.folder) if line["step"] <= step]
+        self._write()
+
+    def add(self, alarms: Iterable[Alarm]) -> None:
+        """Add alarms."""
+        if lines := [alarm.to_dict() for alarm in alarms]:
+            self.lines += lines
+            self._write()
+
+    def _write(self) -> None:
+        if self.lines or (self.folder / ALARMS).exists():
+            write_text(self.folder / ALARMS, "".join(json.dumps(finite(line)) + "\n" for line in self.lines))
+
+
+def read_alarms(folder: Path) -> list[Json]:
+    """The alarms that a run gave, oldest first; none where the file is missing or damaged."""
+    try:
+        digests.require(folder / ALARMS)
+        lines = (folder / ALARMS).read_text(encoding="utf-8").splitlines()
+        alarms = [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
+    except (OSError, ValueError):
+        return []
+    for alarm in alarms:
+        alarm |= {name: math.nan for name in ("value", "usual") if alarm.get(name, 0.0) is None}  # JSON has no NaN
+    return alarms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import numbers
@@ -16,18 +15,18 @@ import torch
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import ENVIRONMENT, environment
-from lamina.jobs.files import finite, write_json, write_text, write_yaml
+from lamina.jobs.files import write_json, write_yaml
 from lamina.jobs.folder import Resume, claim, in_use, lock
 from lamina.jobs.kinds import Kind
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarm, Alarms, describe
+from lamina.training.monitor.alarms import Alarm, Alarms, AlarmsFile, describe_worst
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.rows import LOSS, NORM, Row
 from lamina.training.monitor.step_series import StepSeries, spike_columns
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.training_hooks import Instruments
-from lamina.training.monitor.watched import ALARMS, VERSION, WATCHED, WatchSettings, check_version, read_alarms
+from lamina.training.monitor.watched import VERSION, WATCHED, WatchSettings, check_version
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,8 @@ class WatchedRecords:
             self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
             self.metrics.load_state_dict({"step": step})
             self.layers.load_state_dict({"step": step})
-            self._alarms = [line for line in read_alarms(self.folder) if line["step"] <= step]
-            self._write_alarms()
+            self.alarms = AlarmsFile(self.folder)
+            self.alarms.load(step)
             self.trackers = Trackers(settings.report_to, self.folder)
             undo.pop_all()
         self.last_loss: float | None = None
@@ -81,23 +80,12 @@ class WatchedRecords:
         self.layers.add(rows)
         self.trackers.log(step, rows)
 
-    def alarm(self, alarms: Iterable[Alarm]) -> None:
-        """Add alarms to alarms.jsonl."""
-        if new := [alarm.to_dict() for alarm in alarms]:
-            self._alarms += new
-            self._write_alarms()
-
-    def _write_alarms(self) -> None:
-        if self._alarms or (self.folder / ALARMS).exists():
-            text = "".join(json.dumps(finite(alarm)) + "\n" for alarm in self._alarms)
-            write_text(self.folder / ALARMS, text)
-
     def close(self, result: Json) -> None:
         """Write what was collected and result.json, and leave the folder."""
         try:
             self.layers.flush()
             self.metrics.sync()
-            result = {**result, "loss": self.last_loss, "alarms": len(self._alarms), **spike_columns(self.folder)}
+            result = {**result, "loss": self.last_loss, "alarms": len(self.alarms.lines), **spike_columns(self.folder)}
             write_json(self.folder / "result.json", result)
             self.trackers.close()
         finally:
@@ -282,9 +270,8 @@ class Monitor:
     def _tell(self, alarms: Sequence[Alarm]) -> None:
         if self.records is None or not alarms:
             return
-        self.records.alarm(alarms)
-        worst = max(alarms, key=lambda alarm: alarm.excess)
-        logger.warning("lamina.watch: %s%s", describe(worst), f" ({len(alarms)} alarms)" if len(alarms) > 1 else "")
+        self.records.alarms.add(alarms)
+        logger.warning("lamina.watch: %s", describe_worst(alarms))
 
     def _act(self, diverged: Diverged) -> None:
         """What the settings say about a divergence. Raises Diverged where the run should stop."""

@@ -187,6 +187,12 @@ def is_recorded(step: int, args: TrainingArguments) -> bool:
     return step == 1 or step % max(1, int(args.logging_steps)) == 0
 
 
+def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The largest learning rate of the optimizers' groups now; None if they have none (Adafactor's own step)."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    return max((float(rate) for rate in rates if rate is not None), default=None)
+
+
 class UpdateRatios(TrainerCallback):
     """Measures each optimizer step of the sub-layers and blocks, of the embedding and of the readout, where recorded.
 
@@ -201,7 +207,12 @@ class UpdateRatios(TrainerCallback):
     Args:
         model: a Lamina model; unless there are ``groups``.
         groups: the parameters by sub-layer.
+
+    Attributes:
+        rate: the largest learning rate of the step that was measured last.
     """
+
+    rate: float | None = None
 
     def __init__(self, model: nn.Module, groups: GradientNorms | None = None):
         self.groups = GradientNorms(model) if groups is None else groups
@@ -233,6 +244,7 @@ class UpdateRatios(TrainerCallback):
         if not self._before:
             return
         before, self._before = self._before, []
+        self.rate = largest_rate(optimizers)
         sums = {"weight_norm": self.groups.local_sums(before)}
         torch._foreach_sub_(before, [local_part(parameter) for parameter in self.groups.parameters])  # pyright: ignore[reportPrivateImportUsage]
         sums["update_norm"] = self.groups.local_sums(before)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from lamina.jobs.orphans import orphaned
 from lamina.jobs.signals import STOP_SIGNALS, WARNING_SIGNALS, handled
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.execution.processes import Processes
+from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
 from lamina.training.monitor.measured_trainer import LayerGradNorms
 from lamina.training.monitor.parameter_measures import UpdateRatios, gain_rows
@@ -28,6 +30,8 @@ from lamina.training.monitor.rows import Evaluation, Row
 from lamina.training.monitor.stream_measures import hidden_state_rows
 from lamina.training.monitor.trackers import Trackers
 from lamina.training.monitor.writers import LayersWriter, MetricsWriter, NoWriter
+
+logger = logging.getLogger(__name__)
 
 TWICE_SECONDS = 3.0
 
@@ -55,6 +59,8 @@ class RunRecorder(TrainerCallback):
         self.metrics, self.layers, self.guard = metrics, layers, guard
         self.monitor_inputs, self.tokens_per_step, self.derived = monitor_inputs, tokens_per_step, derived
         self.trackers, self.show_bar, self.bar = trackers, bar, None
+        self.alarms = Alarms()
+        self.alarms_file = AlarmsFile(metrics.path.parent) if isinstance(metrics, MetricsWriter) else None
         self.lines: ProgressLines | None = None
         self.realized = realized  # by step: each corpus's share of a mix so far
         self.updates = updates
@@ -77,6 +83,7 @@ class RunRecorder(TrainerCallback):
         self.lines = ProgressLines(state.max_steps, state.global_step, show=self.show_bar and off)
         assert self.trainer is not None
         self.trainer.continue_records()
+        self.alarms.half = bool(args.fp16)
         self._begun_at = state.global_step
         self._logged_tokens = self.tokens_at(state.global_step)
         if state.global_step == 0:
@@ -185,12 +192,16 @@ class RunRecorder(TrainerCallback):
         evaluations = [last.step, last.loss, self.best_eval]
         second = {} if last.second is None else {"eval_corpus_loss": last.second}
         scores = {"scores": dict(last.scores)} if last.scores else {}
-        return {"evaluations": evaluations, **second, **scores, **self.metrics.state_dict(), **self.layers.state_dict()}
+        kept = {**self.alarms.state_dict(), **self.metrics.state_dict(), **self.layers.state_dict()}
+        return {"evaluations": evaluations, **second, **scores, **kept}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""
         self.metrics.load_state_dict(state)
         self.layers.load_state_dict(state)
+        self.alarms.load_state_dict(state)
+        if self.alarms_file is not None and "step" in state:
+            self.alarms_file.load(state["step"])
         recorded, self.best_eval = self.metrics.evaluation, self.metrics.best_eval
         if "evaluations" in state:
             step, loss, best = state["evaluations"]
@@ -215,6 +226,7 @@ class RunRecorder(TrainerCallback):
         assert self.trainer.series is not None
         rows = self.trainer.series.rows()
         self.layers.add(rows)
+        self._raise_alarms(rows)
         self.guard.see_steps(rows)
 
     def record_divergence(self, diverged: Diverged) -> None:
@@ -224,6 +236,7 @@ class RunRecorder(TrainerCallback):
         self.trainer.series.end_step(diverged.step)  # the step that diverged was not ended
         self._take_series()
         self.layers.add(self.trainer.layer_rows)
+        self._raise_alarms(self.trainer.layer_rows)
         tokens = self.tokens_at(diverged.step)
         self.metrics.write({"step": diverged.step, "tokens": tokens, "loss": None, "diverged": diverged.reason})
 
@@ -247,11 +260,24 @@ class RunRecorder(TrainerCallback):
         rows += self.updates.rows(step) if self.updates is not None else []
         rows += self.trainer.experts.rows(step) if self.trainer.experts is not None else []
         self.layers.add(rows)
+        self._raise_alarms(rows, None if self.updates is None else self.updates.rate)
         if time.monotonic() - self._flushed > 30:
             self.layers.flush()
             self._flushed = time.monotonic()
         if self.trackers is not None:
             self.trackers.log(step, rows)
+
+    def _raise_alarms(self, rows: Sequence[Row], rate: float | None = None) -> None:
+        """Write the alarms that new rows raise; ``rate``: the learning rate of the step whose updates they hold."""
+        if self.alarms_file is None:
+            return
+        by_step: dict[int, list[Row]] = {}
+        for row in rows:
+            by_step.setdefault(row[0], []).append(row)
+        alarms = [alarm for step in sorted(by_step) for alarm in self.alarms.see(by_step[step], rate)]
+        self.alarms_file.add(alarms)
+        if alarms:
+            logger.info("%s", describe_worst(alarms))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from lamina.training.monitor.parameter_measures import (
     UpdateRatios,
     found_parameters,
     gains_of,
+    largest_rate,
     local_part,
     rows_of_gains,
 )
@@ -64,12 +65,6 @@ def stepping(optimizer: object) -> torch.optim.Optimizer:
             f"optimizer: a {type(optimizer).__name__} (allowed: a torch.optim.Optimizer, or a list of them)"
         )
     return inner
-
-
-def largest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
-    """The largest learning rate of the optimizers' groups now; None if they have none (Adafactor's own step)."""
-    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
 def largest_beta2(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,7 +10,6 @@ from typing import Literal
 from lamina.core.json_types import Json
 from lamina.core.values import path
 from lamina.errors import UserError, one_line
-from lamina.jobs import digests
 from lamina.jobs.settings import Settings, above, at_least, not_below, setting
 from lamina.training.setting_groups import trackers
 
@@ -36,20 +34,7 @@ class WatchSettings(Settings):
 
 
 VERSION = 1
-WATCHED, ALARMS = "watched.json", "alarms.jsonl"
-
-
-def read_alarms(folder: Path) -> list[Json]:
-    """The alarms that a run gave, oldest first; none where the file is missing or damaged."""
-    try:
-        digests.require(folder / ALARMS)
-        lines = (folder / ALARMS).read_text(encoding="utf-8").splitlines()
-        alarms = [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
-    except (OSError, ValueError):
-        return []
-    for alarm in alarms:
-        alarm |= {name: math.nan for name in ("value", "usual") if alarm.get(name, 0.0) is None}  # JSON has no NaN
-    return alarms
+WATCHED = "watched.json"
 
 
 def read_about(folder: Path) -> Json:
