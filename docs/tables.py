@@ -278,12 +278,13 @@ def _where(record: dict[str, Any], threads: int | None) -> str:
 
 
 def other_names_table() -> str:
-    """A row per name of another tool: Lamina's, and how it differs."""
-    rows = ["| name | Lamina's | taken, or how it differs |", "|---|---|---|"]
-    for name, alias in aliases.listed():
-        ours = " or ".join(f"`{setting}`" for setting in alias.settings)
-        what = f"{alias.differs}" if alias.differs else f"sets it to `{alias.switch}`" if alias.switch else "taken"
-        rows.append(f"| `{name}` | {ours} | {what} |")
+    """A row per setting: its other names."""
+    rows = ["| setting | names that are taken | names for which it is suggested |", "|---|---|---|"]
+    for setting in sorted({*aliases.TAKEN, *aliases.NEAR}):
+        taken, near = (
+            ", ".join(f"`{name}`" for name in table.get(setting, ())) for table in (aliases.TAKEN, aliases.NEAR)
+        )
+        rows.append(f"| `{setting}` | {taken} | {near} |")
     return "\n".join(rows)
 
 

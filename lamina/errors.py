@@ -33,19 +33,27 @@ class TrialsFailed(UserError):
         self.results = results
 
 
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that a misspelled one most likely means; None when nothing is near."""
+    if len(name) > 100:
+        return None  # no misspelled name, and the search takes the square of its length
+    return next(iter(difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)), None)
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A hint ``; did you mean 'keel'?`` for a misspelled name, or an empty string when nothing is near."""
-    if len(name) > 100:
-        return ""  # no misspelled name, and the search takes the square of its length
-    match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    return did_you_mean(nearest_name(name, allowed))
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str:
-    """The same hint for a missing file: what stands before the suffix is compared, since others share that."""
+    """The same hint for a missing file: compares what stands before the suffix, since others share that."""
     whole = {file.partition(".")[0]: file for file in files}
-    match = difflib.get_close_matches(name.partition(".")[0], whole, n=1, cutoff=0.6) if len(name) <= 100 else []
-    return f"; did you mean {whole[match[0]]!r}?" if match else ""
+    return did_you_mean(whole.get(nearest_name(name.partition(".")[0], whole) or ""))
+
+
+def did_you_mean(name: str | None) -> str:
+    """The hint with a name; empty without one."""
+    return f"; did you mean {name!r}?" if name else ""
 
 
 def unknown(field: str, value: str, allowed: Iterable[str]) -> UserError:

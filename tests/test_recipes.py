@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lamina.commands.arguments import add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.studies.dry_run import dry_run
 from lamina.training.settings import PretrainSettings
 
@@ -16,10 +16,10 @@ BASES = yaml.safe_load((ROOT / "studies" / "bases.yaml").read_text(encoding="utf
 
 def settings_of(path: Path) -> PretrainSettings:
     """What the command line makes of the file."""
-    parser = make_parser("pretrain", "", "")
-    add_settings(parser, PretrainSettings)
-    add_output_modes(parser, "")
-    typed, _ = given_settings(parser, ["--config", str(path)], "resume", "overwrite")
+    parser = Parser("pretrain", "", "")
+    parser.add_settings(PretrainSettings)
+    parser.add_output_modes("")
+    typed, _ = parser.settings_from(["--config", str(path)])
     return PretrainSettings(**typed)
 
 

@@ -11,7 +11,7 @@ from lamina.core import initializers
 from lamina.core.backbone_presets import get as get_preset
 from lamina.core.backbone_presets import is_place
 from lamina.core.values import comma_separated, existing_file, path, text
-from lamina.errors import UserError, shortened
+from lamina.errors import UserError, did_you_mean, shortened
 from lamina.jobs.aliases import suggestion
 from lamina.jobs.folder import Resume, in_use, refuse
 from lamina.jobs.kinds import refuse_other_kind
@@ -39,8 +39,7 @@ def refuse_early(
         return  # of several processes the first one speaks, and begins the folder that another may see already
     for name in given:
         if name not in record.names():
-            near = suggestion(name, record.names())
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = did_you_mean(suggestion(name, record.names()))
             listed = f"see `lamina {record.command_name} --help all`"
             raise UserError(f"unknown setting {name!r}{hint} ({listed})")
     output = given.get("output", record.default("output") if "output" in record.names() else None)

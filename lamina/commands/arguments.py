@@ -1,242 +1,257 @@
-"""Command-line flags from a settings record: its fields, defaults and help, a YAML file and dotted overrides."""
+"""A command's flags: those of its settings record, a YAML file, other names of settings, and the help text."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-from jsonargparse import ActionYesNo, ArgumentParser, Namespace
-
-from lamina.commands.help import OUTSIDE, OWN, help_text
-from lamina.commands.translation import nearest_flag, translated
+from lamina.core.json_types import Json
+from lamina.core.specs import read_value
 from lamina.core.values import path
-from lamina.errors import UserError, shortened
-from lamina.jobs.aliases import in_our_words, suggestion
+from lamina.errors import UserError, did_you_mean, shortened
+from lamina.jobs.aliases import in_our_words, meaning, suggestion
 from lamina.jobs.settings import Settings
 
-# "from" is a keyword of Python, so no field can have that name.
-SHORTER = {"from_model": ("--from",)}
-KINDS = {int: "N", float: "X"}
+WIDTHS = (80, 110, 120)  # of the help: narrowest, without a terminal, widest
+INDENT = 28
+OWN, OUTSIDE = "options", "files, folders and help"  # the groups of a command's own flags, and of what is no setting
+ORDER = (
+    *(OWN, "model", "data", "images", "objective", "steps and learning rate", "optimizer", "LoRA", "width scaling"),
+    *("records", "divergence", "experts", "machine", "output", "trackers and the Trainer", OUTSIDE),
+)
+SHORTER = {"from_model": ("--from",)}  # "from" is a keyword of Python, so no field can have that name
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads a flag's text as a value of a setting's type. Its error says what is allowed; the settings check the rest.
+
+    A mapping is read one entry at a time, ``KEY=VALUE``.
+    """
+
+    kind: object
+    flag: str = ""
+
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """The types that are allowed; text for a Literal, whose own error suggests the nearest word."""
+        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return tuple(str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in kinds)
+
+    def __call__(self, text: str) -> object:
+        """The value. Raises ArgumentTypeError."""
+        if NoneType in self.kinds and text in ("null", "None"):
+            return None
+        if str in self.kinds:
+            return text
+        key, equals, value = text.partition("=")
+        if dict in self.kinds and key and equals:
+            return key, read_value(value)
+        try:
+            if dict not in self.kinds:
+                return float(text) if float in self.kinds else int(text)
+        except ValueError:
+            pass
+        allowed = "a number" if float in self.kinds else "a whole number"
+        allowed = f"KEY VALUE, as in {self.flag}.KEY VALUE" if dict in self.kinds else allowed
+        null = " or null" if NoneType in self.kinds else ""
+        raise ArgumentTypeError(f"{shortened(repr(text), 200)} (allowed: {allowed}{null})")
+
+    @property
+    def shown(self) -> str:
+        """What the help calls the value."""
+        if str in self.kinds:
+            return "WORD" if any(get_origin(k) is Literal for k in (self.kind, *get_args(self.kind))) else "TEXT"
+        return " .KEY VALUE" if dict in self.kinds else "X" if float in self.kinds else "N"
 
 
 class Parser(ArgumentParser):
-    """An ArgumentParser that takes other tools' names, and whose errors are one UserError with the nearest option.
+    """A command's parser: takes other names of settings, and raises UserError with the nearest option.
 
-    Attributes:
+    Args:
+        command: its name, of one or two words.
+        description: what it does.
         examples: command lines, for the help.
-        main: the settings that ``--help`` shows.
-        headings: of the settings' flags, by setting.
-        full_help: whether to show all.
+        positional: what stands in the usage line before the options.
     """
 
-    examples: str = ""
-    main: tuple[str, ...] = ()
-    full_help: bool = False
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.headings: dict[str, str] = {}
-        self.words: list[str] = []
-
-    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Namespace:  # type: ignore[override]
-        """Parse a command line, of which other tools' names have become Lamina's."""
-        words = self._without_all(sys.argv[1:] if args is None else args)
-        positionals = [action.dest for action in self._actions if not action.option_strings]
-        words = translated(words, self._option_string_actions, positionals)
-        self.words = words
-        return super().parse_args(words, *more, **named)
-
-    def _without_all(self, words: Sequence[str]) -> list[str]:
-        """The words without the ``all`` of ``--help all``."""
-        kept: list[str] = []
-        for word in words:
-            after = bool(kept) and kept[-1] in ("-h", "--help")
-            self.full_help |= (after and word == "all") or word == "--help=all"
-            if not (after and word == "all"):
-                kept.append("--help" if word == "--help=all" else word)
-        return kept
-
-    def format_help(self, formatter: object = None) -> str:
-        """The help, with the flags that matter or, after ``--help all``, with all."""
-        actions = [
-            (self.headings.get(action.dest, OUTSIDE if self.headings else OWN), action) for action in self._actions
-        ]
-        text = help_text(
-            self.prog,
-            str(self.usage),
-            str(self.description),
-            actions,
-            self.examples,
-            main=self.main,
-            full=self.full_help,
-        )
+    def __init__(self, command: str, description: str, examples: str, positional: str = "") -> None:
+        usage = f"lamina {command} {positional}[OPTIONS]"
+        super().__init__(prog=f"lamina {command}", usage=usage, description=description, allow_abbrev=False)
+        self.examples = inspect.cleandoc(examples)
+        self.record: type[Settings] | None = None
         self.full_help = False
-        return text
 
-    def _typed(self, flag: str, value: str) -> str:
-        """A flag's value as the user typed it: the first that reads as ``value``, else ``value``."""
-        typed = [
-            after if before == flag else before.partition("=")[2]
-            for before, after in zip(self.words, [*self.words[1:], ""], strict=True)
-            if before == flag or before.startswith(f"{flag}=")
-        ]
-        same = [word for word in typed if _reads_as(word, value)]
-        return [*same, value][0]
+    def add_settings(self, record: type[Settings], positional: Sequence[str] = ()) -> None:
+        """Add a flag for every field, ``--num-layers`` for ``num_layers``, and ``--config``, which reads YAML.
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        The fields in ``positional`` have no flag; one that ends in "..." takes any number of words.
+        """
+        self.record = record
+        self.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
+        for name in record.names():
+            flag, about = f"--{name.replace('_', '-')}", _explained(record.help(name), record.default(name), name)
+            reader = Reader(record.kind(name), flag)
+            if name in positional or f"{name}..." in positional:
+                self.add_argument(name, nargs="?" if name in positional else "*", default=SUPPRESS, help=about)
+            elif record.kind(name) is bool:
+                self.add_argument(flag, action=BooleanOptionalAction, default=SUPPRESS, help=about)
+            else:
+                more: Json = {"action": "append"} if reader.shown == " .KEY VALUE" else {}
+                flags = (flag, *SHORTER.get(name, ()))
+                self.add_argument(*flags, type=reader, default=SUPPRESS, help=about, metavar=reader.shown, **more)
+
+    def add_output_modes(self, resume: str) -> None:
+        """Add ``--resume``, ``--resume=auto`` and ``--overwrite``: what happens to the output folder's content."""
+        auto = "with =auto, begin if the output folder is still empty"
+        self.add_argument("--resume", type=_resume, default=False, metavar="[=auto]", help=f"{resume}; {auto}")
+        self.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+
+    def settings_from(self, argv: Sequence[str]) -> tuple[Json, Namespace]:
+        """The settings from the command line and --config, by name, where the command line wins; and all options."""
+        assert self.record is not None
+        options = self.parse_args(argv)
+        typed = {name: value for name, value in vars(options).items() if name in self.record.names() and value != []}
+        typed = {name: dict(value) if self.record.kind(name) == Json else value for name, value in typed.items()}
+        if options.config is None:
+            return typed, options
+        return {**_from_yaml(Path(path("config", options.config)), self.record), **typed}, options
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse a command line. Raises UserError for what it does not know."""
+        options, unknown = self.parse_known_args(self._in_our_words(sys.argv[1:] if args is None else args), namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                raise UserError(f"unexpected argument {shortened(repr(word), 80)} (see `{self.prog} --help`)")
+            option, full = word.partition("=")[0], " all" if self.record and self.record.main else ""
+            near = suggestion(option.strip("-").replace("-", "_"), self._dests())
+            hint = did_you_mean(near and self._flag(near))
+            raise UserError(f"unknown option {shortened(option, 80)}{hint} (see `{self.prog} --help{full}`)")
+        return options
+
+    def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage."""
-        line = " ".join(str(message).split())
-        unknown = re.search(
-            r"(?:[Uu]nrecognized arguments?:|does not accept nested key|[Nn]o action for key)\s*(\S+)", line
-        )
-        if unknown:
-            name = unknown[1].strip("'\"").split("=")[0]
-            if "nrecognized" in unknown[0] and not name.startswith("-"):
-                raise UserError(f"unexpected argument {shortened(name, 80)!r} (see `{self.prog} --help`)")
-            option = name if name.startswith("-") else f"--{name.replace('_', '-')}"
-            hint = nearest_flag(option, self._option_string_actions)
-            every = " all" if self.main else ""
-            raise UserError(f"unknown option {option}{hint} (see `{self.prog} --help{every}`)")
-        value = re.search(r".*Given value: (.*)", line) or re.search(r"Got value:\s*(.*)", line)
-        key = re.search(r"(?:Parser key|[Aa]rgument) [\"'/]?(-{0,2}[\w-]+)", line)
-        if value and key:
-            name = key[1].lstrip("-").replace("_", "-")
-            kinds = {
-                str(a.option_strings[-1]): getattr(a, "_typehint", None) for a in self._actions if a.option_strings
-            }
-            allowed = _kind_names(kinds.get(f"--{name}")).replace("--FLAG", f"--{name}")
-            raise UserError(f"--{name}: {self._typed(f'--{name}', value[1])!r} (allowed: {allowed})")
-        raise UserError(line)
+        raise UserError(message.removeprefix("argument "))
+
+    def _dests(self) -> list[str]:
+        return [action.dest for action in self._actions if action.dest != "help"]
+
+    def _flag(self, dest: str) -> str:
+        action = next(action for action in self._actions if action.dest == dest)
+        return _named(action)[0]
+
+    def _in_our_words(self, words: Sequence[str]) -> list[str]:
+        """The words with Lamina's names of settings, hyphens for underscores, and ``--flag=key=value`` of a mapping."""
+        left, ours, names = list(words), [], dict[str, str]()
+        while left:
+            word = left.pop(0)
+            name, equals, value = word.partition("=")
+            outer, dot, inner = name.partition(".")
+            flag = outer.replace("_", "-")
+            if word in ("-h", "--help", "--help=all"):
+                self.full_help, word = word == "--help=all" or left[:1] == ["all"], "--help"
+            elif word.startswith("--") and word != "--":
+                setting = meaning(flag[2:].replace("-", "_"), self._dests())
+                if flag not in self._option_string_actions and setting and self._flag(setting).startswith("--"):
+                    flag = self._flag(setting)
+                if (before := names.setdefault(flag, outer.replace("_", "-"))) != outer.replace("_", "-"):
+                    raise UserError(f"{before} and {outer} are the same setting (allowed: one of them)")
+                if flag == "--resume" and not equals:
+                    equals, value = "=", "yes"  # it takes no word of its own
+                word = flag + dot + inner + equals + value
+                if dot and flag in self._option_string_actions:
+                    value = value if equals else left.pop(0) if left else None
+                    word = flag if value is None else f"{flag}={inner}={value}"
+            ours.append(word)
+        return ours
+
+    def format_help(self) -> str:
+        """The help: the settings that matter or, after ``--help all``, all of them in groups."""
+        main = () if self.full_help or self.record is None else self.record.main
+        rows: dict[str, list[tuple[int, str]]] = {group: [] for group in ORDER}
+        hidden = 0
+        for action in self._actions:
+            is_setting = self.record is not None and action.dest in self.record.names()
+            group = OUTSIDE if self.record else OWN
+            if is_setting and self.record is not None:
+                group = OWN if main else self.record.group_of(action.dest) or OWN
+            if is_setting and main and action.dest not in main:
+                hidden += 1
+            elif action.help != SUPPRESS:
+                order = main.index(action.dest) if action.dest in main else len(main)
+                rows[group] += [(order, row) for row in help_rows(action)]
+        parts = [f"usage: {self.usage}", str(self.description)]
+        for group, lines in rows.items():
+            if lines:
+                parts.append("\n".join([f"{group}:", *(row for _, row in sorted(lines, key=lambda line: line[0]))]))
+        if hidden:
+            parts.append(f"{hidden} more settings: {self.prog} --help all")
+        return "\n\n".join([*parts, f"examples:\n{textwrap.indent(self.examples, '  ')}"]) + "\n"
 
 
-def _reads_as(word: str, value: str) -> bool:
-    """Whether the parser shows a word of the command line as ``value``: 1e2 as 100.0, true as True."""
-    with contextlib.suppress(ValueError):
-        return float(word) == float(value)
-    return word.casefold() == value.casefold() or (not word and value == "None")
+def help_rows(action: Action) -> Iterator[str]:
+    """The lines of the help about a flag."""
+    narrowest, without, widest = WIDTHS
+    width = min(max(shutil.get_terminal_size((without, 24)).columns, narrowest), widest)
+    about = _explained(str(action.help or ""), action.default, action.dest)
+    flag, value = _named(action)
+    head = f"  {flag}{value}"
+    if len(head) > INDENT - 2:
+        yield head
+        head = ""
+    for line in textwrap.wrap(about, width - INDENT, break_on_hyphens=False) or [""]:
+        yield f"{head:<{INDENT}}{line}".rstrip()
+        head = ""
 
 
-def _kind_names(kind: Any) -> str:
-    if dict in (kind, get_origin(kind)):
-        return "KEY VALUE, as in --FLAG.KEY VALUE"
-    named = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    return " or ".join(named.get(k, getattr(k, "__name__", str(k))) for k in (get_args(kind) or (kind,)))
+def _named(action: Action) -> tuple[str, str]:
+    """The shortest flag of an action, and what stands for its value."""
+    flags = [flag for flag in action.option_strings if len(flag) > 2 and not flag.startswith("--no-")]
+    if not flags:
+        return str(action.metavar or action.dest).upper(), ""
+    value = "" if action.nargs == 0 else str(action.metavar or getattr(action.type, "shown", ""))
+    value = value.strip() if value.startswith((" .", "[")) else f" {value}" if value else ""
+    return min(flags, key=len), value
 
 
-def make_parser(command: str, description: str, examples: str, positional: str = "") -> Parser:
-    """A parser for ``lamina COMMAND`` with its examples in the help."""
-    from jsonargparse import set_parsing_settings
-
-    set_parsing_settings(parse_optionals_as_positionals=False)
-    parser = Parser(
-        prog=f"lamina {command}",
-        usage=f"lamina {command} {positional}[OPTIONS]",
-        description=description,
-        exit_on_error=True,
-        default_env=False,
-        allow_abbrev=False,
-    )
-    parser.examples = inspect.cleandoc(examples)
-    return parser
+def _explained(text: str, default: object, name: str) -> str:
+    """The help text with its default."""
+    if "default:" in text or default is False or default in (None, "", SUPPRESS) or isinstance(default, dict | list):
+        return text
+    if default is True:
+        return f"{text} (default; --no-{name.replace('_', '-')} turns it off)"
+    return f"{text} (default: {default})"
 
 
-def add_settings(
-    parser: Parser, settings: type[Settings], *, positional: tuple[str, ...] = (), several: str | None = None
-) -> None:
-    """Add a flag for every field of a settings record: ``--num-layers`` for ``num_layers``; ``--config`` reads YAML.
-
-    The fields in ``positional`` have no flag; the field ``several`` has none either, and takes any number of words.
-    """
-    parser.add_argument("--config", default=None, metavar="YAML", help="a YAML file with any of these settings")
-    parser.main = settings.main
-    for name in settings.names():
-        default, kind, help = settings.default(name), parsed_kind(settings.kind(name)), settings.help(name)
-        flag = f"--{name.replace('_', '-')}"
-        parser.headings[name] = settings.group_of(name) or OWN
-        if name in positional:
-            parser.add_argument(name, nargs="?", type=str, default=default, help=help)
-        elif name == several:
-            parser.add_argument(name, nargs="*", type=str, default=[], help=help)
-        elif kind is bool:
-            parser.add_argument(flag, action=ActionYesNo(no_prefix="no-"), default=default, help=help)
-        else:
-            value = value_name(settings, name)
-            parser.add_argument(flag, *SHORTER.get(name, ()), type=kind, default=default, help=help, metavar=value)
+def _resume(text: str) -> bool | str:
+    if text not in ("yes", "auto"):
+        raise ArgumentTypeError(f"{text!r} (allowed: --resume, --resume=auto)")
+    return text if text == "auto" else True
 
 
-def value_name(settings: type[Settings], name: str) -> str:
-    """What the help calls a field's value: N, X, WORD, PLACE, or a key of its own."""
-    kind = settings.kind(name)
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    if any(get_origin(part) is dict for part in kinds) and str not in kinds:
-        return ".KEY VALUE"
-    if any(get_origin(part) is Literal for part in kinds):
-        return "WORD"
-    return next((KINDS[part] for part in kinds if part in KINDS), "TEXT") if str not in kinds else "TEXT"
-
-
-def parsed_kind(kind: object) -> object:
-    """The type that the parser reads a field as: any text for a Literal, whose own error suggests the nearest value."""
-    return str if get_origin(kind) is Literal else kind
-
-
-def add_output_modes(parser: Parser, resume: str) -> None:
-    """Add ``--resume``, ``--resume=auto`` and ``--overwrite``: what happens to the output folder's content."""
-    auto = "with =auto, begin if the output folder is still empty"
-    parser.add_argument("--resume", type=str, default="", metavar="[=auto]", help=f"{resume}; {auto}")
-    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
-
-
-def given_settings(parser: Parser, argv: list[str], *others: str) -> tuple[dict[str, Any], Namespace]:
-    """The settings from the command line and --config (the command line wins), and the values of ``others``.
-
-    Among ``others``, ``resume`` is True, False or "auto".
-    """
-    argv = ["--resume=yes" if word == "--resume" else word for word in argv]  # else it takes the next word
-    if "resume" in others and "--resume=" in argv:
-        raise UserError("--resume: '' (allowed: --resume, --resume=auto)")
-    everything = parser.parse_args(argv)
-    if "resume" in others:
-        if everything.resume not in ("", "yes", "auto"):
-            raise UserError(f"--resume: {everything.resume!r} (allowed: --resume, --resume=auto)")
-        everything.resume = everything.resume if everything.resume == "auto" else everything.resume == "yes"
-        if everything.resume and everything.output is not None:
-            from lamina.jobs.folder import recover
-
-            recover(Path(everything.output))
-    typed = parser.parse_args(argv, defaults=False).as_dict()
-    typed = {k.replace("-", "_"): v for k, v in typed.items() if k not in ("config", *others)}
-    typed = {k: v for k, v in typed.items() if k not in _positionals(parser) or v not in (None, "", [])}
-    file = everything.get("config")
-    if file is None:
-        return typed, everything
-    return {**_from_yaml(parser, Path(path("config", file)), others), **typed}, everything
-
-
-def _from_yaml(parser: Parser, file: Path, others: tuple[str, ...]) -> dict[str, Any]:
+def _from_yaml(file: Path, record: type[Settings]) -> Json:
     from lamina.jobs.files import read_yaml
 
-    data = read_yaml(file)
+    data, names = read_yaml(file), record.names()
     if isinstance(data.get("settings"), Mapping):  # a study.yaml is also a configuration
         data = dict(data["settings"])
-    known = {action.dest.replace("-", "_") for action in parser._actions} - {"config", "help", *others}
-    data = in_our_words({str(key): value for key, value in data.items()}, known, file=str(file))
-    for key in data:
-        if key not in known:
-            near = suggestion(key, known)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise UserError(f"{str(file)!r}: unknown setting {key!r}{hint}")
-    flags = {k: v for k, v in data.items() if v is not None and k not in _positionals(parser)}
-    checked = parser.parse_object(flags, defaults=False).as_dict()
-    return {k: checked.get(k, v) for k, v in data.items()}
-
-
-def _positionals(parser: Parser) -> set[str]:
-    """The settings that are words without a flag."""
-    return {action.dest for action in parser._actions if not action.option_strings}
+    data = in_our_words({str(key): value for key, value in data.items()}, names, f"{str(file)!r}: ")
+    for name, value in data.items():
+        if name not in names:
+            hint = did_you_mean(suggestion(name, names))
+            raise UserError(f"{str(file)!r}: unknown setting {name!r}{hint}")
+        reader = Reader(record.kind(name))
+        if isinstance(value, str) and {int, float} & set(reader.kinds):  # YAML 1.1 takes 1e-3 for text
+            try:
+                data[name] = reader(value)
+            except ArgumentTypeError as error:
+                raise UserError(f"{str(file)!r}: {name}: {error}") from None
+    return data

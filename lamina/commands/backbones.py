@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.arguments import Parser
 
 
 def parser() -> Parser:
     """The command's flags."""
-    return make_parser("backbones", "List the backbones that a placement can be put on.", "  lamina backbones")
+    return Parser("backbones", "List the backbones that a placement can be put on.", "  lamina backbones")
 
 
 def run(argv: list[str]) -> int:

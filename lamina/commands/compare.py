@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lamina.api import compare
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.errors import TrialsFailed
 from lamina.studies.settings import CompareSettings
 
@@ -22,19 +22,19 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "compare",
         "Train placements side by side on your text; OUTPUT/report.html shows which is best, which failed, and why.",
         EXAMPLES,
     )
-    add_settings(flags, CompareSettings)
-    add_output_modes(flags, "continue the study in the output folder")
+    flags.add_settings(CompareSettings)
+    flags.add_output_modes("continue the study in the output folder")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print the ranking and the page's path."""
-    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     folder = Path(typed.get("output", CompareSettings.output))
     try:
         results, failure = compare(**typed, resume=others.resume, overwrite=others.overwrite).results, None

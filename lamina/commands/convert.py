@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from argparse import BooleanOptionalAction
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from jsonargparse import ActionYesNo
-
 from lamina.api.models import DTYPES
-from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.arguments import Parser
 from lamina.core.architectures import Target, convertible
 from lamina.core.values import path
 from lamina.errors import unknown
@@ -30,7 +29,7 @@ TARGETS = get_args(Target)
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "convert",
         "Turn a transformers checkpoint whose placement is known into a Lamina one with the same logits;\n"
         "or a Lamina model into the transformers architecture that computes the same, if there is one.\n"
@@ -40,14 +39,12 @@ def parser() -> Parser:
     )
     flags.add_argument("source", help="a folder with config.json and safetensors, a run's folder, or a name on the hub")
     flags.add_argument("output", help="a new or empty folder")
-    flags.add_argument(
-        "--to", type=str, default=None, help="lamina or transformers (default: the one that SOURCE is not)"
-    )
-    flags.add_argument("--dtype", type=str, default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
+    flags.add_argument("--to", default=None, help="lamina or transformers (default: the one that SOURCE is not)")
+    flags.add_argument("--dtype", default="auto", help=f"{', '.join(DTYPES)} (auto: the checkpoint's)")
     flags.add_argument("--overwrite", action="store_true", help="first delete what Lamina wrote into OUTPUT")
     flags.add_argument(
         "--verify",
-        action=ActionYesNo(no_prefix="no-"),
+        action=BooleanOptionalAction,
         default=True,
         help="load the result and compare its logits with SOURCE's",
     )
@@ -58,7 +55,7 @@ def run(argv: list[str]) -> int:
     """Convert, compare the two models' logits, then move the result into place."""
     options = parser().parse_args(argv)
     for name in ("source", "output"):
-        path(name, options[name])
+        path(name, getattr(options, name))
     if options.to is not None and options.to not in TARGETS:
         raise unknown("--to", options.to, TARGETS)
     if options.dtype not in DTYPES:

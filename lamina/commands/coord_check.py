@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.api import coord_check
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.studies.width_settings import CoordCheckSettings
 
 EXAMPLES = """
@@ -17,20 +17,20 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "coord-check",
         "Train several widths for a few steps on one batch and see whether any module's output grows with the width.\n"
         "Prints the exponent e of mean |x| ~ width^e: 0 is right; above 0, a wide model will blow up.",
         EXAMPLES,
     )
-    add_settings(flags, CoordCheckSettings)
-    add_output_modes(flags, "skip the widths and seeds that the folder already holds")
+    flags.add_settings(CoordCheckSettings)
+    flags.add_output_modes("skip the widths and seeds that the folder already holds")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, measure, write the page, print the exponents and the verdict."""
-    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     slopes = coord_check(**typed, resume=others.resume, overwrite=others.overwrite).results
     folder = Path(typed.get("output", CoordCheckSettings.output))
     from lamina.reports import terminal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.arguments import Parser
 from lamina.core.values import path
 
 EXAMPLES = """
@@ -16,7 +16,7 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "diagnose",
         "Say what left its usual range first in a run, in which layer and at which step, how early it could be seen, "
         "and what the papers and Lamina's studies say to change. RUN is a run of Lamina, of lamina.LayerMonitor or of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.errors import UserError
 from lamina.evaluation.settings import EvalSettings
 
@@ -29,16 +29,16 @@ hold the table as the papers print it, results.csv every number, items/ every qu
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser("eval", DESCRIPTION + listing(), EXAMPLES, "MODEL... ")
-    add_settings(flags, EvalSettings, several="models")
+    flags = Parser("eval", DESCRIPTION + listing(), EXAMPLES, "MODEL... ")
+    flags.add_settings(EvalSettings, positional=("models...",))
     flags.add_argument("--list", action="store_true", help="list the sets with their tasks, and exit")
-    add_output_modes(flags, "evaluate only what is not finished")
+    flags.add_output_modes("evaluate only what is not finished")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, evaluate, write the page, print the table and the page's path."""
-    typed, others = given_settings(parser(), argv, "list", "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     if others.list:
         print(listing(full=True))
         return 0

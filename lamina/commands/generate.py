@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lamina.api.models import generate, speaker_of
-from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.arguments import Parser, Reader
 
 EXAMPLES = """
   lamina generate runs/keel-64/model --prompt "It was a truth"
@@ -15,15 +15,15 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
+    flags = Parser("generate", "Continue a text with a trained model.", EXAMPLES, "MODEL ")
     flags.add_argument("model", help="a folder with a saved model, or a run's folder")
-    flags.add_argument("--prompt", type=str, default=None, help='the text to continue (default: "The")')
+    flags.add_argument("--prompt", default=None, help='the text to continue (default: "The")')
     flags.add_argument(
         "--chat", action="store_true", help="take the prompt as a turn, and answer it; without a prompt, converse"
     )
-    flags.add_argument("--max-new-tokens", type=int, default=120, help="maximum number of new tokens")
-    flags.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    flags.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    flags.add_argument("--max-new-tokens", type=Reader(int), default=120, help="maximum number of new tokens")
+    flags.add_argument("--temperature", type=Reader(float), default=0.8, help="0 always takes the likeliest token")
+    flags.add_argument("--seed", type=Reader(int), default=0, help="seed of the sampling")
     flags.add_argument(
         "--trust-remote-code", action="store_true", help="run the model's own Python code, if it has any"
     )
@@ -33,7 +33,7 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Load, generate, print."""
     options = parser().parse_args(argv)
-    sampling = {name: options[name] for name in ("max_new_tokens", "temperature", "seed", "trust_remote_code")}
+    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed", "trust_remote_code")}
     if options.chat and options.prompt is None:
         _converse(options.model, **sampling)
     elif options.chat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.api import max_lr
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.commands.compare import failed
 from lamina.errors import TrialsFailed
 from lamina.studies.max_rate_settings import MaxRateStudySettings
@@ -26,15 +26,15 @@ unigram entropy). Reports the rate just before: the last at which the loss was a
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser("max-lr", DESCRIPTION, EXAMPLES)
-    add_settings(flags, MaxRateStudySettings)
-    add_output_modes(flags, "continue the study in the output folder")
+    flags = Parser("max-lr", DESCRIPTION, EXAMPLES)
+    flags.add_settings(MaxRateStudySettings)
+    flags.add_output_modes("continue the study in the output folder")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print the table and the page's path."""
-    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     folder = Path(typed.get("output", MaxRateStudySettings.output))
     try:
         results, failure = max_lr(**typed, resume=others.resume, overwrite=others.overwrite).results, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.arguments import Parser, Reader
 from lamina.core.values import path, whole_number, writable_folder
 from lamina.errors import UserError
 from lamina.placements import names, resolve
@@ -22,15 +22,15 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
+    flags = Parser("placements", "List the placements, or show one in full.", EXAMPLES, "[NAME] ")
     flags.add_argument(
         "name",
         nargs="?",
         default=None,
         help="a placement, name(option=value, ...), a file (a .py file runs as code), or several, comma-separated",
     )
-    flags.add_argument("--num-layers", type=int, default=4, help="number of layers of the plan to show")
-    flags.add_argument("--svg", type=str, default=None, metavar="FILE", help="draw the diagram as an SVG file")
+    flags.add_argument("--num-layers", type=Reader(int), default=4, help="number of layers of the plan to show")
+    flags.add_argument("--svg", default=None, metavar="FILE", help="draw the diagram as an SVG file")
     return flags
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.api import preflight
-from lamina.commands.arguments import Parser, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.preflights.settings import PreflightSettings
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ verdict; with --strict it is 1 if any verdict is "will not train"."""
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser("preflight", DESCRIPTION, EXAMPLES)
-    add_settings(flags, PreflightSettings)
+    flags = Parser("preflight", DESCRIPTION, EXAMPLES)
+    flags.add_settings(PreflightSettings)
     flags.add_argument("--json", action="store_true", help="print the table as JSON, with every measured number")
     flags.add_argument("--strict", action="store_true", help='exit with 1 if a verdict is "will not train"')
     flags.add_argument("--overwrite", action="store_true", help="first delete what the output folder holds")
@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 def run(argv: list[str]) -> int:
     """Parse, measure, print."""
-    typed, others = given_settings(parser(), argv, "json", "strict", "overwrite")
+    typed, others = parser().settings_from(argv)
     try:
         rows = preflight(**typed, overwrite=others.overwrite)
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.api import pretrain
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.training.settings import PretrainSettings
 
 EXAMPLES = """
@@ -23,15 +23,15 @@ EXAMPLES = """
 def parser() -> Parser:
     """The command's flags."""
     about = "Train one model on text or images; OUTPUT/model loads with transformers' Auto classes."
-    flags = make_parser("pretrain", about, EXAMPLES)
-    add_settings(flags, PretrainSettings)
-    add_output_modes(flags, "resume from the last checkpoint in the output folder")
+    flags = Parser("pretrain", about, EXAMPLES)
+    flags.add_settings(PretrainSettings)
+    flags.add_output_modes("resume from the last checkpoint in the output folder")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, train, write the page, print how the run ended."""
-    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     result = pretrain(**typed, resume=others.resume, overwrite=others.overwrite)
     from lamina.training.execution.processes import launched
 

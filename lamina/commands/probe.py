@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -21,23 +21,23 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "probe",
         "Measure what each layer of a checkpoint does: one table and one figure per probe, and OUTPUT/report.html.\n\n"
         f"probes:\n{listing()}",
         EXAMPLES,
         "CHECKPOINT ",
     )
-    add_settings(flags, ProbeSettings, positional=("checkpoint",))
+    flags.add_settings(ProbeSettings, positional=("checkpoint",))
     flags.add_argument("--list", action="store_true", help="list the probes with their options and sources, and exit")
     flags.add_argument("--png", action="store_true", help="also draw each figure as a PNG (needs Chromium or Chrome)")
-    add_output_modes(flags, "measure only the probes that are not finished")
+    flags.add_output_modes("measure only the probes that are not finished")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, measure, write the page, print each probe's sentences."""
-    typed, others = given_settings(parser(), argv, "list", "png", "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     if others.list:
         print(listing(full=True))
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lamina.commands.arguments import Parser, make_parser
+from lamina.commands.arguments import Parser, Reader
 from lamina.core.values import number, path, whole_number
 
 EXAMPLES = """
@@ -18,7 +18,7 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "report",
         "Rewrite the page of a folder, whichever command wrote the folder.",
         EXAMPLES,
@@ -33,7 +33,7 @@ def parser() -> Parser:
         help="also take a screenshot of the page (needs Chromium or Chrome)",
     )
     flags.add_argument(
-        "--height", type=int, default=2300, help="the screenshot's height in pixels, from the top of the page"
+        "--height", type=Reader(int), default=2300, help="the screenshot's height in pixels, from the top of the page"
     )
     flags.add_argument(
         "--follow",
@@ -41,7 +41,11 @@ def parser() -> Parser:
         help="rewrite the page whenever its records have grown, until the run or study has ended",
     )
     flags.add_argument(
-        "--every", type=float, default=10.0, metavar="X", help="with --follow, seconds between two looks at the folder"
+        "--every",
+        type=Reader(float),
+        default=10.0,
+        metavar="X",
+        help="with --follow, seconds between two looks at the folder",
     )
     flags.add_argument(
         "--figures",
@@ -57,8 +61,8 @@ def run(argv: list[str]) -> int:
     whole_number("height", options.height)
     number("every", options.every, 1.0)
     for name in ("folder", "screenshot"):
-        if options[name] is not None:
-            path(name, options[name])
+        if getattr(options, name) is not None:
+            path(name, getattr(options, name))
     from lamina.jobs.folder import recover
     from lamina.reports import report, screenshot
 

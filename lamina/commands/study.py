@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lamina.api import study
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 from lamina.errors import UserError, one_line, unknown
 from lamina.papers.engine.settings import StudySettings
 
 if TYPE_CHECKING:
-    from jsonargparse import Namespace
+    from argparse import Namespace
 
 EXAMPLES = """
   lamina study list
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
 
 
 def _list(argv: list[str]) -> int:
-    parser = make_parser("study list", "All studies with their claims and verdicts.", "lamina study list --json")
+    parser = Parser("study list", "All studies with their claims and verdicts.", "lamina study list --json")
     parser.add_argument("--json", action="store_true", help="print a list of verdicts as JSON")
     parser.add_argument("--records", default=None, help="folder with the records (default: Lamina's own)")
     chosen = parser.parse_args(argv)
@@ -165,15 +165,14 @@ def parser() -> Parser:
 
 
 def _parser(command: str, what: str) -> Parser:
-    flags = make_parser(f"study {command}", what, EXAMPLES, positional="STUDY ")
-    add_settings(flags, StudySettings, positional=("study",))
+    flags = Parser(f"study {command}", what, EXAMPLES, positional="STUDY ")
+    flags.add_settings(StudySettings, positional=("study",))
     if command == "run":
-        add_output_modes(flags, "continue the study in the output folder")
+        flags.add_output_modes("continue the study in the output folder")
         flags.add_argument("--record", action="store_true", help="also write tables and verdicts to the records")
         flags.add_argument("--dry-run", action="store_true", help="train nothing: parameters, tokens, FLOPs, hours")
     return flags
 
 
 def _given(command: str, what: str, argv: list[str]) -> tuple[Json, Namespace]:
-    others = ("resume", "overwrite", "record", "dry_run") if command == "run" else ()
-    return given_settings(_parser(command, what), argv, *others)
+    return _parser(command, what).settings_from(argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.api import transfer
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.commands.compare import failed
 from lamina.errors import TrialsFailed
 from lamina.studies.width_settings import TransferSettings
@@ -20,20 +20,20 @@ EXAMPLES = """
 
 def parser() -> Parser:
     """The command's flags."""
-    flags = make_parser(
+    flags = Parser(
         "transfer",
         "Try learning rates on a narrow proxy. Prints those that are stable and best there, and each role's rates at\n"
         "the target's width. A rate that fails on the proxy fails on the target (FuseNorm Figure 4).",
         EXAMPLES,
     )
-    add_settings(flags, TransferSettings)
-    add_output_modes(flags, "continue the study in the output folder")
+    flags.add_settings(TransferSettings)
+    flags.add_output_modes("continue the study in the output folder")
     return flags
 
 
 def run(argv: list[str]) -> int:
     """Parse, train the proxy, write the page, print the interval, the target's rates and the risk."""
-    typed, others = given_settings(parser(), argv, "resume", "overwrite")
+    typed, others = parser().settings_from(argv)
     folder = Path(typed.get("output", TransferSettings.output))
     failure = None
     try:

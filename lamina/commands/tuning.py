@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.commands.arguments import Parser, add_output_modes, add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.core.json_types import Json
 
 if TYPE_CHECKING:
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 def tuning_parser(description: str, examples: str, settings: type[TuningSettings]) -> Parser:
     """The flags of a command whose settings are ``settings``."""
-    flags = make_parser(settings.command_name, description, examples)
-    add_settings(flags, settings)
-    add_output_modes(flags, "resume from the last checkpoint in the output folder")
+    flags = Parser(settings.command_name, description, examples)
+    flags.add_settings(settings)
+    flags.add_output_modes("resume from the last checkpoint in the output folder")
     return flags
 
 
 def run_command(argv: list[str], flags: Parser, settings: type[TuningSettings], act: Callable[..., Json]) -> int:
     """Run a command whose settings are ``settings``; returns the exit code."""
-    typed, others = given_settings(flags, argv, "resume", "overwrite")
+    typed, others = flags.settings_from(argv)
     result = act(**typed, resume=others.resume, overwrite=others.overwrite)
     from lamina.training.execution.processes import launched
 

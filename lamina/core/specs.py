@@ -31,7 +31,7 @@ def parse(spec: str, kind: str) -> tuple[str, dict[str, object]]:
         option, equals, value = part.partition("=")
         if not equals:
             raise UserError(f"{kind} {spec!r}: {part!r} is not of the form option=value")
-        options[option.strip()] = _value(value.strip())
+        options[option.strip()] = read_value(value.strip())
     return match[1], options
 
 
@@ -70,7 +70,8 @@ def _parts(text: str, *, whole: bool) -> Iterator[str | None]:
         yield None
 
 
-def _value(text: str) -> object:
+def read_value(text: str) -> object:
+    """The value that a text stands for, as in YAML; 1e-3 is a number."""
     import yaml  # only where a spec has options
 
     try:

@@ -28,8 +28,8 @@ def _deciding(argument: str) -> str | None:
     """The setting of a run that decides an argument of the Trainer; None if none does."""
     if argument in _OFFERED:
         return argument
-    found = meaning(argument, _OFFERED)
-    return None if found is None or found[1].startswith("trainer.") else found[1]
+    setting = meaning(argument, _OFFERED, near=True)
+    return None if setting == "trainer" else setting
 
 
 _OURS = {

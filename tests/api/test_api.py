@@ -18,7 +18,7 @@ from lamina.api.early import refuse_early
 from lamina.api.given import as_settings
 from lamina.api.results import Comparison, Diagnosis, RunResult, StudyOutcome
 from lamina.cli import COMMANDS
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.core.progress import ProgressLines, duration
 from lamina.errors import TrialsFailed, UserError
 from lamina.evaluation.settings import EvalSettings
@@ -303,18 +303,18 @@ def test_what_a_preset_says_may_need_what_the_user_says_and_the_other_way_round(
 @pytest.mark.parametrize(
     ("name", "settings", "words", "file", "expected"),
     [
-        ("eval", EvalSettings, {"several": "models"}, {"models": ["a", "b"], "limit": 3}, {}),
+        ("eval", EvalSettings, {"positional": ("models...",)}, {"models": ["a", "b"], "limit": 3}, {}),
         ("probe", ProbeSettings, {"positional": ("checkpoint",)}, {"checkpoint": "a"}, {}),
-        ("eval", EvalSettings, {"several": "models"}, {"models": ["a"]}, {"models": ["c"]}),
+        ("eval", EvalSettings, {"positional": ("models...",)}, {"models": ["a"]}, {"models": ["c"]}),
     ],
 )
 def test_a_configuration_has_the_words_without_a_flag_too(tmp_path, name, settings, words, file, expected):
-    parser = make_parser(name, "", "lamina")
-    add_settings(parser, settings, **words)
+    parser = Parser(name, "", "lamina")
+    parser.add_settings(settings, **words)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(file))
     typed = [word for value in expected.values() for word in value]
-    assert given_settings(parser, [*typed, "--config", str(path)])[0] == {**file, **expected}
+    assert parser.settings_from([*typed, "--config", str(path)])[0] == {**file, **expected}
 
 
 @pytest.mark.parametrize(

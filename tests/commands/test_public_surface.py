@@ -8,7 +8,7 @@ import pytest
 
 import lamina
 from lamina.cli import COMMANDS, main
-from lamina.commands.arguments import add_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.evaluation.settings import EvalSettings
 from lamina.papers.engine.settings import StudySettings
 from lamina.posttraining.settings import DpoSettings, RewardSettings, RlhfSettings, SftSettings
@@ -153,8 +153,8 @@ def test_the_command_line_has_these_commands():
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_has_these_options(command):
-    parser = make_parser(command, "", "")
-    add_settings(parser, SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
+    parser = Parser(command, "", "")
+    parser.add_settings(SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
     flags = {o.removeprefix("--") for action in parser._actions for o in action.option_strings if o.startswith("--")}
     flags = {f for f in flags if not f.startswith("no-")} - {"help", "config"}
     flags |= {"checkpoint"} if command == "probe" else set()
@@ -163,8 +163,8 @@ def test_a_command_has_these_options(command):
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_option_has_a_help_text_and_a_default(command):
-    parser = make_parser(command, "", "")
-    add_settings(parser, SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
+    parser = Parser(command, "", "")
+    parser.add_settings(SETTINGS[command], positional=("checkpoint",) if command == "probe" else ())
     for name in SETTINGS[command].names():
         (action,) = [a for a in parser._actions if a.dest.replace("-", "_") == name]
         assert action.help
@@ -182,7 +182,7 @@ def test_every_command_has_a_help_with_an_example(command, capsys):
 
 @pytest.mark.parametrize("argv", [["--help"], [], ["--version"], ["no-such-command"]])
 def test_help_loads_nothing_heavy(argv):
-    heavy = ["torch", "transformers", "jsonargparse", "pandas", "numpy", "yaml", "pyarrow", "plotly"]
+    heavy = ["torch", "transformers", "argparse", "pandas", "numpy", "yaml", "pyarrow", "plotly"]
     script = (
         f"import json, sys; from lamina.cli import main; main({argv!r}); "
         f"print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"

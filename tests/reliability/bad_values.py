@@ -6,6 +6,7 @@ import importlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 Row = tuple[str, list[str], tuple[str, ...], dict[str, str], bool]
@@ -73,11 +74,16 @@ def actions(name: str) -> list[Any]:
 
 def kind_of(action: Any) -> Any:
     """The kind of value that a flag takes: int, float, str or bool."""
-    hint = getattr(action, "_typehint", None) or action.type
+    hint = getattr(action.type, "kind", action.type)
     if "no" in type(action).__name__.lower() or action.nargs == 0:
         return bool
     kinds = [k for k in (get_args(hint) or (hint,)) if k is not type(None)]
     return kinds[0] if kinds and kinds[0] in (int, float, str) else str
+
+
+def optional(action: Any) -> bool:
+    """Whether a flag may be left without a value."""
+    return NoneType in get_args(getattr(action.type, "kind", None)) or action.default is None
 
 
 def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
@@ -89,7 +95,7 @@ def cases(folder: Path, drawn: random.Random) -> Iterator[Row]:
                 continue
             field, kind = flag[2:].replace("-", "_"), kind_of(action)
             mentions = (field, flag, flag[2:], field.removesuffix("s"), *["from:"] * (field == "from_model"))
-            for value in bad(field, kind, drawn, optional=action.default is None):
+            for value in bad(field, kind, drawn, optional=optional(action)):
                 given, shown = line(name, **{field: None}), repr(value)[1:41].rstrip("'")
                 said = mentions if len(shown) < 2 else (*mentions, shown)
                 yield f"values: {kind.__name__}", [*given, f"{flag}={value}"], said, {}, False

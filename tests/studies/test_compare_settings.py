@@ -2,7 +2,7 @@
 
 import pytest
 
-from lamina.commands.arguments import add_settings, given_settings, make_parser
+from lamina.commands.arguments import Parser
 from lamina.errors import UserError
 from lamina.studies.settings import CompareSettings
 from lamina.training.resolve import resolve_run
@@ -110,9 +110,9 @@ def test_the_command_line_and_yaml_say_the_same(tmp_path):
         "placements: [pre_ln, keel]\nlearning_rates: [0.001, 1e-2]\nseeds: [0, 1]\n"
         "learning_rates_of: {keel: [3e-3, 1e-2]}\n"
     )
-    parser = make_parser("compare", "", "")
-    add_settings(parser, CompareSettings)
-    written, _ = given_settings(parser, ["--config", str(tmp_path / "study.yaml")])
+    parser = Parser("compare", "", "")
+    parser.add_settings(CompareSettings)
+    written, _ = parser.settings_from(["--config", str(tmp_path / "study.yaml")])
     words = "--placements pre_ln,keel --learning-rates 1e-3,1e-2 --seeds 0,1 --learning-rates-of keel=3e-3,1e-2"
-    typed, _ = given_settings(parser, words.split())
+    typed, _ = parser.settings_from(words.split())
     assert list(CompareSettings(**written).trials()) == list(CompareSettings(**typed).trials())
