@@ -79,45 +79,35 @@ def build(
     config = resolve_backbone(
         backbone, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=vocab_size
     )
-    _check_config(config, adapter)
-    head = _head(config, head)
-    plan = _plan_of(placement, config.num_hidden_layers, placement_options)
+    head = _checked_head(config, head, adapter)
+    plan = make_plan(placement, config.num_hidden_layers, **placement_options)
     init = text("init", init)
     name = recommended(plan) if init == "recommended" else init
     initializers.check(name)
     model = _wired(config, plan, head, num_labels)
-    initialization.initialize(model, name, profile_ids, _base_weights(model, width_scaling))
+    scaled = [] if width_scaling is None else scaled_weights(model, width_scaling)
+    initialization.initialize(model, name, profile_ids, {s.weight.name: (s.base, s.std) for s in scaled} or None)
     from_file = not isinstance(backbone, PreTrainedConfig) and str(backbone) not in PRESETS
     if from_file or config.model_type not in ADAPTERS:
         _check_runs(model)
     return model
 
 
-def _check_config(config: PreTrainedConfig, adapter: Mapping[str, object] | None) -> None:
-    """Put the user's adapter into the configuration. Raises UserError if it is none, or the model too large."""
+def _checked_head(config: PreTrainedConfig, head: str | None, adapter: Mapping[str, object] | None) -> str:
+    """Put the user's adapter into the configuration; return the head, by default the backbone's first.
+
+    Raises UserError for an adapter or a head that is none, and for a model beyond the memory.
+    """
     if adapter is not None:
         config.lamina_adapter = adapter
     check_adapter(config, "")
     if torch.get_default_device().type != "meta":
         fields = "hidden_size, num_layers, vocab_size"
         refuse_beyond_memory(fields, "a model of these sizes needs", 4.0 * fewest_weights(config))
-
-
-def _head(config: PreTrainedConfig, head: str | None) -> str:
-    """The head, by default the backbone's first. Raises UserError for an unknown one."""
     head = str(head or adapter_of(config).heads[0])
     if head not in HEADS:
         raise unknown("head", head, HEADS)
     return head
-
-
-def _base_weights(
-    model: PreTrainedModel, scaling: WidthScaling | None
-) -> dict[str, tuple[initialization.Weight, float]] | None:
-    """For each weight's name, the same weight at the base width and the factor on its standard deviation."""
-    if scaling is None:
-        return None
-    return {s.weight.name: (s.base, s.std) for s in scaled_weights(model, scaling)}
 
 
 def _wired(config: PreTrainedConfig, plan: Plan, head: str, num_labels: int | None) -> PreTrainedModel:
@@ -180,26 +170,15 @@ def recommended(plan: Plan) -> str:
 
 def make_plan(placement: str | Plan, num_layers: int, **options: object) -> Plan:
     """The plan of a placement, or the plan itself. Raises UserError for a plan of another depth or with options."""
-    if isinstance(placement, Plan):
-        return _checked_plan(placement, num_layers, options)
-    return resolve(placement, num_layers, **options)
-
-
-def _plan_of(placement: str | Plan, num_layers: int, options: Mapping[str, object]) -> Plan:
-    """A plan as it was resolved before, or else what a placement's name stands for."""
-    if isinstance(placement, Plan):
-        return _checked_plan(placement, num_layers, options)
-    return make_plan(placement, num_layers, **options)
-
-
-def _checked_plan(plan: Plan, num_layers: int, options: Mapping[str, object]) -> Plan:
+    if not isinstance(placement, Plan):
+        return resolve(placement, num_layers, **options)
     if options:
         raise UserError(f"placement: a plan takes no options ({', '.join(options)}); they belong to resolve")
-    if plan.num_layers != num_layers:
+    if placement.num_layers != num_layers:
         raise UserError(
-            f"placement: the plan is for {plan.num_layers} layers, the backbone has num_layers {num_layers}"
+            f"placement: the plan is for {placement.num_layers} layers, the backbone has num_layers {num_layers}"
         )
-    return plan
+    return placement
 
 
 def wire(attention: nn.Module, feed_forward: nn.Module, layer_plan: Layer, hidden_size: int) -> Block:

@@ -35,21 +35,6 @@ class Generator(Protocol):
         ...
 
 
-def continuation(
-    path: str,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    *,
-    trust_remote_code: bool = False,
-) -> str:
-    """The prompt and its continuation by the model in a folder. Raises UserError if the folder has no such model."""
-    speaker = Speaker(path, max_new_tokens, temperature, trust_remote_code=trust_remote_code)
-    torch.manual_seed(seed)
-    return speaker.continuation(prompt)
-
-
 class Speaker:
     """A saved model that continues texts, or answers turns in its chat template.
 

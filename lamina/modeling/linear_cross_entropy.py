@@ -38,15 +38,16 @@ class ChunkKernel(Protocol):
 class LinearLoss:
     """The ``linear_loss`` of a LaminaForCausalLM. Returns None if the logits are few enough to hold at once.
 
+    On a GPU it uses Liger's kernels where they are installed.
+
     Args:
         compiled: compile the operations on a chunk's logits (worth it on a GPU, where they are bound by memory).
-        liger: use Liger's kernels on a GPU where they are installed.
         elements: logits in a chunk (default: by device).
     """
 
-    def __init__(self, *, compiled: bool = False, liger: bool = True, elements: int | None = None):
+    def __init__(self, *, compiled: bool = False, elements: int | None = None):
         self.elements = elements
-        self.liger = _liger() if liger and torch.cuda.is_available() else None
+        self.liger = _liger() if torch.cuda.is_available() else None
         self.kernel: ChunkKernel = torch.compile(chunk_loss, dynamic=True) if compiled else chunk_loss
 
     def chunk(self, vocab_size: int, device: torch.device) -> int:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.models.convnext.modeling_convnext import ConvNextDropPath
 
 from lamina.errors import UserError
 from lamina.modeling.modeling_lamina import LaminaModel, Residual
@@ -28,3 +32,34 @@ def sublayers(body: LaminaModel) -> Iterator[tuple[int, str, Residual]]:
     for index, block in enumerate(body.layers):
         for name in SUBLAYERS:
             yield index, name, getattr(block, name)
+
+
+@contextmanager
+def temporary_hooks() -> Iterator[list[RemovableHandle]]:
+    """A list for the handles of hooks: those in it at the end are removed, also after an error.
+
+    >>> with temporary_hooks() as hooks:
+    ...     hooks.append(module.register_forward_hook(look))
+    ...     module(x)
+    """
+    hooks: list[RemovableHandle] = []
+    try:
+        yield hooks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def drop_branches(model: PreTrainedModel, rate: float) -> None:
+    """Drop each sub-layer's branch for an item with a probability that grows with the layer, from 0 to ``rate``.
+
+    Layer l of N (from 0) has the probability rate * l / (N - 1), as in DeiT and ConvNeXt; a branch that stays is
+    divided by 1 - probability. Where a placement norms the branch, it is dropped after that norm. The model has no
+    further weights, and evaluates as before.
+    """
+    body = body_of(model, "drop_path")
+    last = max(1, len(body.layers) - 1)
+    for layer, _, residual in sublayers(body):
+        if probability := rate * layer / last:
+            drop: nn.Module = ConvNextDropPath(probability)
+            residual.dropout = drop if residual.dropout is None else nn.Sequential(residual.dropout, drop)

@@ -6,15 +6,108 @@ A scheme is one file of ``schemes/``. Everything else (command line, docs, diagr
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from lamina.core.registry import Registry
-from lamina.placements.plan import Plan
-from lamina.placements.registry import COMMON, Option, read_options
+from lamina.errors import UserError
+from lamina.placements.plan import HeadNorm, NormKind, Plan
 
 SCHEMES = "lamina.placements.schemes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One keyword of a placement: its type (a class, a Literal or a union of them), its default and what it does."""
+
+    name: str
+    type: object
+    default: object
+    help: str
+
+    @property
+    def type_name(self) -> str:
+        """The allowed values as a person reads them: ``float | None``, ``"off" | "head"``."""
+        return " | ".join(_type_names(self.type))
+
+    def check(self, placement: str, value: object) -> None:
+        """Raise UserError that names the option where it does not take the value."""
+        if not any(_fits(value, kind) for kind in _alternatives(self.type)):
+            raise UserError(f"placement {placement!r}: option {self.name!r} is {value!r} (allowed: {self.type_name})")
+
+
+COMMON: tuple[Option, ...] = (
+    Option(
+        name="final_norm", type=bool | None, default=None, help="a norm after the last block (default: the scheme's)"
+    ),
+    Option(name="embedding_norm", type=bool | None, default=None, help="a norm on the embedding's output"),
+    Option(
+        name="embedding_scale",
+        type=float | Literal["sqrt_hidden_size"] | None,
+        default=None,
+        help="a factor on the embedding's output ('sqrt_hidden_size': Takase et al.'s scaled embedding)",
+    ),
+    Option(name="norm", type=NormKind | None, default=None, help="the kind of every norm of the plan"),
+    Option(name="groups", type=int | None, default=None, help="with norm='group': parts of a token's channels (8)"),
+    Option(name="qk_norm", type=HeadNorm | None, default=None, help="a norm on queries and keys"),
+    Option(name="v_norm", type=HeadNorm | None, default=None, help="a norm on values"),
+)
+
+
+def read_options(make: Callable[..., object]) -> tuple[str, tuple[Option, ...]]:
+    """The summary of a scheme's docstring, and its options: keyword-only parameters with their help from ``Args:``."""
+    hints = get_type_hints(make)
+    summary, helps = _read_docstring(make.__doc__ or "")
+    options = tuple(
+        Option(name=p.name, type=hints[p.name], default=p.default, help=helps.get(p.name, ""))
+        for p in inspect.signature(make).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    )
+    return summary, options
+
+
+def as_written(option: str, value: object) -> object:
+    """The value that was written: YAML reads a bare ``off`` as false."""
+    return "off" if value is False and option in ("qk_norm", "v_norm") else value
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    text = inspect.cleandoc(text)
+    summary, _, rest = text.partition("\nArgs:\n")
+    block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
+    helps = {m[1]: " ".join(m[2].split()) for m in re.finditer(r"^ {4}(\w+): ((?:.|\n(?! {4}\w+: ))*)", block, re.M)}
+    return summary.strip(), helps
+
+
+def _alternatives(hint: object) -> tuple[object, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: object, kind: object) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    assert isinstance(kind, type)
+    return isinstance(value, kind)
+
+
+def _type_names(hint: object) -> list[str]:
+    names: list[str] = []
+    for kind in _alternatives(hint):
+        if get_origin(kind) is Literal:
+            names += [repr(a) for a in get_args(kind)]
+        else:
+            assert isinstance(kind, type)
+            names.append("None" if kind is type(None) else kind.__name__)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,15 +34,15 @@ def test_every_registered_placement_is_drawn_and_written(name):
 
 def test_keels_equations_are_the_papers():
     first, rest = (kind for kind, _ in resolve("keel", 32).kinds())
-    assert equations(first) == ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")
-    assert equations(rest) == ("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")
+    assert equations([first]) == ("y  = x + A( LN x )", "x' = LN( y + F( LN y ) )")
+    assert equations([rest]) == ("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")
     assert "├─ block 1\n" in text(resolve("keel", 32))
     assert "├─ blocks 2-32\n" in text(resolve("keel", 32))
 
 
 def test_fusenorms_feed_forward_skip_carries_the_blocks_input():
     rest = resolve("fusenorm", 4).layers[1]
-    assert equations(rest) == ("y  = LN( x + A( x ) )", "x' = LN( x + F( y ) )")
+    assert equations([rest]) == ("y  = LN( x + A( x ) )", "x' = LN( x + F( y ) )")
 
 
 @pytest.mark.parametrize(

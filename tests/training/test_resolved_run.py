@@ -28,8 +28,7 @@ def plans(monkeypatch):
         return call
 
     monkeypatch.setattr(building, "resolve", counted("resolve", resolve))
-    for module in (building, source):
-        monkeypatch.setattr(module, "make_plan", counted("make_plan", make_plan))
+    monkeypatch.setattr(source, "make_plan", counted("make_plan", make_plan))
     return calls
 
 

@@ -6,7 +6,10 @@ names it.
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,16 +26,79 @@ from transformers import (
 )
 from transformers import initialization as init
 
-from lamina.core.architectures import Conversion
-from lamina.errors import UserError
-from lamina.modeling.backbones import configurations
-from lamina.modeling.backbones.conversion import conversion_of, copy_buffers, fill, gains, lamina_name
-from lamina.modeling.backbones.loading import load_weights, stored_shapes
+from lamina.core.architectures import Conversion, conversions
+from lamina.errors import UserError, unknown
+from lamina.modeling.backbones import loading
+from lamina.modeling.backbones.loading import load_weights, refuse_tensors, stored_shapes
 from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
 from lamina.modeling.modeling_lamina import HEADS, LaminaForCausalLM
 from lamina.placements import Norm, Plan, Sublayer, resolve
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(\w+)\.(.+)")
+_MODULES = {"self_attn": "attention.module", "mlp": "feed_forward.module"}
 logger = logging.getLogger(__name__)
+
+
+def conversion_of(model_type: str) -> Conversion:
+    """The conversion of a model type. Raises UserError for a type that has none."""
+    rows = conversions()
+    if model_type not in rows:
+        raise unknown("model_type", model_type, rows)
+    return rows[model_type]
+
+
+def lamina_name(key: str, conversion: Conversion) -> str:
+    """The name in Lamina's model of a tensor of transformers' model."""
+    if match := _LAYER.fullmatch(key):
+        index, part, rest = match.groups()
+        part = conversion.norms.get(part) or _MODULES.get(part, part)
+        return f"model.backbone.layers.{index}.{part}.{rest}"
+    return re.sub(r"^model\.", "model.backbone.", key)
+
+
+def gains(model: PreTrainedModel) -> Iterable[tuple[str, float]]:
+    """Each tensor's name in transformers' model and the offset to add to it: 0 unless it is a layer's norm.
+
+    Norms inside an attention module belong to the module and stay as they are stored.
+    """
+    conversion = conversion_of(model.config.model_type)
+    for key in model.state_dict():
+        match = _LAYER.fullmatch(key)
+        is_norm = key == "model.norm.weight" or (match is not None and match[2] in conversion.norms)
+        yield key, conversion.gain_offset if is_norm else 0.0
+
+
+def fill(target: PreTrainedModel, source: PreTrainedModel, renamed: Mapping[str, tuple[str, float]]) -> None:
+    """Copy every tensor of ``source`` into ``target``; ``renamed``: source's name -> target's name, offset."""
+    stored, expected = source.state_dict(), target.state_dict()
+    refuse_tensors("extra", stored.keys() - renamed.keys(), f"has no place in {type(target).__name__}")
+    refuse_tensors("missing", renamed.keys() - stored.keys(), f"is not in the {type(source).__name__}")
+    places = {new: (key, offset) for key, (new, offset) in renamed.items()}
+    refuse_tensors("missing", expected.keys() - places.keys(), f"is not in the {type(source).__name__}")
+    refuse_tensors("extra", places.keys() - expected.keys(), f"has no place in {type(target).__name__}")
+    with torch.no_grad():
+        for new, tensor in expected.items():
+            key, offset = places[new]
+            value = stored[key]
+            if value.shape != tensor.shape:
+                raise UserError(
+                    f"tensor {key!r}: its shape is {list(value.shape)}, the configuration asks for {list(tensor.shape)}"
+                )
+            # The sum in double precision, rounded once: in float32 it is then the very number that Gemma computes.
+            tensor.copy_((value.double() + offset).to(value.dtype) if offset else value)
+    target.tie_weights()
+    target.generation_config = copy.deepcopy(source.generation_config)
+
+
+def copy_buffers(names: Mapping[str, str], source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Copy the buffers that no checkpoint stores (rotary frequencies); casting a model rounds them, loading does not.
+
+    ``names``: target's name -> source's name.
+    """
+    buffers = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if (value := buffers.get(names.get(name, ""))) is not None and value.shape == buffer.shape:
+            buffer.data = value.detach().clone()
 
 
 def from_transformers(
@@ -60,7 +126,11 @@ def from_transformers(
     _check_class(model)
     dtype = _dtype_of(model)
     if conversion.gain_in_float32 and dtype.itemsize < 4:
-        logger.warning(_rounding_note(config.model_type, dtype))
+        logger.warning(
+            f"dtype: {config.model_type!r} multiplies by its norms' gains in float32 and rounds afterwards, Lamina "
+            f"rounds first: in {_short(dtype)} the logits differ by rounding (dtype float32 converts without a "
+            "difference)"
+        )
     plan = resolve(conversion.placement, config.num_hidden_layers)
     outer = LaminaConfig(backbone_config=config, plan=plan.to_dict())
     outer._attn_implementation = config._attn_implementation  # the outer one decides for both
@@ -113,14 +183,6 @@ def check_plan(config: LaminaConfig) -> Conversion:
     return conversion
 
 
-def _rounding_note(model_type: str, dtype: torch.dtype) -> str:
-    """The warning for a half-precision checkpoint of an architecture with ``gain_in_float32``."""
-    return (
-        f"dtype: {model_type!r} multiplies by its norms' gains in float32 and rounds afterwards, Lamina rounds first: "
-        f"in {_short(dtype)} the logits differ by rounding (dtype float32 converts without a difference)"
-    )
-
-
 def load(
     path: str | Path, *, dtype: str | torch.dtype = "auto", field: str = "source", head: str = "causal_lm"
 ) -> PreTrainedModel:
@@ -139,7 +201,7 @@ def load(
 
 def read_config(path: str | Path, *, field: str = "source") -> PreTrainedConfig:
     """Read the configuration of a checkpoint. Raises UserError if the checkpoint cannot be converted."""
-    config = configurations.read_config(path, field)
+    config = loading.read_config(path, field)
     if config.model_type == "gemma3":
         raise UserError("model_type: 'gemma3' sees images, too (allowed: the text model on its own, 'gemma3_text')")
     if config.model_type != LaminaConfig.model_type:

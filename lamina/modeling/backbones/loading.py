@@ -6,26 +6,260 @@ unpickled and no code beside a checkpoint runs unless the caller says so.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils import logging as transformers_logging
 
-from lamina.errors import UserError, one_line
-from lamina.modeling.backbones.loading import quiet, stored_shapes
-from lamina.modeling.configuration_lamina import backbone_of
+from lamina.core.architectures import ROLES
+from lamina.core.registry import Registry
+from lamina.core.values import whole_number
+from lamina.errors import UserError, one_line, unknown
+from lamina.modeling.configuration_lamina import LaminaConfig, backbone_of
+from lamina.modeling.modeling_lamina import adapter_of
+from lamina.placements import Plan
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LARGEST_JSON = 2**26  # bytes
+Shapes = dict[str, tuple[int, ...]]
+# The fields of a configuration that must be sizes before anything is built of it.
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_layers", "num_attention_heads", "num_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+)
+
+# Installed packages that register a model type of their own with transformers. They are imported when a configuration
+# has a type that transformers does not know.
+_PACKAGES: Registry[None] = Registry("backbone", plugins="lamina.backbones")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "source.spm", "tokenizer_config.json"),
 )
 ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 NOT_STORED = "is not in the checkpoint"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' messages and progress bars: Lamina reports what matters in one line."""
+    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def read_json(path: Path, source: str) -> dict[str, object]:
+    """Read the object in a JSON file. Raises UserError, beginning with ``says``, if there is none."""
+    if path.stat().st_size > _LARGEST_JSON:
+        raise UserError(f"{source} has {path.stat().st_size} bytes (allowed: up to {_LARGEST_JSON})")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source} is not JSON ({one_line(error)})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{source} holds {kind_of(data)} (allowed: an object)")
+    return data
+
+
+def kind_of(value: object) -> str:
+    """A JSON value's kind in prose."""
+    names = {"NoneType": "nothing", "list": "a list", "dict": "an object", "str": "a text", "bool": "true or false"}
+    return names.get(type(value).__name__, "a number")
+
+
+def stored_shapes(path: Path, field: str, *, pickles: bool = False) -> Shapes | None:
+    """The shape of every tensor in a folder's safetensors files, by name. Checks the files' headers.
+
+    Returns None if there are only pickled weights and ``pickles`` allows them. Raises UserError naming the file that is
+    missing, cut short, altered or outside the folder.
+    """
+    source = f"{field} {str(path)!r}:"
+    if (path / WEIGHTS).is_file():
+        return _header(path / WEIGHTS, source)
+    if (path / INDEX).is_file():
+        return _indexed(path, source)
+    others = sorted(p.name for kind in (*PICKLES, "*.gguf", "*.h5") for p in path.glob(kind))
+    if others and pickles:
+        return None
+    content = f"has its weights in {others[0]}" if others else "has no weights"
+    raise UserError(f"{field}: {str(path)!r} {content} (allowed: {WEIGHTS}; nothing is ever unpickled)")
+
+
+def _indexed(path: Path, source: str) -> Shapes:
+    places = read_json(path / INDEX, f"{source} {INDEX}").get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(v, str) for v in places.values()):
+        raise UserError(f"{source} {INDEX}: weight_map is no table of tensors and files")
+    shapes: Shapes = {}
+    for file in sorted(set(places.values())):
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{source} {INDEX} names {one_line(repr(file))} (allowed: .safetensors files in its folder)"
+            )
+        if not (path / file).is_file():
+            raise UserError(f"{source} {file} is missing ({INDEX} names it)")
+        header = _header(path / file, source)
+        lacking = sorted(k for k, v in places.items() if v == file and k not in header)
+        if lacking:
+            raise UserError(f"{source} {file} has no tensor {one_line(repr(lacking[0]))} ({INDEX} says so)")
+        shapes |= header
+    return shapes
+
+
+def _header(file: Path, source: str) -> Shapes:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in list(opened.keys())}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{source} {file.name} is cut short or altered ({one_line(error)})") from None
+
+
+def read_config(
+    path: str | Path, field: str, *, trust_remote_code: bool = False, weights: bool = True, **more: object
+) -> PreTrainedConfig:
+    """Read the configuration of a saved model from a folder or the hub.
+
+    Args:
+        path: a folder with config.json, or a name on the hub.
+        field: the user's name for the path ("model", "checkpoint"); every message begins with it.
+        trust_remote_code: run the code that the configuration asks for.
+        weights: whether the weights will be loaded, too; a Lamina model then needs its plan.
+        more: for ``AutoConfig.from_pretrained``.
+
+    Raises:
+        UserError: if there is no configuration, its model type is unknown, or a field is invalid.
+    """
+    name, place = str(path), Path(path)
+    source = f"{field} {name!r}: config.json"
+    if not name.strip():
+        raise UserError(f"{field}: '' is no path (allowed: a folder with config.json)")
+    if place.is_file():
+        raise UserError(f"{field}: {name!r} is a file (allowed: a folder with config.json and model.safetensors)")
+    if not more:
+        data = _read_fields(path, field, source)
+        _check_type(data, source, trust_remote_code)
+        _check_sizes(data, source)
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **more)
+        except ImportError as error:
+            allowed = " (allowed: pip install gguf)" if "gguf" in str(error) else ""
+            raise UserError(f"{field} {name!r}: {one_line(error)}{allowed}") from error
+        except Exception as error:
+            raise UserError(f"{source}: {one_line(error)}") from error
+    _check_heads(backbone_of(config), source)
+    check_adapter(backbone_of(config), f"{source}: ")
+    _check_quantization(getattr(config, "quantization_config", None), source)
+    if isinstance(config, LaminaConfig) and weights:
+        _check_plan(config, source)
+    return config
+
+
+def refuse_scores(config: PreTrainedConfig, source: str) -> None:
+    """Raise UserError, which begins with ``source``, for a model that writes no text."""
+    for name in config.architectures or ():
+        if name.endswith("Classification"):
+            raise UserError(f"{source} is a {name}, which gives scores (allowed: models that continue a text)")
+
+
+def _read_fields(path: str | Path, field: str, source: str) -> dict[str, object]:
+    name, place = str(path), Path(path)
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            raise UserError(f"{field}: {name!r} holds no saved model (config.json is missing)")
+        return read_json(place / "config.json", source)
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0]
+    except Exception as error:
+        raise UserError(f"{field}: {name!r} is no folder and no readable model on the hub") from error
+
+
+def check_adapter(config: PreTrainedConfig, says: str) -> None:
+    """Raise UserError, beginning with ``says``, if a backbone's ``lamina_adapter`` is not one."""
+    try:
+        roles = adapter_of(config).roles
+    except ValueError as error:
+        raise UserError(f"{says}{one_line(error)}") from None
+    for name, role in roles.items():
+        if role not in ROLES.values():
+            raise UserError(f"{says}adapter: roles: {name}: {unknown('role', role, set(ROLES.values()))}")
+
+
+def _check_heads(config: PreTrainedConfig, source: str) -> None:
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise UserError(f"{source}: num_key_value_heads: {shared} does not divide num_attention_heads, {heads}")
+
+
+def _check_plan(config: LaminaConfig, source: str) -> None:
+    if config.plan is None:
+        raise UserError(f"{source} has no plan, so this is no whole Lamina checkpoint (allowed: one saved by Lamina)")
+    try:
+        Plan.from_dict(config.plan)
+    except UserError as error:
+        raise UserError(f"{source}: {one_line(str(error))}") from None
+
+
+def _check_quantization(requested: object, source: str) -> None:
+    """Raise UserError for an unknown method: transformers would ignore it and read the weights as plain ones."""
+    if requested is None:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    method = (
+        requested.get("quant_method") if isinstance(requested, Mapping) else getattr(requested, "quant_method", None)
+    )
+    name = getattr(method, "value", method)
+    loads_in_bits = isinstance(requested, Mapping) and (requested.get("load_in_4bit") or requested.get("load_in_8bit"))
+    if name not in KNOWN and not loads_in_bits and name != "bitsandbytes":
+        raise UserError(f"{source}: quantization_config: {unknown('quant_method', str(name), KNOWN)}")
+
+
+def _check_type(data: Mapping[str, object], source: str, trust_remote_code: bool) -> None:
+    model_type, code = data.get("model_type"), data.get("auto_map")
+    if isinstance(model_type, str) and model_type not in transformers.CONFIG_MAPPING:
+        _PACKAGES.names()
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    if not known and code:
+        if trust_remote_code:
+            return
+        requested = code.get("AutoConfig") if isinstance(code, Mapping) else code
+        raise UserError(
+            f"{source} asks for code of its own ({one_line(requested)}), which is never run unasked "
+            "(`lamina generate` takes --trust-remote-code; from Python load the model yourself)"
+        )
+    if not isinstance(model_type, str):
+        raise UserError(f"{source}: model_type is {model_type!r} (allowed: the name of a model of transformers)")
+    if not known:
+        raise UserError(f"{source}: {unknown('model_type', model_type, transformers.CONFIG_MAPPING)}")
+    if model_type == LaminaConfig.model_type:
+        inner = data.get("backbone_config")
+        if not isinstance(inner, Mapping):
+            raise UserError(f"{source}: backbone_config is {kind_of(inner)} (allowed: the backbone's configuration)")
+        _check_type({"model_type": inner.get("model_type")}, f"{source}: backbone_config", trust_remote_code)
+
+
+def _check_sizes(data: Mapping[str, object], source: str) -> None:
+    for name, value in data.items():
+        if name in ("backbone_config", "text_config") and isinstance(value, Mapping):
+            _check_sizes(value, f"{source}: {name}")
+        elif name in _SIZES and isinstance(value, bool | int | float | str | dict):
+            whole_number(name, value, says=f"{source}: ")
 
 
 def load_weights(

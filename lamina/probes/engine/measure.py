@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lamina.core.values import text
-from lamina.data.corpus import EMBEDDED
+from lamina.data.corpus import EMBEDDED, Corpus
+from lamina.data.tokenizers import is_trained, load_tokenizer
 from lamina.errors import UserError
 from lamina.modeling.checkpoint import Loaded, checked_device, load
 from lamina.probes.engine.context import Context, RunState
@@ -23,7 +25,7 @@ from lamina.probes.engine.losses import is_causal
 from lamina.probes.engine.probe_settings import ProbeSettings
 from lamina.probes.engine.registry import Probe, make_all, sample_of
 from lamina.probes.structure.discovery import find_structure
-from lamina.probes.structure.hooks import base_of, forward, watch
+from lamina.probes.structure.hooks import base_of, evaluating, forward, watch
 from lamina.probes.structure.proof import prove
 from lamina.probes.structure.sites import Point, Structure
 
@@ -32,7 +34,6 @@ SAMPLE = ["sequences", "tokens"]  # the columns that say how much a row was meas
 MIN_SEQUENCES = 16  # with fewer a standard error means little
 _READ = "_is_hf_initialized"  # transformers marks the weights that it read, so as not to initialize them
 logger = logging.getLogger(__name__)
-
 _SEQUENCES = 64  # of the embedded corpus
 
 
@@ -64,7 +65,14 @@ def run(
     context.strict = strict
     if context.reads_tokens:  # before there are hooks: it takes forward passes of its own
         is_causal(context.model, context.batches[0]["input_ids"].to(context.device))
-    seconds = _begin(context, probes, broken)
+    seconds: dict[Probe, float] = {}
+    for probe in probes:
+        with _attempted(context, probe, broken):
+            if "tokens" in probe.needs and not context.reads_tokens:
+                raise UserError(f"{probe.name}: needs a text model (allowed: other probes)")
+            began = time.monotonic()
+            probe.begin(context)
+            seconds[probe] = time.monotonic() - began
     ready = sorted(seconds, key=lambda probe: probe.cost(context))
     if estimated is not None:
         estimated(estimates(context, ready))
@@ -74,57 +82,34 @@ def run(
     for number, probe in enumerate(ready):
         starting(probe.name)
         context.progress(number, len(ready), probe.name)
-        began = time.monotonic()
-        try:
+        with _attempted(context, probe, broken):
+            began = time.monotonic()
             frame = _with_sample(context, probe, probe.finish(context))
             frame = frame if sampled else frame.drop(columns=SAMPLE, errors="ignore")
             done(probe, frame, seconds[probe] + time.monotonic() - began)
-        except UserError as error:
-            _refuse(context, probe, error)
-            continue
-        except Exception as error:
-            if broken is None:
-                raise
-            broken(probe, error)
-            continue
-        frames[probe.name] = frame
+            frames[probe.name] = frame
     context.progress(len(ready), len(ready), "done")
     return frames
 
 
-def _begin(
-    context: Context, probes: Sequence[Probe], broken: Callable[[Probe, Exception], None] | None
-) -> dict[Probe, float]:
-    """The seconds that each probe took to begin, for the probes that apply to the model."""
-    seconds: dict[Probe, float] = {}
-    for probe in probes:
-        if "tokens" in probe.needs and not context.reads_tokens:
-            _refuse(context, probe, UserError(f"{probe.name}: needs a text model (allowed: other probes)"))
-            continue
-        began = time.monotonic()
-        try:
-            probe.begin(context)
-        except UserError as error:
-            _refuse(context, probe, error)
-            continue
-        except Exception as error:
-            if broken is None:
-                raise
-            broken(probe, error)
-            continue
-        seconds[probe] = time.monotonic() - began
-    return seconds
-
-
-def _refuse(context: Context, probe: Probe, error: UserError) -> None:
-    if context.strict:
-        raise error
-    context.notes.append(f"{probe.name} left out: {error}")
+@contextmanager
+def _attempted(context: Context, probe: Probe, broken: Callable[[Probe, Exception], None] | None) -> Iterator[None]:
+    """Leave out a probe that does not apply to the model, with a note, and give ``broken`` one that fails."""
+    try:
+        yield
+    except UserError as error:
+        if context.strict:
+            raise
+        context.notes.append(f"{probe.name} left out: {error}")
+    except Exception as error:
+        if broken is None:
+            raise
+        broken(probe, error)
 
 
 def estimates(context: Context, probes: Sequence[Probe]) -> dict[str, float]:
     """The expected seconds of the forward passes and of each probe's own work, from a small timed pass."""
-    inputs = {name: tensor[:1].to(context.device) for name, tensor in context.batches[0].items()}
+    inputs = context.on_device(context.batches[0], 1)
     with torch.no_grad():
         forward(context.model, inputs)  # the first pass of a process is slow
         began = time.monotonic()
@@ -150,12 +135,9 @@ def _forward_passes(
     context: Context, probes: Sequence[Probe], tolerance: float, seconds: MutableMapping[Probe, float]
 ) -> None:
     points: dict[tuple[int, Hashable], Point] = {}
-    streaming = []
     for number, probe in enumerate(probes):
-        watched = probe.points()
-        points |= {(number, key): point for key, point in watched.items()}
-        if probe.streams:
-            streaming.append(probe)
+        points |= {(number, key): point for key, point in probe.points().items()}
+    streaming = [probe for probe in probes if probe.streams]
     if not streaming:
         return
     head = any("logits" in probe.needs for probe in streaming)
@@ -170,7 +152,7 @@ def _forward_passes(
     with torch.no_grad(), watch(points, see, root=root):
         for number, inputs in enumerate(context.batches):
             context.progress(number, len(context.batches), PASSES)
-            inputs = {name: tensor.to(context.device) for name, tensor in inputs.items()}
+            inputs = context.on_device(inputs)
             output = forward(root, inputs)
             for probe in streaming:
                 began = time.monotonic()
@@ -220,12 +202,8 @@ def measure(
     """The probes' frames by name, with the model in evaluation mode. See ``run`` for ``strict`` and ``sampled``."""
     for warning in context.warnings:
         logger.warning(warning)
-    model, training = context.model, context.model.training
-    model.eval()
-    try:
+    with evaluating(context.model):
         return run(context, probes, tolerance=tolerance_of(context, settings), strict=strict, sampled=sampled)
-    finally:
-        model.train(training)
 
 
 def tolerance_of(context: Context, settings: ProbeSettings) -> float:
@@ -250,7 +228,9 @@ def make_context(
     state: RunState = {} if loaded.run is None else {"run": loaded.run}
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
     whole = not sample and (texts_or_blocks is not None or settings.corpus not in (NOISE, EMBEDDED))
-    tokenizer = tokenizer if settings.tokenizer is None else _tokenizer(settings.tokenizer, settings)
+    if settings.tokenizer is not None:
+        corpus = Corpus.parse(settings.corpus, settings.text_field) if is_trained(settings.tokenizer) else None
+        tokenizer = load_tokenizer(settings.tokenizer, corpus=corpus)
     batches = batches_of(
         texts_or_blocks,
         model,
@@ -271,12 +251,8 @@ def make_context(
     structure = structure_of(model, batches[0], layers=settings.layers)
     base = base_of(model, structure, batches[0])
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         structure = prove(structure, {name: tensor.to(device) for name, tensor in batches[0].items()}, base)
-    finally:
-        model.train(training)
     notes += structure.notes
     loaded_here = not isinstance(model_or_path, nn.Module) and not reads_images(model)
     new = new_head(model, structure) if loaded_here else []
@@ -302,14 +278,6 @@ def _loaded(model_or_path: nn.Module | str | Path, settings: ProbeSettings) -> L
         if parameter.is_meta:
             raise UserError(f"model: the weight {name!r} is on the meta device (allowed: a model with weights)")
     return Loaded(model=model_or_path)
-
-
-def _tokenizer(spec: str, settings: ProbeSettings) -> PreTrainedTokenizerBase:
-    from lamina.data.corpus import Corpus
-    from lamina.data.tokenizers import is_trained, load_tokenizer
-
-    corpus = Corpus.parse(settings.corpus, settings.text_field) if is_trained(spec) else None
-    return load_tokenizer(spec, corpus=corpus)
 
 
 def _without_head(new: Sequence[str]) -> str:
@@ -345,20 +313,14 @@ def structure_of(model: nn.Module, inputs: dict[str, torch.Tensor], *, layers: s
     return find_structure(model, tiny, layers=layers)
 
 
-def newly_initialized(model: nn.Module) -> list[str]:
-    """The names of the parameters for which ``from_pretrained`` found no values; empty for other models."""
-    parameters = dict(model.named_parameters())
-    marked = {name for name, parameter in parameters.items() if getattr(parameter, _READ, False)}
-    return [name for name in parameters if name not in marked] if marked else []
-
-
 def new_head(model: nn.Module, structure: Structure) -> list[str]:
     """The new weights outside the base model: those of a head that the checkpoint does not have.
 
     Raises UserError if the embedding is among them: then no state is the model's own.
     """
-    new = newly_initialized(model)
     named = dict(model.named_parameters())
+    read = {name for name, parameter in named.items() if getattr(parameter, _READ, False)}
+    new = [name for name in named if name not in read] if read else []  # none of them: not from a checkpoint
     embedding = set() if structure.embedding is None else {id(p) for p in structure.embedding.parameters()}
     for name in new:
         if id(named[name]) in embedding:
@@ -366,9 +328,5 @@ def new_head(model: nn.Module, structure: Structure) -> list[str]:
                 f"checkpoint: the embedding {name!r} is not in it (allowed: a checkpoint with all its layers)"
             )
     base = getattr(model, "base_model", model)
-    inside = (
-        {id(p) for p in base.parameters()}
-        if isinstance(base, nn.Module) and base is not model
-        else set(map(id, named.values()))
-    )
+    inside = set(map(id, base.parameters() if isinstance(base, nn.Module) else named.values()))
     return [name for name in new if id(named[name]) not in inside]

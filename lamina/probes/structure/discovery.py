@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lamina.errors import UserError
-from lamina.probes.structure.hooks import takes_cache
+from lamina.probes.structure.hooks import evaluating, takes_cache
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 from lamina.probes.structure.stream import Branch, TracedLayer, origin, read_layer
 from lamina.probes.structure.tracing import Call, Op, Trace, trace
@@ -22,13 +22,9 @@ def find_structure(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, laye
     Raises:
         UserError: if no layers are found; the message says what was searched for and how to name them.
     """
-    was_training = model.training
-    model.eval()
     more = {"use_cache": False} if takes_cache(type(model)) else {}
-    try:
+    with evaluating(model):
         record = trace(model, {**inputs, **more})
-    finally:
-        model.train(was_training)
     chains = [] if layers else _chains(record)
     calls = _named(model, record, layers) if layers else _choose(model, record, chains)
     resolved = [read_layer(call, record) for call in calls]

@@ -157,6 +157,17 @@ def base_of(model: nn.Module, structure: Structure, inputs: Mapping[str, torch.T
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In this context the model is in evaluation mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Attention in plain operations: its weights can be watched, and it has a forward-mode derivative."""
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -1,0 +1,335 @@
+"""A plan as a picture (SVG), as a gallery of pictures and as equations for a terminal: all drawn from the plan itself.
+
+The vertical line is the stream, bottom to top, and each module stands on a branch to its right: a norm on the line
+normalizes the stream, a norm on the branch does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html import escape
+
+from lamina.core.text import runs
+from lamina.errors import UserError
+from lamina.placements.plan import POSITIONS, Layer, Learned, Norm, Plan, Sublayer
+from lamina.placements.registry import get
+
+MOST_KINDS = 4  # of layers that are shown one by one
+KIND_NAMES = {"backbone": "LN", "rms": "RMSNorm", "layer": "LayerNorm", "group": "GroupNorm{}"}
+_LINE = "#3b4754"  # the color of lines
+_FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
+_MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+_INK, _GRAY = "#1f2933", "#66717d"
+_FILL = {"norm": ("#fde9b8", "#b7800b"), "attention": ("#d9e8f6", "#2f6ea8"), "feed_forward": ("#d8efe4", "#2b8263")}
+_END, _PANEL = ("#f1f3f5", "#98a2ad"), "#f7f8fa"
+_COLUMN, _STREAM, _BRANCH, _BYPASS = 178, 62, 126, 20  # a column's width; x of the three lines in it
+_NORM, _MODULE, _SUBLAYER = 21, 27, 172  # heights
+_HEAD, _FOOT, _CAP = 60, 66, 22  # room above and below the blocks; a panel's top
+_LEARNED = ("skip_scale_learned", "pre_scale_learned")
+_NAMES = {"attention": "Attention", "feed_forward": "Feed-forward"}
+
+
+def title_of(plan: Plan) -> str:
+    try:
+        return get(plan.placement).title
+    except UserError:
+        return plan.placement
+
+
+def layer_groups(plan: Plan) -> list[tuple[list[Layer], list[int]]]:
+    """The kinds of layer; where there are many (a scale that differs by layer), those of one wiring together."""
+    kinds = plan.kinds()
+    if len(kinds) <= MOST_KINDS:
+        return [([layer], indices) for layer, indices in kinds]
+    together: dict[Layer, list[int]] = {}
+    for index, layer in enumerate(plan.layers):
+        wiring = Layer(attention=_wiring(layer.attention), feed_forward=_wiring(layer.feed_forward))
+        together.setdefault(wiring, []).append(index)
+    return [([plan.layers[i] for i in indices], indices) for indices in together.values()]
+
+
+def _wiring(sub: Sublayer) -> Sublayer:
+    norms = {p: replace(norm, initial_gain=1.0) for p, norm in sub.norms.items()}
+    return replace(sub, skip_scale=1.0, pre_scale=1.0, weight_gain=1.0, gate_gain=1.0, **norms)
+
+
+def sublayers(layers: Iterable[Layer]) -> list[Sublayer]:
+    return [sub for layer in layers for sub in (layer.attention, layer.feed_forward)]
+
+
+def block_label(indices: list[int]) -> str:
+    """Blocks counted from 1: "block 1", "blocks 2-32", "blocks 1-4, 31-32"."""
+    spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs(index + 1 for index in indices)]
+    if len(spans) > 3:
+        spans = [*spans[:2], "…", spans[-1]]
+    return f"block{'s' * (len(indices) > 1)} {', '.join(spans)}"
+
+
+def norm_label(norms: list[Norm]) -> str:
+    detail, kind = norm_detail(norms), norms[0].kind
+    name = "Norm" if kind == "backbone" else KIND_NAMES[kind].format(f" {norms[0].groups}")
+    return f"{name}, {detail}" if detail else name
+
+
+def norm_detail(norms: list[Norm]) -> str:
+    gain = scale_label([norm.initial_gain for norm in norms], "no")
+    if norms[0].learnable_gain:
+        return f"gain from {gain}" if gain else ""
+    return f"gain {gain}" if gain else "no gain"
+
+
+def scale_label(values: Iterable[float], learned: Learned) -> str:
+    """Empty for a constant 1, else "64", "1 … 0.177" where it differs from first layer to last, "64 learned"."""
+    distinct = list(dict.fromkeys(values))
+    label = number(distinct[0]) if len(distinct) == 1 else f"{number(distinct[0])} … {number(distinct[-1])}"
+    if learned == "no":
+        return "" if distinct == [1.0] else label
+    return f"{label} learned" + (" per channel" if learned == "vector" else "")
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.3g}"
+
+
+def embedding_scale(plan: Plan) -> str:
+    return "√d" if plan.embedding_scale == "sqrt_hidden_size" else scale_label([float(plan.embedding_scale)], "no")
+
+
+def weight_notes(layers: list[Layer]) -> list[str]:
+    """What the plan asks of the initial weights: it does not show in the forward pass."""
+    subs = sublayers(layers)
+    gain, gate = scale_label([s.weight_gain for s in subs], "no"), scale_label([s.gate_gain for s in subs], "no")
+    notes = [f"initial value and output weights ×{gain}"] if gain else []
+    return [*notes, f"initial gate weights ×{gate}"] if gate else notes
+
+
+def head_norms(plan: Plan) -> list[str]:
+    widths = {"off": "", "head": "per head", "full": "over the full width"}
+    norms = [("queries and keys", plan.qk_norm), ("values", plan.v_norm)]
+    kind = plan.qkv_norm.kind
+    norm = "norm" if kind in ("rms", "backbone") else KIND_NAMES[kind].format(f" {plan.qkv_norm.groups}")
+    return [f"{norm} on {name} {widths[scope]}" for name, scope in norms if scope != "off"]
+
+
+def svg(plan: Plan, title: str | None = None, equation: Sequence[str] = ()) -> str:
+    """One plan as a self-contained SVG: a column for each kind of layer, with the lines of ``equation`` below.
+
+    ``title`` stands above it (default: the placement's own; an empty one leaves the room to the drawing).
+
+    A plan with more than four kinds shows those of one wiring as one column, their scales as a range. No scripts, fonts
+    or ids, so that several stand in one page; all text is escaped.
+    """
+    drawing, width, height = _drawing(plan, title, equation)
+    return _document(drawing, width, height, f"{title or title_of(plan)}: where the norms sit")
+
+
+def gallery(plans: Sequence[Plan], width: int = 1160) -> str:
+    """One SVG with the diagrams of several plans, in rows of at most ``width`` pixels."""
+    drawings = [_drawing(plan, None, ()) for plan in plans]
+    parts, x, y, row, widest = [], 0, 0, 0, 0
+    for drawing, wide, high in drawings:
+        if x and x + wide > width:
+            x, y, row = 0, y + row + 28, 0
+        parts.append(f'<g transform="translate({x} {y})">{drawing}</g>')
+        x, row = x + wide + 14, max(row, high)
+        widest = max(widest, x - 14)
+    return _document("".join(parts), widest, y + row, "Where the norms sit: " + ", ".join(title_of(p) for p in plans))
+
+
+def _document(drawing: str, width: int, height: int, title: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" font-family="{_FONT}" font-size="11.5" fill="{_INK}" '
+        f'style="background:#fff;max-width:100%;height:auto"><title>{escape(title)}</title>{drawing}</svg>'
+    )
+
+
+def _drawing(plan: Plan, title: str | None, equation: Sequence[str]) -> tuple[str, int, int]:
+    groups = layer_groups(plan)
+    hidden = len(groups) - MOST_KINDS
+    columns = groups[:MOST_KINDS]
+    heading = title_of(plan) if title is None else title
+    notes = head_norms(plan) + sorted({note for layers, _ in columns for note in weight_notes(layers)})
+    learned = {getattr(sub, f) for layers, _ in columns for sub in sublayers(layers) for f in _LEARNED}
+    notes += ["learned scales: one number each"] * ("scalar" in learned)
+    notes += ["learned scales: a number per channel"] * ("vector" in learned)
+    if hidden > 0:
+        notes.append(f"and {hidden} more kind{'s' * (hidden > 1)} of layer")
+    mono = 10.5
+    width = max(
+        len(columns) * _COLUMN,
+        math.ceil(len(heading) * 8.6) + 16,
+        *(math.ceil(len(line) * mono * 0.62) + 16 for line in equation),
+        *(math.ceil(len(note) * 5.6) + 16 for note in notes),
+        0,
+    )
+    top = 28 if heading else 6
+    parts = [_text(8, 17, heading, size=14.5, weight=600)] if heading else []
+    bottom = top + _HEAD + _CAP + 2 * _SUBLAYER
+    for number, (layers, indices) in enumerate(columns):
+        column = _column(plan, layers, indices, bottom, last=plan.num_layers - 1 in indices)
+        parts.append(f'<g transform="translate({number * _COLUMN} 0)">{column}</g>')
+    y = bottom + _FOOT + 14
+    for note in notes:
+        parts.append(_text(8, y, note, size=10.5, fill=_GRAY))
+        y += 15
+    y += 4 if equation else 0
+    for line in equation:
+        parts.append(_text(8, y, line, size=mono, font=_MONO))
+        y += 16
+    return "".join(parts), width, y
+
+
+def _column(plan: Plan, layers: list[Layer], indices: list[int], bottom: int, last: bool) -> str:
+    top, x = bottom - 2 * _SUBLAYER - _CAP, _STREAM
+    parts = [
+        f'<rect x="6" y="{top}" width="{_COLUMN - 12}" height="{bottom - top}" rx="9" fill="{_PANEL}" '
+        'stroke="#e1e5ea"/>',
+        _line(x, top, x, top + _CAP),
+        _text(_COLUMN - 14, top + 17, block_label(indices), anchor="end", size=11, weight=600, fill=_GRAY),
+    ]
+    if 0 in indices:
+        parts += [_line(x, bottom + 42, x, bottom), _box(x, bottom + 52, 92, 20, "Embedding", _END)]
+        scale = embedding_scale(plan)
+        if plan.embedding_norm:
+            parts.append(_box(x, bottom + 21, 74, _NORM, norm_label([plan.embedding_norm]), _FILL["norm"]))
+        if scale:
+            parts.append(_text(x + 52, bottom + 56, f"×{scale}"))
+    else:
+        parts += [
+            _line(x, bottom + 20, x, bottom),
+            _text(x, bottom + 33, f"from block {min(indices)}", anchor="middle"),
+        ]
+    for number, name in enumerate(("attention", "feed_forward")):
+        start = bottom - number * _SUBLAYER
+        parts.append(_sublayer(name, [getattr(layer, name) for layer in layers], start, bottom - 9))
+    if last:
+        parts += [_line(x, top, x, top - 40, arrow=True), _box(x, top - 51, 92, 20, "Output", _END)]
+        if plan.final_norm:
+            parts.append(_box(x, top - 21, 74, _NORM, norm_label([plan.final_norm]), _FILL["norm"]))
+    else:
+        parts.append(_line(x, top, x, top - 20, arrow=True))
+    return "".join(parts)
+
+
+def _sublayer(name: str, subs: list[Sublayer], start: int, block_input: int) -> str:
+    """Draw one sub-layer upwards from ``start``; ``block_input`` is the height at which a bypass leaves the stream."""
+    sub, x, b = subs[0], _STREAM, _BRANCH
+    split, add = start - 9, start - 129
+    pre, module, out, post = split - 25, split - 68, split - 102, add - 27
+    parts = [_line(x, start, x, split)]
+    if sub.skip != "block_input":
+        parts.append(_line(x, split, x, add + 8, arrow=True))
+    if sub.skip != "stream":
+        parts += [
+            _path(f"M{x} {block_input}H{_BYPASS + 9}q-9 0 -9 -9V{add + 9}q0 -9 9 -9H{x - 9}"),
+            _dot(x, block_input),
+        ]
+        parts.append(_arrowhead(x - 8, add, "right"))
+    parts.append(_path(f"M{x} {split}H{b - 9}q9 0 9 -9V{add + 9}q0 -9 -9 -9H{x + 9}") + _arrowhead(x + 8, add, "left"))
+    parts.append(_dot(x, split) if sub.skip != "block_input" else "")
+    box = _BRANCH - _STREAM + 12
+    for position, middle in (("pre_norm", pre), ("out_norm", out)):
+        if getattr(sub, position):
+            parts.append(_box(b, middle, box, _NORM, norm_label([s.norms[position] for s in subs]), _FILL["norm"]))
+    parts.append(_box(b, module, box + 4, _MODULE, _NAMES[name], _FILL[name]))
+    if pre_scale := scale_label([s.pre_scale for s in subs], sub.pre_scale_learned):
+        label = f"×{pre_scale}".removesuffix(" per channel")
+        parts.append(_text(b, module + 25.5, label, size=10.5, weight=600, anchor="middle", halo=_PANEL))
+    if skip_scale := scale_label([s.skip_scale for s in subs], sub.skip_scale_learned):
+        label_x, anchor = (_BYPASS + 5, "start") if sub.skip == "block_input" else (x - 6, "end")
+        label = f"×{skip_scale}".removesuffix(" per channel").replace(" … ", " …\n").replace(" learned", "\nlearned")
+        for line, part in enumerate(label.split("\n")):
+            style = {"size": 9.5} if part == "learned" else {"size": 11, "weight": 600}
+            parts.append(_text(label_x, module + 5 + 13 * line, part, anchor=anchor, halo=_PANEL, **style))
+    parts.append(f'<circle cx="{x}" cy="{add}" r="8" fill="#fff" stroke="{_LINE}" stroke-width="1.4"/>')
+    parts.append(_path(f"M{x - 4} {add}H{x + 4}M{x} {add - 4}V{add + 4}"))
+    parts.append(_line(x, add - 8, x, start - _SUBLAYER))
+    if sub.post_norm:
+        parts.append(_box(x, post, 74, _NORM, norm_label([s.norms["post_norm"] for s in subs]), _FILL["norm"]))
+    return "".join(parts)
+
+
+def text(plan: Plan) -> str:
+    """The plan in a few lines for a terminal: a pair of equations for each kind of layer."""
+    lines = [f"{plan.placement}, {plan.num_layers} layer{'s' * (plan.num_layers > 1)}"]
+    scale = embedding_scale(plan)
+    embedding = f"{scale} E" if scale else "E"
+    if plan.embedding_norm:
+        embedding = f"{_ln([plan.embedding_norm])} {embedding}" if not scale else f"LN( {embedding} )"
+    lines.append(f"├─ embedding         x0 = {embedding}")
+    for layers, indices in layer_groups(plan):
+        lines.append(f"├─ {block_label(indices)}")
+        for name, equation in zip(("attention   ", "feed-forward"), equations(layers), strict=True):
+            lines.append(f"│    {name}    {equation}")
+        lines += [f"│    {note}" for note in weight_notes(layers)]
+    last = f"{_ln([plan.final_norm])} x{plan.num_layers}" if plan.final_norm else f"x{plan.num_layers}"
+    lines += [f"├─ {note}" for note in head_norms(plan)]
+    return "\n".join([*lines, f"└─ output            logits = W {last}"])
+
+
+def equations(layers: list[Layer]) -> tuple[str, str]:
+    """Return what layers of one wiring compute: ``("y  = LN( 64 x + A( LN x ) )", "x' = LN( 64 y + F( LN y ) )")``.
+
+    ``[64 learned] x`` is a learned scale that starts at 64, ``LN[no gain]`` a norm without a learned gain.
+    """
+    attention = _expression([layer.attention for layer in layers], "A", "x")
+    return f"y  = {attention}", f"x' = {_expression([layer.feed_forward for layer in layers], 'F', 'y')}"
+
+
+def _expression(subs: list[Sublayer], module: str, x: str) -> str:
+    sub = subs[0]
+    pre, out, post = (_ln([s.norms[p] for s in subs]) if getattr(sub, p) else "" for p in POSITIONS)
+    factor = _factor([s.pre_scale for s in subs], sub.pre_scale_learned)
+    branch = f"{module}( {factor}{pre + ' ' if pre else ''}{x} )"
+    branch = f"{out}( {branch} )" if out else branch
+    factor = _factor([s.skip_scale for s in subs], sub.skip_scale_learned)
+    skip = {"stream": x, "block_input": "x", "both": f"({x} + x)" if factor else f"{x} + x"}[sub.skip]
+    return f"{post}( {factor}{skip} + {branch} )" if post else f"{factor}{skip} + {branch}"
+
+
+def _ln(norms: list[Norm]) -> str:
+    detail = norm_detail(norms)
+    return KIND_NAMES[norms[0].kind].format(norms[0].groups) + (f"[{detail}]" if detail else "")
+
+
+def _factor(values: Iterable[float], learned: Learned) -> str:
+    scale = scale_label(values, learned)
+    return f"[{scale}] " if " " in scale else f"{scale} " if scale else ""
+
+
+def _text(x: float, y: float, content: str, **style: object) -> str:
+    names = {"size": "font-size", "weight": "font-weight", "anchor": "text-anchor", "font": "font-family"}
+    halo = style.pop("halo", None)
+    extra = "".join(f' {names.get(k, k)}="{v}"' for k, v in style.items())
+    if halo:
+        extra += f' paint-order="stroke" stroke="{halo}" stroke-width="4" stroke-linejoin="round"'
+    return f'<text x="{x}" y="{y}" xml:space="preserve"{extra}>{escape(content)}</text>'
+
+
+def _box(x: float, middle: float, width: float, height: float, label: str, colors: tuple[str, str]) -> str:
+    size = min(11.5, width * 1.72 / max(len(label), 1))
+    return (
+        f'<rect x="{x - width / 2:g}" y="{middle - height / 2:g}" width="{width}" height="{height}" rx="5" '
+        f'fill="{colors[0]}" stroke="{colors[1]}" stroke-width="1.2"/>'
+        + _text(x, round(middle + size * 0.36, 1), label, anchor="middle", size=round(size, 1))
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> str:
+    return _path(f"M{x1} {y1}L{x2} {y2}") + (_arrowhead(x2, y2, "up") if arrow else "")
+
+
+def _path(d: str) -> str:
+    return f'<path d="{d}" fill="none" stroke="{_LINE}" stroke-width="1.5"/>'
+
+
+def _dot(x: float, y: float) -> str:
+    return f'<circle cx="{x}" cy="{y}" r="2.6" fill="{_LINE}"/>'
+
+
+def _arrowhead(x: float, y: float, towards: str) -> str:
+    wings = {"up": "l-3.5 6.5h7z", "right": "l-6.5 -3.5v7z", "left": "l6.5 -3.5v7z"}[towards]
+    return f'<path d="M{x} {y}{wings}" fill="{_LINE}"/>'
