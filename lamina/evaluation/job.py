@@ -48,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 RUNNING = "it is still running, or was killed (--resume continues)"
-POLICY = ResumePolicy(
-    what="evaluation",
-    # what is evaluated, where, and how fast; not what a number means
-    free=frozenset(("models", "tasks", "output", "threads", "device", "batch_size", "run_code")),
-)
+POLICY = ResumePolicy(what="evaluation", free=EvalSettings.undecided() | {"batch_size"})  # it may not have fit
 
 
 def one_model(path: str) -> list[Candidate] | None:

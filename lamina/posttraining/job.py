@@ -37,11 +37,7 @@ from lamina.training.execution.recorded import recorded
 from lamina.training.pretrain import GRACE_SECONDS
 
 S = TypeVar("S", bound=TuningSettings)
-POLICY = ResumePolicy(
-    what="run",
-    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
-    compared=frozenset(("from_model", "reward_model")),
-)
+POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
 
 
 def tune(

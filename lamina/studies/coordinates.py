@@ -56,7 +56,7 @@ Measurement: TypeAlias = tuple[int, int, str, str, float]
 COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
 METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
-POLICY = ResumePolicy(what="check", free=frozenset(("output", "seeds", "threads", "tolerance")))
+POLICY = ResumePolicy(what="check", free=CoordCheckSettings.undecided())
 
 
 def coord_check(

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 STUDY, COPY = "study.yaml", ".study.yaml"
 HEADER = {"kind", "command", "version", "created", "settings"}
 # Settings in which a study's trials may differ and still be one experiment.
-_OF_THE_MACHINE = {"output", "threads", "device", "save_steps", "keep", "report_to", "probe_every", "probes"}
 _OF_A_TRIAL = {"placement", "learning_rate", "seed", "hidden_size", "base_width"}
 
 
@@ -108,7 +107,7 @@ def refuse_mixture(
     for trial, settings in trials.items():
         for name, value in settings.items():
             owner, other = shared.setdefault(name, (trial, value))
-            if value != other and name not in free and name not in _OF_THE_MACHINE:
+            if value != other and name not in free and name not in PretrainSettings.undecided():
                 raise UserError(
                     f"trials: {trial} was trained with {name} {value!r}, but {owner} has {other!r} (allowed in one "
                     "ranking: trials of the same settings; was a file edited, or a trial copied here?)"

@@ -47,11 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SHOWN = 10
 """How many damaged files are named."""
-POLICY = ResumePolicy(
-    what="study",
-    # where trials are and how they are run, not which ones
-    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus", "processes")),
-)
+POLICY = ResumePolicy(what="study", free=StudySettings.undecided())
 
 
 def run_study(

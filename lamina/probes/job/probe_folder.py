@@ -46,11 +46,7 @@ _FAMILIES = {
     frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
     frozenset(): "no norms on inputs, outputs or the stream",
 }
-POLICY = ResumePolicy(
-    what="folder",
-    # which probes run, where, and how fast; not what a probe measures
-    free=frozenset(("probes", "output", "threads", "device")),
-)
+POLICY = ResumePolicy(what="folder", free=ProbeSettings.undecided())
 
 
 def probe_folder(
