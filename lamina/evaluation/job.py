@@ -35,7 +35,7 @@ from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.tables import table
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.jobs.files import disk_full, read_written_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
@@ -96,7 +96,7 @@ def evaluate(
 def _stored(folder: Path) -> Json | None:
     """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
     path = folder / "config.yaml"
-    return read_written_yaml(path) if path.is_file() else None
+    return read_yaml(path) if path.is_file() else None
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:

@@ -15,12 +15,11 @@ from lamina.core.values import writable_folder
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json
+from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
-from lamina.jobs.sealed import write_sealed
 from lamina.jobs.status import ENDED
 from lamina.papers.catalog.arms import refuse_without_effect
 from lamina.papers.catalog.places import catalog_folder

@@ -23,8 +23,7 @@ from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.core.specs import split
 from lamina.errors import UserError
-from lamina.jobs import digests
-from lamina.jobs.files import disk_full, read_result, read_written_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, read_result, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
@@ -70,7 +69,7 @@ def probe_folder(
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
-        stored=lambda folder: read_written_yaml(folder / "config.yaml"),
+        stored=lambda folder: read_yaml(folder / "config.yaml"),
     )
     complete = job.settings
     if not complete.checkpoint:
@@ -103,8 +102,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
         files = [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]
         if (
             result.get("status") == "finished"
-            and (folder / files[0]).is_file()
-            and not any(digests.differs(folder / file) for file in files)
+            and all((folder / file).is_file() for file in files)
             and result.get("spec") == specs.get(name, result.get("spec"))
         ):
             whole[name] = result
