@@ -34,17 +34,20 @@ def stored_settings(
     """
     path, known = folder / CONFIG, known_of(folder)
     settings = known.get("settings", {})
-    stored = read_yaml(path) if path.is_file() else {}
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     last = settings_type.names()[-1]  # settings are written in order, so a cut loses the last ones
-    if stored and not settings and (last not in stored or not path.read_text(encoding="utf-8").endswith("\n")):
-        raise UserError(f"{str(path)!r}: cut short, it should end with {last!r} (allowed: the file as it was)")
+    if not (text.endswith("\n") and f"\n{last}:" in text):
+        if path.is_file() and not settings:
+            raise UserError(f"{str(path)!r}: cut short, it should end with {last!r} (allowed: the file as it was)")
+        return settings or None
+    stored = read_yaml(path)
     for name, value in settings.items():
         if name not in free and name in stored and stored[name] != value:
             raise UserError(
                 f"{name}: {stored[name]!r} in {str(path)!r}, but {known['checkpoint']} was trained with {value!r} "
                 "(allowed with --resume: that; was the file edited?)"
             )
-    return {**settings, **stored} or None
+    return {**settings, **stored}
 
 
 def result_to_keep(folder: Path) -> Json | None:
