@@ -30,9 +30,6 @@ PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
 }
 NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
     "pip install": "changes the environment; the extras are compared with pyproject.toml",
-    "make demo": "trains for minutes; it is a line of README",
-    "make docs": "tests/test_site.py builds the site",
-    "make test": "runs this test",
     "python tests/reliability/command_lines.py": "takes minutes; tests/reliability has its own tests",
     "torchrun": "several processes: tests/training/test_distributed.py",
     "accelerate launch": "several processes: tests/training/test_distributed.py",
