@@ -37,8 +37,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lamina
-from lamina.reports.diagnosing.advice import cause_of
-from lamina.reports.diagnosing.evidence import gather
+from lamina.reports.diagnosing.diagnosis import cause_of
+from lamina.reports.diagnosing.symptoms import gather
 
 VOCAB, BATCH, LENGTH, LAYERS, RATE = 32, 8, 24, 4, 3e-3
 BREAKS, EVERY = 60, 5  # step, and steps between records: these runs are short

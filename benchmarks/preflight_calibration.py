@@ -29,6 +29,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lamina.errors import UserError
+from lamina.jobs.aliases import in_our_words
+from lamina.jobs.files import read_result
+from lamina.jobs.status import ENDED
+from lamina.preflights.settings import PreflightSettings
+from lamina.training.settings import PretrainSettings
+
 FOLDER = Path(__file__).parent / "results" / "preflight"
 # so many cases of a set, a turn each in this order: what is there when it is cut short is a sample of everything
 SETS = {"grid": 204, "held_out": 54, "default": 34, "more": 46, "slow": 120, "unseen": 120, "reviewed": 10}
@@ -198,9 +205,7 @@ def append(name: str, record: dict[str, Any]) -> None:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """A real run: its status, losses and the records that a label is made of."""
-    from lamina.jobs.files import finite
     from lamina.training.pretrain import pretrain
-    from lamina.training.settings import PretrainSettings
 
     folder = Path(tempfile.mkdtemp(prefix="preflight-"))
     try:
@@ -214,18 +219,10 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             threads=1,
             output=str(folder / "run"),
         )
-        result = pretrain(settings, bar=False)
-        records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        pretrain(settings, bar=False)
+        return result_of(folder / "run")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    kept = ("status", "reason", "eval_loss", "unigram_entropy", "steps", "seconds")
-    return finite(
-        {name: result.get(name) for name in kept}
-        | {
-            "losses": [[r["step"], round(r["loss"], 4)] for r in records if r.get("loss") is not None],
-            "eval_losses": [[r["step"], round(r["eval_loss"], 4)] for r in records if r.get("eval_loss") is not None],
-        }
-    )
 
 
 def located(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -238,11 +235,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from lamina.data.packed import prepare_blocks
-    from lamina.jobs.aliases import in_our_words
     from lamina.jobs.files import finite
-    from lamina.preflights.features import Features, features
-    from lamina.preflights.running import burn_in_of
-    from lamina.preflights.settings import PreflightSettings
+    from lamina.preflights.preflight import burn_in_of
+    from lamina.preflights.verdict import Features, features
 
     def open_question(numbers: Features) -> bool:  # wider than what any fitted rule would go on for
         return numbers.excess > -0.25 and not (numbers.jacobian < -4 and numbers.context < 0.01)
@@ -273,8 +268,6 @@ def work_off(name: str, todo: list[tuple[str, dict[str, Any]]], act: Callable[..
 
 def add_trials(store: Path) -> None:
     """Add the runs of a store's trials to runs.jsonl, those that are not there yet."""
-    from preflight_trials import trial_runs
-
     done = {key_of(record["case"]) for record in read("runs.jsonl")}
     new = [run for run in trial_runs(store) if key_of(run["case"]) not in done]
     for run in new:
@@ -316,6 +309,62 @@ def main() -> None:
             preflight_fit.fit(read("runs.jsonl"), read("measurements.jsonl"))
         if "judge" in stages:
             preflight_fit.judge(read("runs.jsonl"), read("measurements.jsonl"))
+
+
+FITTED_DEPTHS = (12, 24, 32)
+NAMED = ("placement", "num_layers", "hidden_size", "init", "learning_rate", "seed", "steps", "warmup")
+IGNORED = ("output", "threads", "compile", "precision", "eval_steps", "eval_blocks", "save_steps", "logging_steps")
+KEPT = ("status", "reason", "eval_loss", "unigram_entropy", "steps", "seconds")
+NANO_WIDTH = 48
+
+
+def trial_runs(store: Path) -> Iterator[dict[str, Any]]:
+    """The pretraining trials of a store as lines of runs.jsonl, one per setting, in the order of their settings.
+
+    Left out: trials that have not ended, and those with a setting that `lamina preflight` does not have.
+    """
+    lowest: dict[str, tuple[int, dict[str, Any], Path]] = {}
+    for folder in sorted(path.parent for path in store.glob("*/trial.json")):
+        case = case_of(folder)
+        if case is not None:
+            key = json.dumps({name: value for name, value in case.items() if name != "seed"}, sort_keys=True)
+            if key not in lowest or case["seed"] < lowest[key][0]:
+                lowest[key] = case["seed"], case, folder
+    for _, (_, case, folder) in sorted(lowest.items()):
+        which = "trials" if case["num_layers"] in FITTED_DEPTHS else "other depths"
+        yield {"set": which, "case": case, "result": result_of(folder)}
+
+
+def case_of(folder: Path) -> dict[str, Any] | None:
+    """The settings of a trial that ended, as far as they are no defaults; None where `preflight` can't have them."""
+    import yaml
+
+    if json.loads((folder / "trial.json").read_text())["job"] != "pretrain":
+        return None
+    result = read_result(folder)
+    if result is None or result["status"] not in ENDED or not (folder / "metrics.jsonl").is_file():
+        return None
+    given = yaml.safe_load((folder / "config.yaml").read_text())
+    defaults = PretrainSettings().to_dict()
+    changed = {name: value for name, value in given.items() if value != defaults.get(name) and name not in IGNORED}
+    named = {name: given[name] for name in NAMED}
+    named["hidden_size"] = named["hidden_size"] or NANO_WIDTH
+    case = {**changed, **named}
+    try:
+        PreflightSettings.from_dict(in_our_words(case, PreflightSettings.names()))
+    except UserError:
+        return None
+    return case
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """What the calibration keeps of a run."""
+    result = json.loads((folder / "result.json").read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {name: result.get(name) for name in KEPT} | {
+        "losses": [[r["step"], round(r["loss"], 4)] for r in records if r.get("loss") is not None],
+        "eval_losses": [[r["step"], round(r["eval_loss"], 4)] for r in records if r.get("eval_loss") is not None],
+    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from lamina.cli import main
 from lamina.jobs.job import Job
 
 COMMANDS = sorted(set(commands()))
-OWN = {"placement:mine": "mine.yaml", "fromlamina.placements": "mine.py", "importpandas": "small_values.py"}
 
 
 def begun(command):
@@ -43,9 +42,10 @@ def folder(tmp_path, monkeypatch):
     for name in ("words.txt", "my_text.txt", "my_texts/a.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")
     for page, code in (*blocks("yaml"), *blocks("python")):
-        name = OWN.get(code.split()[0] + code.split()[1]) if page == "own.md" else None
-        if name:
-            (tmp_path / name).write_text(code, encoding="utf-8")
+        if page == "own-placement.md":
+            (tmp_path / f"mine.{'yaml' if code.startswith('placement') else 'py'}").write_text(code, encoding="utf-8")
+        if page == "own-probe.md":
+            (tmp_path / "small_values.py").write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -72,7 +72,7 @@ def test_a_command_is_one(folder, monkeypatch, capsys, page, command):
         assert command.startswith(tuple(NOT_RUN)), "a command of another program, and no reason why it is not run"
         return
     monkeypatch.setattr(Job, "__init__", reached)
-    for work in ("lamina.papers.engine.run.work", "lamina.preflights.job.run_preflight"):
+    for work in ("lamina.papers.engine.run.work", "lamina.preflights.preflight.run_preflight"):
         monkeypatch.setattr(work, reached)
     with contextlib.suppress(Reached):
         code = main(argv)
@@ -87,7 +87,7 @@ def reached(*args, **kwargs):
     raise Reached
 
 
-@pytest.mark.parametrize("code", [code for page, code in blocks("yaml") if page != "own.md"])
+@pytest.mark.parametrize("code", [code for page, code in blocks("yaml") if page != "own-placement.md"])
 def test_a_yaml_block_is_read(code):
     read = yaml.safe_load(code)
     assert isinstance(read, dict)

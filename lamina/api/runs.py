@@ -46,7 +46,7 @@ def preflight(*, overwrite: bool = False, bar: bool = True, **settings: object) 
     Raises:
         UserError: (a ValueError) for invalid settings, a corpus that can't be read, an output folder in use.
     """
-    from lamina.preflights.job import preflight as run
+    from lamina.preflights.preflight import preflight as run
 
     rows = run(settings, overwrite=overwrite, bar=bar)
     if settings.get("output") is not None:

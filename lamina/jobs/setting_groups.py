@@ -57,7 +57,6 @@ class ProbesSettings(Settings):
         "all, or comma-separated probes, each with its options: name(option=value); or a Python file with your "
         "own probe, which runs",
         comma_separated,
-        decides=False,
     )
 
 
@@ -76,7 +75,7 @@ class DeviceSettings(Settings):
 
     group = "machine"
 
-    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)", decides=False)
+    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class ThreadSettings(Settings):
 
     group = "machine"
 
-    threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1), decides=False)
+    threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +94,7 @@ class WorkerSettings(Settings):
     group = "machine"
 
     workers: int | None = setting(
-        None,
-        "trials that run at the same time, each in its own process (default: one per core)",
-        at_least(1),
-        decides=False,
+        None, "trials that run at the same time, each in its own process (default: one per core)", at_least(1)
     )
 
 
@@ -108,4 +104,4 @@ class OutputSettings(Settings):
 
     group = "output"
 
-    output: str | None = setting(None, "output folder", path, decides=False)
+    output: str | None = setting(None, "output folder", path)

@@ -1,24 +1,270 @@
-"""The burn-in: the first steps of the planned run, at its learning rate, with measurements of the layers."""
+"""The burn-in: the first steps of a planned run, or of a narrow stand-in, with measurements by layer."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lamina.data.blocks import Blocks
-from lamina.preflights.measuring import Snapshot, take_snapshot
-from lamina.preflights.proxy import Proxy, build_model
-from lamina.training.optimization.optimizer import rate_factors
+from lamina.errors import UserError
+from lamina.modeling.backbones import count_parameters
+from lamina.modeling.building import build, make_plan
+from lamina.modeling.modeling_lamina import LaminaModel, Residual, Terms
+from lamina.modeling.parts import body_of, sublayers, temporary_hooks
+from lamina.modeling.width import WidthScaling
+from lamina.placements import Plan
+from lamina.probes.structure.hooks import watch
+from lamina.probes.structure.sites import Point
+from lamina.training.monitor.parameter_measures import GradientNorms
+from lamina.training.monitor.rows import Row
+from lamina.training.monitor.stream_measures import STATE_METRICS, state_statistics
+from lamina.training.objectives.causal_lm import CausalLM
+from lamina.training.optimization.optimizer import rate_factors, width_scaling_of
 from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
+from lamina.training.resolve import backbone_config
 from lamina.training.setting_groups import in_steps
 from lamina.training.settings import PretrainSettings
 from lamina.training.short_run import ShortRun
+
+NARROWEST, FEWEST_TOKENS = 64, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proxy:
+    """A stand-in for the planned run: its settings, its plan, and how weights and rates scale with the width.
+
+    ``settings`` are the planned ones except for width, heads and blocks per step; ``scaling`` is the planned run's
+    own or, for a narrower stand-in, the standard parametrization's with the planned width as its base.
+    """
+
+    settings: PretrainSettings
+    plan: Plan
+    hidden_size: int
+    planned_hidden_size: int
+    planned_blocks: int
+    scaling: WidthScaling | None
+
+    @property
+    def note(self) -> str:
+        """A sentence about the differences from the planned run; empty if there are none."""
+        parts = []
+        if self.hidden_size != self.planned_hidden_size:
+            parts.append(
+                f"width {self.hidden_size} in place of {self.planned_hidden_size} (weights and rates scaled as in "
+                "Everett et al. 2024 for the standard parametrization)"
+            )
+        blocks = self.settings.batch_size * self.settings.gradient_accumulation
+        if blocks != self.planned_blocks:
+            parts.append(f"{blocks} blocks per step in place of {self.planned_blocks}")
+        return f"measured at {' and '.join(parts)}" if parts else ""
+
+
+def choose(planned: PretrainSettings, vocab_size: int, steps: int, flops: float) -> Proxy:
+    """The planned run, with fewer blocks per step and then a narrower model until ``steps`` take at most ``flops``.
+
+    Depth is never reduced; a step keeps at least 256 tokens; the width is halved as long as the backbone allows it,
+    down to 64.
+    """
+    config = backbone_config(planned, vocab_size)
+    plan = make_plan(planned.placement, config.num_hidden_layers)
+    wide = int(config.hidden_size)
+    blocks = planned.batch_size * planned.gradient_accumulation
+    fewest = max(1, FEWEST_TOKENS // planned.sequence_length)
+    scaling = width_scaling_of(planned)
+    settings = planned
+    while True:
+        cost = 6.0 * count_parameters(config).active * planned.sequence_length * steps
+        affordable = min(blocks, max(fewest, int(min(flops / cost, blocks))))
+        batch, micro_batches = min(planned.batch_size, affordable), max(1, affordable // planned.batch_size)
+        width = int(config.hidden_size)
+        narrower = None if cost * batch * micro_batches <= flops else _narrower(planned, width, vocab_size)
+        if narrower is None:
+            break
+        # a tied tensor could not have both the rate of an embedding and that of a readout
+        settings, config = narrower
+        scaling = width_scaling_of(planned) or WidthScaling(scheme="standard", base_width=wide)
+    return Proxy(
+        settings=replace(settings, batch_size=batch, gradient_accumulation=micro_batches),
+        plan=plan,
+        hidden_size=width,
+        planned_hidden_size=wide,
+        planned_blocks=blocks,
+        scaling=scaling,
+    )
+
+
+def _narrower(
+    planned: PretrainSettings, width: int, vocab_size: int
+) -> tuple[PretrainSettings, PreTrainedConfig] | None:
+    if width % 2 or width // 2 < NARROWEST:
+        return None
+    settings = replace(planned, hidden_size=width // 2, num_heads=None, untie_embeddings=True)
+    try:
+        return settings, backbone_config(settings, vocab_size)
+    except UserError:
+        return None
+
+
+def build_model(proxy: Proxy, vocab_size: int, profile: torch.Tensor) -> PreTrainedModel:
+    """The model to measure, initialized as `lamina pretrain` does for this seed.
+
+    Raises UserError for a width that is invalid for the placement or the backbone.
+    """
+    torch.manual_seed(proxy.settings.seed)
+    return build(
+        backbone_config(proxy.settings, vocab_size),
+        proxy.plan,
+        head=CausalLM.head,
+        init=proxy.settings.init,
+        profile_ids=profile,
+        width_scaling=proxy.scaling,
+    )
+
+
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A model at one step of the burn-in.
+
+    Attributes:
+        loss: nats per token on the held-out sequences.
+        unigram: the loss of a constant prediction with the corpus's token frequencies on the same sequences.
+        error: the standard error of their difference over the sequences (infinite for a single one).
+        context: by how many nats the model's predictions beat their own mean over all positions.
+        variation: their mean Kullback-Leibler divergence from that mean; 0 if the output ignores the input.
+        rows: tidy: (step, layer, sublayer, role, index, metric, value), layer 0-based, -1 for the embedding's output.
+    """
+
+    step: int
+    loss: float
+    unigram: float
+    error: float
+    context: float
+    variation: float
+    rows: list[Row]
+
+    def series(self, metric: str, sublayer: str = "block") -> dict[int, float]:
+        """A metric by layer."""
+        return {row[1]: row[6] for row in self.rows if row[5] == metric and row[2] == sublayer}
+
+
+def take_snapshot(
+    model: PreTrainedModel, input_ids: torch.Tensor, unigram: torch.Tensor, step: int, generator: torch.Generator
+) -> Snapshot:
+    """Measure ``model`` on held-out token ids [sequences, tokens]; restores its mode and clears its gradients.
+
+    ``unigram`` [sequences]: the loss of a constant prediction on each, in nats per token.
+
+    By block (sublayer "block", layer l for x^{l+1}, -1 for x^0): the state's statistics; ``token_similarity``, the mean
+    cosine over all pairs of tokens; ``state_gradient_norm``, the norm of the loss's gradient with respect to the state;
+    ``jacobian_gain``, the root mean square gain of the Jacobian from that state to x^N (its Frobenius norm over the
+    root of its rows, estimated with one random vector v as |J^T v| / |v|). By sub-layer: ``branch_variance``, the
+    variance of the module's output, ``added_variance``, that of the sum's branch term (after an output norm),
+    ``skip_variance``, that of the scaled skip, ``gradient_norm`` of its weights.
+    """
+    base = body_of(model)
+    was_training = model.training
+    model.eval()
+    model.zero_grad()
+    seen = _LayerNumbers()
+    try:
+        with seen.over(base), torch.enable_grad():
+            logits = model(input_ids=input_ids, use_cache=False).logits
+            losses, context, variation = _losses(logits, input_ids)
+            loss = losses.mean()
+            assert seen.first is not None
+            assert seen.last is not None
+            vector = torch.randn(seen.last.shape, generator=generator).to(seen.last)
+            seen.metric, seen.factor = "jacobian_gain", 1.0 / float(vector.double().norm())
+            torch.autograd.grad(seen.last, seen.first, vector, retain_graph=True)
+            seen.metric, seen.factor = "state_gradient_norm", 1.0
+            loss.backward()
+        norms = GradientNorms(model)
+        gradients = norms.rows(step, norms.squares())
+    finally:
+        model.zero_grad()
+        model.train(was_training)
+    differences = losses.detach().double().cpu() - unigram
+    return Snapshot(
+        step=step,
+        loss=float(loss.detach()),
+        unigram=float(unigram.mean()),
+        error=float(differences.std() / math.sqrt(len(differences))) if len(differences) > 1 else math.inf,
+        context=context,
+        variation=variation,
+        rows=[*seen.rows(step), *gradients],
+    )
+
+
+def _losses(logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, float, float]:
+    """Each sequence's cross-entropy, its gain over the mean prediction's, and the divergence from that prediction."""
+    log_p = logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
+    targets = input_ids[:, 1:].flatten()
+    losses = nn.functional.nll_loss(log_p, targets, reduction="none").unflatten(0, (len(input_ids), -1)).mean(1)
+    with torch.no_grad():
+        p = log_p.double().exp()
+        mean = p.mean(0).clamp_min(1e-30).log()
+        context = -mean[targets].mean() - losses.double().mean()
+        variation = (p * (log_p.double() - mean)).sum(-1).mean()
+    return losses, float(context), float(variation)
+
+
+@dataclass
+class _LayerNumbers:
+    """Reduces states, branches and gradients to numbers during the passes."""
+
+    values: dict[tuple[int, str, str], torch.Tensor | float] = field(default_factory=dict)
+    metric: str = ""  # that the next backward pass measures at the states
+    factor: float = 1.0
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+
+    @contextmanager
+    def over(self, base: LaminaModel) -> Iterator[None]:
+        points = {-1: Point(base.layers[0], "", "input")}
+        points |= {index: Point(block, "", "output") for index, block in enumerate(base.layers)}
+        with temporary_hooks() as hooks, watch(points, self._state, root=base):
+            for index, name, residual in sublayers(base):
+                hooks.append(residual.register_terms_hook(partial(self._terms, index, name, residual)))
+            yield
+
+    def _state(self, layer: int, state: torch.Tensor) -> None:
+        for metric, value in zip(STATE_METRICS, state_statistics(state), strict=True):
+            self.values[layer, "block", metric] = value
+        flat = state.detach().double().flatten(0, -2)
+        self.values[layer, "block", "token_similarity"] = nn.functional.normalize(flat, dim=-1).mean(0).pow(2).sum()
+        if layer < 0:
+            self.first = state
+        self.last = state
+        state.register_hook(partial(self._gradient, layer))
+
+    def _gradient(self, layer: int, gradient: torch.Tensor) -> None:
+        # double: the squares of a vanishing gradient would underflow
+        self.values[layer, "block", self.metric] = gradient.double().norm() * self.factor
+
+    def _terms(self, layer: int, name: str, residual: Residual, terms: Terms) -> None:
+        # double before the scale: a large or small one would cost the variance its digits
+        skip = residual.scale_skip(terms.source.detach().double())
+        tensors = {"branch_variance": terms.output, "added_variance": terms.branch, "skip_variance": skip}
+        for metric, tensor in tensors.items():
+            self.values[layer, name, metric] = tensor.detach().double().var(correction=0)
+
+    def rows(self, step: int) -> list[Row]:
+        """The measurements as tidy rows, layer by layer."""
+        order = sorted(self.values, key=lambda key: key[0])
+        return [(step, layer, sub, "all", 0, name, float(self.values[layer, sub, name])) for layer, sub, name in order]
+
 
 MOST_TOKENS = 1_000_000  # maximum number of tokens to estimate token frequencies from
 

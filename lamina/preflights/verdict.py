@@ -1,13 +1,235 @@
-"""The verdict in words: what the fitted rules say about a burn-in, why, what to change, and what would decide it."""
+"""The verdict on a burn-in: its deciding numbers, the fitted rules, and what they say in words.
+
+The rules' coefficients are data (calibration.json), fitted by benchmarks/preflight_calibration.py on real runs. No
+placement's, initializer's or backbone's name is used.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
 
+from lamina.core.json_types import Json
 from lamina.placements import Plan
-from lamina.preflights.features import Features
-from lamina.preflights.rules import CLEAR, Kind, calibration, chance, collapsed, deciding_share, kind_of, still_falling
+from lamina.preflights.burn_in import FP16_MAX, BurnIn, Snapshot
+
+TINY = 1e-45
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """The numbers of a burn-in; "end" is its last snapshot, "middle" the one halfway.
+
+    Layers are 1-based blocks, 0 for the embedding's output.
+
+    Attributes:
+        excess: the loss in nats per token above that of a constant prediction with the tokens' frequencies.
+        excess_error: its standard error over the held-out sequences.
+        context: nats by which the predictions beat their own mean.
+        variation: the predictions' mean divergence from their mean, in nats.
+        similarity: mean cosine between tokens in x^N.
+        jacobian: log10 of the smallest gain of the Jacobian from any x^l to x^N.
+        jacobian_layer: the l of that gain.
+        jacobian_largest: log10 of the largest gain.
+        weight_gradient: log10 of the smallest over the largest gradient norm of a block's weights.
+        weight_gradient_layer: the block with the smallest.
+        spike: largest rise of the training loss above its best so far, in nats.
+        magnitude: the largest |x| of any state.
+        magnitude_layer: the layer of that state.
+        growth: log10 of Var(x^N) / Var(x^0).
+        spent: the sum of the learning rates of the steps taken, divided by that of all planned steps.
+        pace: nats by which the held-out loss fell from the middle to the end, divided by ``spent`` in between.
+        finite: 0.0 if the loss or the gradient was not finite, else 1.0.
+    """
+
+    step: int
+    finite: float
+    excess: float
+    excess_error: float
+    excess_middle: float
+    context: float
+    context_middle: float
+    variation: float
+    similarity: float
+    similarity_middle: float
+    jacobian: float
+    jacobian_layer: int
+    jacobian_middle: float
+    jacobian_start: float
+    jacobian_largest: float
+    weight_gradient: float
+    weight_gradient_layer: int
+    weight_gradient_start: float
+    spike: float
+    magnitude: float
+    magnitude_layer: int
+    growth: float
+    spent: float
+    pace: float
+
+    @property
+    def headroom(self) -> float:
+        """FP16's largest number, 65504, divided by the largest magnitude of a state."""
+        return FP16_MAX / max(self.magnitude, TINY)
+
+    def to_dict(self) -> dict[str, float]:
+        """The numbers by name."""
+        return asdict(self)
+
+
+def features(burn_in: BurnIn, end: int = -1, middle: int | None = None) -> Features:
+    """The features of a burn-in at its last snapshot (or at the one with index ``end``)."""
+    shots = burn_in.snapshots
+    last = shots[end]
+    half = shots[middle] if middle is not None else min(shots, key=lambda shot: abs(shot.step - last.step / 2))
+    first = shots[0]
+    jacobian, where = _smallest_gain(last)
+    weights, block = _imbalance(last)
+    largest = last.series("hidden_abs_max")
+    top = max(largest, key=lambda layer: largest[layer])
+    variance = last.series("hidden_variance")
+    spent = burn_in.spent(last.step)
+    return Features(
+        step=last.step,
+        finite=0.0 if burn_in.stopped and last is shots[-1] else 1.0,
+        excess=last.loss - last.unigram,
+        excess_error=last.error,
+        excess_middle=half.loss - half.unigram,
+        context=last.context,
+        context_middle=half.context,
+        variation=last.variation,
+        similarity=last.series("token_similarity")[max(largest)],
+        similarity_middle=half.series("token_similarity")[max(largest)],
+        jacobian=jacobian,
+        jacobian_layer=where,
+        jacobian_middle=_smallest_gain(half)[0],
+        jacobian_start=_smallest_gain(first)[0],
+        jacobian_largest=_log(max(last.series("jacobian_gain").values())),
+        weight_gradient=weights,
+        weight_gradient_layer=block,
+        weight_gradient_start=_imbalance(first)[0],
+        spike=_spike(burn_in.losses[: last.step]),
+        magnitude=largest[top],
+        magnitude_layer=top + 1,
+        growth=_log(variance[max(variance)]) - _log(variance[-1]),
+        spent=spent,
+        pace=(half.loss - last.loss) / max(spent - burn_in.spent(half.step), TINY),
+    )
+
+
+def _log(value: float) -> float:
+    return math.log10(max(value, TINY)) if value == value else math.nan
+
+
+def _smallest_gain(shot: Snapshot) -> tuple[float, int]:
+    gains = shot.series("jacobian_gain")
+    layer = min(gains, key=lambda layer: gains[layer])
+    return _log(gains[layer]), layer + 1
+
+
+def _imbalance(shot: Snapshot) -> tuple[float, int]:
+    norms = {layer: norm for layer, norm in shot.series("gradient_norm").items() if layer >= 0}
+    layer = min(norms, key=lambda layer: norms[layer])
+    return _log(norms[layer]) - _log(max(norms.values())), layer + 1
+
+
+def _spike(losses: list[float]) -> float:
+    best, rise = math.inf, 0.0
+    for loss in losses:
+        if not math.isfinite(loss):
+            return math.inf
+        rise, best = max(rise, loss - best), min(best, loss)
+    return rise
+
+
+Kind = Literal["fine", "risky", "undecided", "will not train"]
+VERDICTS: tuple[Kind, ...] = ("fine", "risky", "undecided", "will not train")
+LEAST_CONTEXT = 1e-4  # nats: the least that the held-out sequences can distinguish from 0
+MOST_LEFT = 10.0  # the whole schedule over the part taken: few of the fitted runs had more
+CLEAR = 2.0  # standard errors
+FALLING = 0.3  # nats above a constant prediction's loss: the tokens' frequencies are still being learned
+
+
+@cache
+def calibration() -> Json:
+    """The rules' coefficients and their origin."""
+    return json.loads((files("lamina.preflights") / "calibration.json").read_text(encoding="utf-8"))
+
+
+def kind_of(numbers: Features, fitted: Json) -> Kind:
+    """The verdict: "fine" and "risky" need a burn-in that learned, "will not train" needs a small chance."""
+    low, high = fitted["bands"]
+    sure = chance(numbers, fitted)
+    if learns(numbers, fitted):
+        return "fine" if sure >= high else "risky"
+    return "will not train" if sure < low else "undecided"
+
+
+def learns(numbers: Features, fitted: Json) -> bool:
+    """Whether the model uses its input and its held-out loss is clearly below a constant prediction's.
+
+    Clearly: by a fitted margin plus two standard errors.
+    """
+    clear = numbers.excess + CLEAR * numbers.excess_error < -fitted["evidence"]["margin"]
+    return bool(numbers.finite) and clear and numbers.context > fitted["collapse"]["context"]
+
+
+def chance(numbers: Features, fitted: Json) -> float:
+    """The probability that the run trains, by the logistic rule on progress; 0 if the model has collapsed."""
+    if not numbers.finite or collapsed(numbers, fitted):
+        return 0.0
+    rule = fitted["progress"]
+    score = rule["intercept"] + sum(rule["weights"][name] * value for name, value in progress(numbers).items())
+    if not math.isfinite(score):
+        return 0.0
+    return 1.0 / (1.0 + math.exp(-min(max(score, -50.0), 50.0)))
+
+
+def collapsed(numbers: Features, fitted: Json) -> bool:
+    """Whether a layer is cut off: its Jacobian to the last state has almost vanished and the input is not used."""
+    rule = fitted["collapse"]
+    return numbers.jacobian < rule["jacobian"] and numbers.context < rule["context"]
+
+
+def progress(numbers: Features) -> dict[str, float]:
+    """The inputs of the rule on progress."""
+    return {
+        "context": math.log10(max(numbers.context, LEAST_CONTEXT)),
+        "excess": min(max(numbers.excess, -1.0), 1.0),
+        "projected": min(max(projected(numbers), 0.0), 2.0),
+        "left": math.log10(min(1.0 / max(numbers.spent, 1.0 / MOST_LEFT), MOST_LEFT)),
+        "jacobian": min(max(numbers.jacobian, -4.0), 0.0),
+    }
+
+
+def projected(numbers: Features) -> float:
+    """The excess at the planned run's end if the loss keeps falling at half its pace per unit of rate spent."""
+    return numbers.excess - 0.5 * max(numbers.pace, 0.0) * max(1.0 - numbers.spent, 0.0)
+
+
+def deciding_share(numbers: Features, fitted: Json) -> float:
+    """The share of the planned run's summed learning rates by which a run that learns should show it.
+
+    While the loss still falls toward a constant prediction's: the share needed to get clearly below it at the pace of
+    the burn-in's second half, times a fitted factor, since the fall slows down. Once it has come close: a fitted
+    multiple of the share spent. At most 1, the whole run.
+    """
+    rule = fitted["deciding"]
+    if not still_falling(numbers):
+        return min(1.0, rule["times"] * numbers.spent)
+    distance = numbers.excess + CLEAR * numbers.excess_error + fitted["evidence"]["margin"]
+    return min(1.0, numbers.spent + rule["slowing"] * distance / numbers.pace) if numbers.pace > 0 else 1.0
+
+
+def still_falling(numbers: Features) -> bool:
+    """Whether the loss is so far above a constant prediction's that the model still learns the tokens' frequencies."""
+    return numbers.excess > FALLING
+
 
 HIGH = 0.5  # nats: a loss that rose by more above its best calls for a lower learning rate
 FP16_LITTLE = 2.0
@@ -37,7 +259,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PreflightVerdict:
     """A verdict, its reason, what to change.
 
     ``chance``: the fitted probability that the run gets clearly below the loss of a constant prediction;
@@ -51,7 +273,7 @@ class Verdict:
     change: str
 
 
-def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
+def judge(numbers: Features, case: Case, stopped: str = "") -> PreflightVerdict:
     """The verdict on a burn-in's features; ``stopped``: why it ended early, or empty."""
     fitted = calibration()
     sure, kind = chance(numbers, fitted), kind_of(numbers, fitted)
@@ -75,7 +297,7 @@ def judge(numbers: Features, case: Case, stopped: str = "") -> Verdict:
             + (f"{numbers.headroom:.2g} × under" if numbers.headroom > 1 else f"{1 / numbers.headroom:.2g} × over")
             + " FP16's largest number"
         )
-    return Verdict(verdict=kind, chance=sure, deciding_steps=deciding, reason=reason, change=change)
+    return PreflightVerdict(verdict=kind, chance=sure, deciding_steps=deciding, reason=reason, change=change)
 
 
 def _place(layer: int) -> str:

@@ -10,11 +10,10 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 import lamina
 from lamina.errors import UserError
-from lamina.preflights.burn_in import BurningIn, rates_until, unigram_losses, warmup_steps
-from lamina.preflights.features import features
-from lamina.preflights.proxy import build_model, choose
-from lamina.preflights.running import burn_in_steps, ffn_share
+from lamina.preflights.burn_in import BurningIn, build_model, choose, rates_until, unigram_losses, warmup_steps
+from lamina.preflights.preflight import burn_in_steps, ffn_share
 from lamina.preflights.settings import PreflightSettings
+from lamina.preflights.verdict import features
 from lamina.training.objectives.text import read_text
 from lamina.training.optimization.schedule import planned_shares, with_shorter_warmup
 from lamina.training.pretrain import pretrain

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lamina.preflights.rules import calibration
+from lamina.preflights.verdict import calibration
 from lamina.training.settings import PretrainSettings
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("preflight_calibration", "preflight_fit", "preflight_tables", "preflight_trials", "preflight_trivial")
+SCRIPTS = ("preflight_calibration", "preflight_fit")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,15 @@ def scripts():
 
 
 def test_the_pages_tables_are_those_of_the_records(scripts):
-    calibrating, fitting, printing, *_ = scripts
+    calibrating, fitting = scripts
     runs, measured = calibrating.read("runs.jsonl"), calibrating.read("measurements.jsonl")
     made = fitting.judged(runs, measured, calibration())
     assert made == json.loads(fitting.JUDGED.read_text())
-    assert printing.tables(made) in fitting.PAGE.read_text()
+    assert fitting.tables(made) in fitting.PAGE.read_text()
 
 
 def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
-    calibrating, fitting, *_ = scripts
+    calibrating, fitting = scripts
     sets = {}
     for run in calibrating.read("runs.jsonl"):
         sets.setdefault(run["set"], set()).add(calibrating.key_of(run["case"]))
@@ -53,7 +53,7 @@ def test_nothing_is_judged_on_what_it_was_fitted_on(scripts):
 
 
 def test_the_grid_is_every_placement_depth_initializer_and_rate(scripts):
-    calibrating, *_ = scripts
+    calibrating, _ = scripts
     grid = list(calibrating.cases("grid"))
     assert len(grid) == len({calibrating.key_of(c) for c in grid}) == 17 * 3 * 2 * 2 == calibrating.SETS["grid"]
     assert {c["num_layers"] for c in grid} == {12, 24, 48}
@@ -94,14 +94,14 @@ KNOWN = [
 
 
 def test_the_trivial_rules_are_the_best_interval_of_rates_and_the_share_by_name(scripts):
-    trivial = scripts[4]
+    _, trivial = scripts
     assert trivial.rate_bounds(KNOWN) == (1e-3, 1e-2)  # four of five; 1e-2 alone gets four, too, and comes later
     assert trivial.shares_by_name(KNOWN) == {"keel": 2 / 3, "post_ln": 0.0}
 
 
 def test_the_preflight_is_compared_on_the_runs_that_it_decides(scripts):
     verdicts = {1e-3: "undecided", 1e-2: "fine", 1e-4: "will not train", 1e-1: "fine"}
-    made = scripts[4].compared(KNOWN, KNOWN, lambda r: verdicts[r.case["learning_rate"]])
+    made = scripts[1].compared(KNOWN, KNOWN, lambda r: verdicts[r.case["learning_rate"]])
     assert (made["runs"], made["decided"], made["preflight"]) == (5, 3, 2)
     assert made["rules"]["rate"] == {"of all": 4, "of the decided": 3}
     assert made["rules"]["name"] == {"of all": 4, "of the decided": 2}
@@ -125,7 +125,7 @@ def test_a_studys_trials_become_runs_one_per_setting(scripts, tmp_path):
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         (folder / "result.json").write_text(json.dumps({"status": status, "eval_loss": 2.0, "unigram_entropy": 3.0}))
         (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 60, "eval_loss": 2.0}\n')
-    runs = list(scripts[3].trial_runs(tmp_path))
+    runs = list(scripts[0].trial_runs(tmp_path))
     seen = {(r["set"], r["case"]["num_layers"], r["case"]["seed"], r["result"]["status"]) for r in runs}
     assert seen == {("trials", 12, 0, "stuck"), ("other depths", 6, 0, "finished")}
     deep = next(r for r in runs if r["set"] == "other depths")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.preflights.measuring import take_snapshot
+from lamina.preflights.burn_in import take_snapshot
 
 LAYERS, WIDTH, TOKENS = 3, 8, 5
 PLACEMENTS = ("pre_ln", "post_ln", "peri_ln", "fusenorm", "keel", "b2t")

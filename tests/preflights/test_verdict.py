@@ -7,9 +7,18 @@ from dataclasses import replace
 import pytest
 
 from lamina.placements import resolve
-from lamina.preflights.features import Features
-from lamina.preflights.rules import calibration, chance, deciding_share, kind_of, learns, progress, projected
-from lamina.preflights.verdict import Case, judge
+from lamina.preflights.verdict import (
+    Case,
+    Features,
+    calibration,
+    chance,
+    deciding_share,
+    judge,
+    kind_of,
+    learns,
+    progress,
+    projected,
+)
 
 FINE = Features(
     step=32,

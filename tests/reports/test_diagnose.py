@@ -13,10 +13,8 @@ from training.watching.loops import NanoGpt, Tokens
 import lamina
 from lamina.cli import main
 from lamina.errors import UserError
-from lamina.reports.diagnosing.advice import CAUSES, cause_of, open_changes
-from lamina.reports.diagnosing.evidence import gather, loss_rise
-from lamina.reports.diagnosing.jumps import jump_around
-from lamina.reports.diagnosing.telling import diagnose
+from lamina.reports.diagnosing.diagnosis import CAUSES, cause_of, diagnose, open_changes
+from lamina.reports.diagnosing.symptoms import gather, jump_around, loss_rise
 from lamina.training.monitor.alarms import Alarm
 
 
@@ -129,6 +127,7 @@ def test_a_damaged_watched_json_is_one_line(tmp_path, broken, capsys, layers):
 def test_an_alarm_of_another_version_is_left_out_and_said(tmp_path, broken, caplog, change):
     folder = tmp_path / "other"
     shutil.copytree(broken, folder)
+    (folder / "digests.jsonl").unlink(missing_ok=True)
     path = folder / "alarms.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0] | change, *lines]))

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.jobs import manifest
-from lamina.jobs.folder import drop_old
+from lamina.jobs import manifest, replaced
 from lamina.jobs.manifest import (
     NOT_A_MANIFEST,
     Entry,
@@ -125,7 +124,7 @@ def prune(folder: Path, step: int, keep: int, keep_also: Callable[[Json], bool] 
     for path in named_right:
         if path not in retained:
             discard(path)
-    drop_old(folder.parent)
+    replaced.drop(folder.parent)  # old content that --overwrite keeps until the first checkpoint
 
 
 def discard(path: Path) -> None:

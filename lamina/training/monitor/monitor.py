@@ -6,7 +6,7 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,12 +16,11 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import write_json, write_yaml
-from lamina.jobs.folder import Resume, hold, in_use
+from lamina.jobs.folder import Resume, claim, in_use, lock
 from lamina.jobs.kinds import Kind
-from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
-from lamina.training.monitor.alarms import Alarm, Alarms, AlarmsFile, describe_worst
+from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
 from lamina.training.monitor.guard import Diverged, DivergenceGuard, OutlierRule
 from lamina.training.monitor.rows import LOSS, NORM, Row
 from lamina.training.monitor.step_series import StepSeries, spike_columns
@@ -47,12 +46,14 @@ class WatchedRecords:
     """
 
     def __init__(self, settings: WatchSettings, *, resume: Resume = False, overwrite: bool = False, step: int = 0):
-        self.folder, self.settings = Path(settings.output), settings
+        self.folder = Path(settings.output)
         if resume and in_use(self.folder):
             check_version(self.folder)
-            RunFolder(self.folder).require_records()
-        with ExitStack() as held:
-            held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
+        self._held = ExitStack()
+        self._held.enter_context(lock(self.folder))
+        with ExitStack() as undo:
+            undo.callback(self._held.close)
+            claim(self.folder, resume=resume, overwrite=overwrite)
             write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
             write_yaml(self.folder / "config.yaml", settings.to_dict())
             self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
@@ -61,21 +62,16 @@ class WatchedRecords:
             self.alarms = AlarmsFile(self.folder)
             self.alarms.load(step)
             self.trackers = Trackers(settings.report_to, self.folder)
-            self._held = held.pop_all()
+            undo.pop_all()
         self.last_loss: float | None = None
-
-    def describe(self, about: Json) -> None:
-        """Write watched.json: what was watched, and what could not be."""
-        write_json(self.folder / WATCHED, {"record": VERSION, **about})
 
     def write(self, record: Json) -> None:
         """Write a line of metrics.jsonl."""
         self.metrics.write(record)
         self.last_loss = record.get("loss", self.last_loss)
 
-    def add(self, step: int, rows: Iterable[Row]) -> None:
+    def add(self, step: int, rows: Sequence[Row]) -> None:
         """Add rows of layers/, and log them to the trackers."""
-        rows = list(rows)
         self.layers.add(rows)
         self.trackers.log(step, rows)
 
@@ -146,34 +142,29 @@ class Monitor:
         self.instruments.due = self.is_due
 
     def _describe(self) -> None:
-        """Once the layers are found, or not: write what is watched, and tell the user what is not."""
-        followed = self.instruments.followed
-        assert followed is not None
-        structure = followed.structure
-        if structure is not None:
-            self.guard.paths = {site.index: site.path for site in structure.layers}
-        self._write_about()
-
-    def _write_about(self) -> None:
-        """Write watched.json where it has changed, and tell the user what is not recorded."""
-        if self.records is None or self.instruments.followed is None:
+        """Once the layers were looked for: write watched.json if it has changed, and tell what is not recorded."""
+        if (followed := self.instruments.followed) is None:
             return
-        notes = self.instruments.followed.notes
+        if followed.structure is not None:
+            self.guard.paths = {site.index: site.path for site in followed.structure.layers}
+        if self.records is None:
+            return
+        notes = followed.notes
         for note in notes[len(self._about.get("notes", [])) :]:
             logger.warning("lamina.watch: %s", note)
         if (about := self.instruments.about()) != self._about:
             self._about = {**about, "notes": list(notes)}
-            self.records.describe(about)
+            write_json(self.records.folder / WATCHED, {"record": VERSION, **about})
 
     def _is_outlier(self, norm: torch.Tensor) -> bool:
         """Whether the step that is about to be taken is skipped: waits for the device."""
         assert self.outliers is not None
-        found = self.outliers.see(NORM, float(norm))
+        skips = self.outliers.see(NORM, float(norm))
         if (loss := self.instruments.step_loss()) is not None:
-            found |= self.outliers.see(LOSS, self.processes.mean(float(loss)))
-        found = self.processes.anyone(found)
-        self.skipped += found
-        return found
+            skips |= self.outliers.see(LOSS, self.processes.mean(float(loss)))
+        skips = self.processes.anyone(skips)
+        self.skipped += skips
+        return skips
 
     def end_step(self, loss: torch.Tensor | float | None = None) -> None:
         """End a step, after the optimizer's, or a micro-batch of accelerate's ``accumulate``.
@@ -189,11 +180,11 @@ class Monitor:
         self.step += 1
         taken = self.instruments.end_step(self.step)
         due = self.instruments.due or taken.measured
-        given, self._micro = self._micro, []
-        seen = self.instruments.take_loss()
-        seen = torch.stack(given).mean() if given else seen
-        if seen is not None:
-            self.series.add_loss(seen)
+        losses, self._micro = self._micro, []
+        returned = self.instruments.take_loss()
+        step_loss = torch.stack(losses).mean() if losses else returned
+        if step_loss is not None:
+            self.series.add_loss(step_loss)
         self.series.add_norm(taken.norm if taken.norm is not None else math.nan)
         self.series.end_step(self.step, skipped=taken.norm is None or not taken.stepped)
         try:
@@ -215,17 +206,18 @@ class Monitor:
         new = self.instruments.rows(self.step, self.processes) if due else []
         self.alarms.half = self.instruments.half  # autocast may have been seen
         if due:
-            self._write_about()
-        if due:
+            self._describe()
             new += [(self.step, -1, "model", "all", 0, "learning_rate", rate)] if rate is not None else []
             alarms += self.alarms.see(new, rate)
-        kept = {self.step, *(alarm.step for alarm in alarms)} if due else {alarm.step for alarm in alarms}
+        recorded = {alarm.step for alarm in alarms} | ({self.step} if due else set())
         for step, step_rows in gradients.items():
             self.guard.see_layers(step_rows)
-            self._add(step_rows if step in kept else [])
+            self._add(step_rows if step in recorded else [])
         self.guard.see_layers(new)
         self._add(new)
-        self._tell(alarms)
+        if self.records is not None and alarms:
+            self.records.alarms.add(alarms)
+            logger.warning("lamina.watch: %s", describe_worst(alarms))
         losses = {row[0]: row[6] for row in rows if row[5] == LOSS}
         self._losses += [losses[step] for step in sorted(losses)]
         if due:
@@ -265,12 +257,6 @@ class Monitor:
     def _add(self, rows: Sequence[Row]) -> None:
         if self.records is not None and rows:
             self.records.add(self.step, rows)
-
-    def _tell(self, alarms: Sequence[Alarm]) -> None:
-        if self.records is None or not alarms:
-            return
-        self.records.alarms.add(alarms)
-        logger.warning("lamina.watch: %s", describe_worst(alarms))
 
     def _act(self, diverged: Diverged) -> None:
         """What the settings say about a divergence. Raises Diverged where the run should stop."""

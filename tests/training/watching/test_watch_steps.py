@@ -10,8 +10,8 @@ from training.watching.loops import NanoGpt, Tokens, lines, loop, norm_of, resul
 
 import lamina
 from lamina.errors import UserError
-from lamina.reports.diagnosing.advice import cause_of
-from lamina.reports.diagnosing.evidence import gather
+from lamina.reports.diagnosing.diagnosis import cause_of
+from lamina.reports.diagnosing.symptoms import gather
 
 
 def batches(steps):

@@ -1,11 +1,11 @@
-"""Reading a run's records for what left first: the alarms by step, and where the loss rose."""
+"""What a run's records show: the alarms by step, where the loss rose, and weights that jumped between two records."""
 
 from __future__ import annotations
 
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +13,74 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.files import read_result, read_yaml
-from lamina.reports.records import Trial, read_run
+from lamina.reports.records import Frame, Trial, read_run
 from lamina.training.monitor.alarms import ALARMS, FACTORS, Alarm, read_alarms
 from lamina.training.monitor.watched import check_version, read_about
 
 logger = logging.getLogger(__name__)
+
+
+_TIMES = 3.0  # the largest recorded update at every step, all in one direction
+_SHARE = 0.5  # of the weights' norm that must have come or gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jump:
+    """A sub-layer's weights before and behind a jump.
+
+    Attributes:
+        start, end: the steps of the two records; the jump lies between them.
+        layer, sublayer: whose weights.
+        before, after: the weights' norm.
+    """
+
+    start: int
+    end: int
+    layer: int
+    sublayer: str
+    before: float
+    after: float
+
+    @property
+    def times(self) -> float:
+        """How many times larger or smaller; infinite for weights that came from zero, or went to it."""
+        low, high = sorted((self.before, self.after))
+        return high / low if low > 0 else float("inf")
+
+
+def jump_around(rows: Frame, step: int) -> Jump | None:
+    """The largest jump between the records before ``step`` and at it or behind it; None if there is none."""
+    inside = rows[(rows["layer"] >= 0) & (rows["sublayer"] != "block") & (rows["role"] == "all")]
+    return max(_jumps(inside, step), key=lambda jump: jump.times, default=None)
+
+
+def _jumps(rows: Frame, step: int) -> Iterator[Jump]:
+    """Those of all sub-layers. A record's weights are those before its update."""
+    tables = {metric: rows[rows["metric"] == metric] for metric in ("weight_norm", "update_norm")}
+    moved = {place: group.groupby("step")["value"].last() for place, group in _by_place(tables["update_norm"])}
+    for (layer, sublayer), group in _by_place(tables["weight_norm"]):
+        norms = group.groupby("step")["value"].last()
+        for start, end in pairwise(sorted(norms.index)):
+            if not start < step <= end:
+                continue
+            before, after = float(norms[start]), float(norms[end])
+            updates = moved.get((layer, sublayer))
+            largest = 0.0 if updates is None else max(float(updates.get(at, 0.0)) for at in (start, end))
+            change = abs(after - before)
+            if change > _TIMES * (end - start) * largest and change > _SHARE * before:
+                yield Jump(
+                    start=int(start),
+                    end=int(end),
+                    layer=int(layer),
+                    sublayer=str(sublayer),
+                    before=before,
+                    after=after,
+                )
+
+
+def _by_place(rows: Frame) -> Iterator[tuple[tuple[int, str], Frame]]:
+    yield from rows.groupby(["layer", "sublayer"])
+
 
 _BEFORE, _AFTER = 16, 3  # steps that a loss is compared with, and over which it must stay up
 _NATS, _DEVIATIONS = 0.15, 6.0

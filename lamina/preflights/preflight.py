@@ -1,11 +1,12 @@
-"""From planned runs to a table of verdicts: burn-in, features, verdict; one row per run."""
+"""`lamina preflight`: burn-ins of planned runs, their verdicts, and with a folder the records for the page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -14,15 +15,14 @@ from tqdm.auto import tqdm
 from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.data.blocks import Blocks
+from lamina.jobs.files import writing
+from lamina.jobs.job import open_job
+from lamina.jobs.kinds import Kind
 from lamina.modeling.building import recommended
 from lamina.placements.resolution import find
-from lamina.preflights.burn_in import BurnIn, BurningIn, warmup_steps
-from lamina.preflights.features import Features, features
-from lamina.preflights.measuring import Snapshot
-from lamina.preflights.proxy import choose
-from lamina.preflights.rules import calibration, kind_of
+from lamina.preflights.burn_in import BurnIn, BurningIn, Snapshot, choose, warmup_steps
 from lamina.preflights.settings import PreflightSettings
-from lamina.preflights.verdict import Case, Verdict, judge
+from lamina.preflights.verdict import Case, Features, PreflightVerdict, calibration, features, judge, kind_of
 from lamina.training.monitor.writers import LAYER_COLUMNS
 from lamina.training.objectives.causal_lm import CausalLM
 from lamina.training.objectives.objective import objective_of
@@ -42,7 +42,7 @@ class Preflight:
     advice: str
     burn_in: BurnIn
     features: Features
-    verdict: Verdict
+    verdict: PreflightVerdict
 
     def row(self) -> Json:
         """The run's row of the table: the plan, the verdict, and the numbers behind it."""
@@ -214,3 +214,31 @@ def layer_table(preflights: list[Preflight]) -> pd.DataFrame:
         for row in shot.rows
     ]
     return pd.DataFrame(rows, columns=["placement", "learning_rate", *LAYER_COLUMNS])
+
+
+RECORDS, ROWS, LAYERS = "preflight.json", "preflight.csv", "layers.parquet"
+
+
+def preflight(
+    settings: PreflightSettings | Mapping[str, Any], *, overwrite: bool = False, bar: bool = True
+) -> pd.DataFrame:
+    """Judge planned runs; returns one row per run. Writes the output folder, if there is one.
+
+    Raises:
+        UserError: for invalid settings, a corpus that can't be read, an output folder in use.
+        OSError: the disk is full.
+    """
+    complete = settings if isinstance(settings, PreflightSettings) else PreflightSettings.from_dict(settings)
+    if complete.output is None:
+        return table(run_preflight(complete, bar=bar))
+    job = open_job(Kind.PREFLIGHT, PreflightSettings, complete, overwrite=overwrite)
+    results = run_preflight(complete, bar=bar)
+    rows = table(results)
+    with job:
+        job.write_text(ROWS, rows.to_csv(index=False))
+        with writing(job.folder / LAYERS) as temporary:
+            layer_table(results).to_parquet(temporary.absolute(), index=False)
+        losses = [result.burn_in.losses for result in results]
+        command = complete.command()
+        job.write_json(RECORDS, {"command": command, "rows": rows.to_dict("records"), "losses": losses})
+    return rows
