@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from lamina.core.json_types import Json
+from lamina.errors import UserError
 from lamina.jobs.settings import Settings
 from lamina.papers.catalog.rates import Tuning
 from lamina.papers.catalog.stages import Stage
@@ -40,7 +41,10 @@ def _verdict(one: Json) -> list[str]:
 
 def _trials(plan: Plan, settings: StudySettings) -> list[str]:
     store = store_of(settings)
-    wanted = plan.wanted(store.result)
+    try:
+        wanted = plan.wanted(store.result)
+    except UserError as error:  # a text that is not on this machine
+        return [f"scale {plan.scale.name}: its trials can't be named here: {error}"]
     trials = {trial.key for trial in wanted}
     done = {trial.key for trial in wanted if store.complete(trial) is not None}
     scale, tuning = plan.scale, plan.scale.tuning

@@ -1,0 +1,23 @@
+"""The four seeds against Pre-LN, at 0.02: the sensitivity that docs/preregistration/front-page.md names."""
+
+from lamina.papers.judging import Finding, Trials, claim, lower
+
+
+@claim(says="FuseNorm's loss is below Pre-LN's after 400 steps, at a standard deviation of 0.02")
+def front_page_scaled(trials: Trials) -> Finding:
+    return lower(trials.tuned(), "fusenorm", than="pre_ln")
+
+
+@claim(says="Keel's loss is below Pre-LN's after 400 steps, at a standard deviation of 0.02")
+def front_page_scaled__keel(trials: Trials) -> Finding:
+    return lower(trials.tuned(), "keel", than="pre_ln")
+
+
+@claim(says="Mix-LN's loss is below Pre-LN's after 400 steps, at a standard deviation of 0.02")
+def front_page_scaled__mix_ln(trials: Trials) -> Finding:
+    return lower(trials.tuned(), "mix_ln", than="pre_ln")
+
+
+@claim(says="Peri-LN's loss is below Pre-LN's after 400 steps, at a standard deviation of 0.02")
+def front_page_scaled__peri_ln(trials: Trials) -> Finding:
+    return lower(trials.tuned(), "peri_ln", than="pre_ln")
