@@ -170,9 +170,10 @@ def loop():
     }
 
 
-def block_of(page, language):
+def block_of(page, start):
     """A file whose content is on a page."""
-    return lambda path: path.write_text(next(code for name, code in blocks(language) if name == page), "utf-8")
+    code = next(code for name, code in blocks("yaml", "python") if name == page and code.startswith(start))
+    return lambda path: path.write_text(code, "utf-8")
 
 
 LYING = {  # a path that lines name: what makes it, where no line has written it
@@ -181,10 +182,10 @@ LYING = {  # a path that lines name: what makes it, where no line has written it
     "photos/": photos,
     "eval-data": benchmarks,
     "recipes": recipes,
-    "mine.yaml": block_of("own-placement.md", "yaml"),
-    "my_placement.yaml": block_of("own-placement.md", "yaml"),
-    "mine.py": block_of("own-placement.md", "python"),
-    "small_values.py": block_of("own-probe.md", "python"),
+    "mine.yaml": block_of("own.md", "placement: mine"),
+    "my_placement.yaml": block_of("own.md", "placement: mine"),
+    "mine.py": block_of("own.md", "from lamina.placements"),
+    "small_values.py": block_of("own.md", "import pandas"),
     **dict.fromkeys(("models/smollm2", "HuggingFaceTB/SmolLM2-135M"), model("Llama")),
     "models/qwen3-0.6b": model("Qwen3"),
     "models/gemma-2-2b": model("Gemma2"),

@@ -21,20 +21,15 @@ from lamina.probes.engine import registry as probes
 TYPED = {page: parts for page, parts in typed().items() if parts}
 FULL = {"posttraining.md", *(f"lamina {job} --help" for job in ("sft", "reward", "rlhf", "dpo"))}  # epochs, not steps
 FAST = {"posttraining.md", "convert.md", "distributed.md", "loss-spiked.md", "serving.md", "watch.md"}
-FAST |= {"probe-a-checkpoint.md"} | {f"lamina {job} --help" for job in ("convert", "generate", "reward")}
+FAST |= {f"lamina {job} --help" for job in ("convert", "generate", "reward")}
 PYTHON_ELSEWHERE = {  # pages whose Python is run by the test of their own
     "README.md": "tests/test_readme.py",
-    "own-placement.md": "tests/placements/test_own_placement_docs.py",
-    "own-probe.md": "tests/probes/test_probes_docs.py",
     "probes.md": "tests/probes/test_probes_docs.py",
     "serving.md": "tests/modeling/test_serving_docs.py",
     "wire.md": "tests/modeling/test_wire_docs.py",
 }
 NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run here
     "pip install": "changes the environment; the extras are compared with pyproject.toml",
-    "make demo": "trains for minutes; it is a line of README",
-    "make docs": "tests/test_site.py builds the site",
-    "make test": "runs this test",
     "python tests/reliability/command_lines.py": "takes minutes; tests/reliability has its own tests",
     "torchrun": "several processes: tests/training/test_distributed.py",
     "accelerate launch": "several processes: tests/training/test_distributed.py",
@@ -43,9 +38,6 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "vllm serve": "vLLM is not among what CI installs: a test does by hand what its sources do",
     "lm_eval ": "the harness's own command: tests/evaluation compares with the harness in process",
     "tensorboard --logdir": "a server; tests/training/test_run_folder.py reads what it shows",
-    "trackio show": "a server",
-    "lamina pretrain --placement keel --num-layers 64 --report-to trackio": "a package that CI does not install",
-    "lamina pretrain --placement keel --num-layers 64 --report-to wandb": "a package that CI does not install",
     "lamina study run mix-ppl\n": "half an hour; tests/studies runs smaller ones to the end",
     "lamina study run mix-ppl,keel-lr": "hours; tests/studies runs smaller ones to the end",
     "lamina study run peri-lr": "hours; tests/studies runs smaller ones to the end",
@@ -57,6 +49,8 @@ NOT_RUN = {  # the beginning of a line or of a Python block: why it is not run h
     "lamina study run mix-ppl --scale gpu --store": "hours on a GPU",
     "lamina study run mix-ppl --scale gpu --engine ray": "needs a Ray cluster with GPUs",
     "lamina study run fuse-128 --scale gpu": "needs a Ray cluster with GPUs",
+    "from lamina.placements import Layer": "a file: tests/placements/test_own_placement_docs.py",
+    "import pandas as pd\n\nfrom lamina.probes": "a file: tests/probes/test_probes_docs.py",
     "from transformers import AutoModelForCausalLM\nfrom transformers.distributed": (
         "needs two processes under torchrun: tests/modeling has tensor parallelism"
     ),

@@ -82,7 +82,7 @@ def test_the_search_runs_from_files(site):
 
 def test_the_readme_is_the_first_page_and_its_links_are_those_of_the_site(site, hooks):
     first = (site / "index.html").read_text("utf-8")
-    assert 'href="own-placement.html"' in first
+    assert 'href="own.html"' in first
     assert 'src="placements.svg"' in first
     assert 'href="contributing.html"' in first
     assert "<code>" in first

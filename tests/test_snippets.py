@@ -17,6 +17,7 @@ from lamina.cli import main
 from lamina.jobs.job import Job
 
 COMMANDS = sorted(set(commands()))
+OWN = {"placement:mine": "mine.yaml", "fromlamina.placements": "mine.py", "importpandas": "small_values.py"}
 
 
 def begun(command):
@@ -42,10 +43,9 @@ def folder(tmp_path, monkeypatch):
     for name in ("words.txt", "my_text.txt", "my_texts/a.txt"):
         (tmp_path / name).write_text(words, encoding="utf-8")
     for page, code in (*blocks("yaml"), *blocks("python")):
-        if page == "own-placement.md":
-            (tmp_path / f"mine.{'yaml' if code.startswith('placement') else 'py'}").write_text(code, encoding="utf-8")
-        if page == "own-probe.md":
-            (tmp_path / "small_values.py").write_text(code, encoding="utf-8")
+        name = OWN.get(code.split()[0] + code.split()[1]) if page == "own.md" else None
+        if name:
+            (tmp_path / name).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -87,7 +87,7 @@ def reached(*args, **kwargs):
     raise Reached
 
 
-@pytest.mark.parametrize("code", [code for page, code in blocks("yaml") if page != "own-placement.md"])
+@pytest.mark.parametrize("code", [code for page, code in blocks("yaml") if page != "own.md"])
 def test_a_yaml_block_is_read(code):
     read = yaml.safe_load(code)
     assert isinstance(read, dict)

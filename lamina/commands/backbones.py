@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         "\ntotal: transformers' own model, embeddings and head included; active: the same, counting only the routed "
         "experts of one token.\nAny folder with a transformers config.json is also a backbone. Checked against "
         f"transformers on the same weights: {', '.join(ADAPTERS)}; others work if their layers have self_attn and "
-        "mlp,\nor if you name their modules (docs/own-backbone.md)."
+        "mlp,\nor if you name their modules (docs/own.md)."
     )
     return 0
 

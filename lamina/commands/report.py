@@ -63,10 +63,7 @@ def run(argv: list[str]) -> int:
     for name in ("folder", "screenshot"):
         if getattr(options, name) is not None:
             path(name, getattr(options, name))
-    from lamina.jobs.folder import recover
     from lamina.reports import report, screenshot
-
-    recover(Path(options.folder))
 
     if options.follow:
         page = _follow(Path(options.folder), options.every)

@@ -35,7 +35,7 @@ from lamina.evaluation.settings import EvalSettings
 from lamina.evaluation.tables import table
 from lamina.evaluation.task_files import Tasks
 from lamina.evaluation.task_sets import GENERATED, SETS, Wanted, columns_of
-from lamina.jobs.files import disk_full, read_written_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
@@ -48,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WINDOW = 2048  # tokens, where neither the user nor the model says less
 RUNNING = "it is still running, or was killed (--resume continues)"
-POLICY = ResumePolicy(
-    what="evaluation",
-    # what is evaluated, where, and how fast; not what a number means
-    free=frozenset(("models", "tasks", "output", "threads", "device", "batch_size", "run_code")),
-)
+POLICY = ResumePolicy(what="evaluation", free=EvalSettings.undecided() | {"batch_size"})  # it may not have fit
 
 
 def one_model(path: str) -> list[Candidate] | None:
@@ -100,7 +96,7 @@ def evaluate(
 def _stored(folder: Path) -> Json | None:
     """The settings in a folder; None where no evaluation has begun, as in the folder of a study's trial."""
     path = folder / "config.yaml"
-    return read_written_yaml(path) if path.is_file() else None
+    return read_yaml(path) if path.is_file() else None
 
 
 def what_to_run(settings: EvalSettings) -> tuple[list[Wanted], Tasks | None]:

@@ -49,13 +49,17 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     needed = ("models", "tasks")
 
     models: str = setting(
-        "", "folders with config.json, runs' or studies' folders, .gguf files, or names on the hub", comma_separated
+        "",
+        "folders with config.json, runs' or studies' folders, .gguf files, or names on the hub",
+        comma_separated,
+        decides=False,
     )
     tasks: str = setting(
         "",
         "comma-separated tasks, groups or tags of lm-evaluation-harness, TASK@5 with five examples; a paper's "
         "set (fusenorm, peri_ln, mix_ln, keel); generated",
         comma_separated,
+        decides=False,
     )
     num_fewshot: int | None = setting(
         None, "examples before each question (default: the set's, else the task's)", at_least(0)
@@ -66,6 +70,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
         "folder to read the tasks' data from, in place of the hub: DIR/NAME/CONFIG/SPLIT.jsonl (or .arrow, .parquet), "
         "and task files DIR/tasks/*.yaml",
         path,
+        decides=False,
     )
     tokenizer: str | None = setting(
         None, "bytes, or a transformers tokenizer's name or folder (default: the checkpoint's)", place
@@ -76,7 +81,7 @@ class EvalSettings(PerplexitySettings, DeviceSettings, SeedSettings, ThreadSetti
     )
     chat_template: bool = setting(False, "put the questions into the tokenizer's chat template")
     run_code: bool = setting(
-        False, "run Python code of a task file in --data-dir, or that a model writes (HumanEval, MBPP)"
+        False, "run Python code of a task file in --data-dir, or that a model writes (HumanEval, MBPP)", decides=False
     )
     seed: int = changed(0, help="seed of the few-shot examples")
     output: str = changed("eval")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.jobs.ledger import LEDGER
 
 ENVIRONMENT = "environment.json"
 _WRITTEN = ("studies/records", "docs/results")  # recording one study does not make the next one's code another
@@ -30,31 +31,35 @@ def environment(seed: int, kind: str = "") -> Json:
         "machine": {"platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
         "seed": seed,
         "git_revision": git_revision(),
-        "digests": LEDGER,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
+@cache
 def git_revision() -> str | None:
-    """The revision of the source tree that this package was imported from; None outside a checkout.
+    """Return the revision of the source tree that this package was imported from; None outside a checkout.
 
     It ends in "-dirty" where a tracked file was changed, other than what studies themselves write (``_WRITTEN``).
     """
-    revision = _git("describe", "--always", "--abbrev=12")
-    if not revision:
-        return None
-    changed = _git("diff", "--name-only", "HEAD", "--", ":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN))
-    return f"{revision}-dirty" if changed else revision
-
-
-def _git(*words: str) -> str | None:
-    """What a git command prints in the package's folder; None if it fails."""
-    package = Path(__file__).resolve().parent
+    tree = (":(top)", *(f":(top,exclude){folder}" for folder in _WRITTEN))
+    command = (
+        "git",
+        "--no-optional-locks",
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+        "--",
+        *tree,
+    )
     try:
-        process = subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        package = Path(__file__).resolve().parent
+        status = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    revision = re.search(r"^# branch\.oid ([0-9a-f]{12})", status, re.MULTILINE)
+    changed = any(not line.startswith("#") for line in status.splitlines())
+    return None if revision is None else revision[1] + "-dirty" * changed
 
 
 def _processor() -> str:

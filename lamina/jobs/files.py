@@ -6,11 +6,10 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,24 @@ import yaml
 from lamina.core.json_types import Json
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
-from lamina.jobs import digests
+from lamina.jobs.manifest import sync
 
-logger = logging.getLogger(__name__)
+DIGEST = "digest"
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path``; what is written there is synced to disk, then renamed to ``path``.
 
-    A job writes every file this way. The folder's ledger, if there is one, notes what the file holds. If the body
-    fails, the temporary file is deleted and ``path`` stays as it was. Raises OSError.
+    A job writes every file this way. If the body fails, the temporary file is deleted and ``path`` stays as it was.
+    Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # a link would be followed
     try:
         yield temporary
-        digests.replace(temporary, path)
+        sync(temporary)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -48,17 +48,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON; NaN and infinities become null, so that any reader accepts it."""
-    write_text(path, _json(data))
+    write_text(path, json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n")
 
 
-def was_written(path: Path, data: Any) -> bool:
-    """Whether ``write_json`` wrote this data to a file, according to its ledger: the file itself may be damaged."""
-    text = _json(data).encode()
-    return digests.entries(path.parent).get(path.name) == (len(text), hashlib.sha256(text).hexdigest())
-
-
-def _json(data: Any) -> str:
-    return json.dumps(finite(data), indent=2, ensure_ascii=False) + "\n"
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write one line of JSON per record."""
+    write_text(path, "".join(json.dumps(finite(record)) + "\n" for record in records))
 
 
 def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
@@ -71,11 +66,36 @@ def read_yaml(path: Path) -> Json:
     return read_mapping(path)
 
 
-def read_written_yaml(path: Path) -> Json:
-    """Read a YAML mapping that Lamina wrote. Also raises UserError if it is not as it was written."""
-    if words := digests.differs(path):
-        raise UserError(f"{str(path)!r} {words} (allowed: the file as it was; --overwrite to begin again)")
-    return read_yaml(path)
+def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML with its digest as the first key, so that a cut shows, too."""
+    write_yaml(path, {DIGEST: digest_of(data), **data})
+
+
+def read_sealed(path: Path) -> Json:
+    """The mapping without its digest. Raises UserError naming the file if it is missing, cut short or altered."""
+    data = read_yaml(path)
+    if DIGEST not in data:
+        raise UserError(f"{str(path)!r}: cut short or altered (its digest is missing)")
+    if data.pop(DIGEST) != digest_of(data):
+        raise UserError(f"{str(path)!r}: cut short or altered (its digest does not match)")
+    return data
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """SHA-256 of a mapping after a round trip through YAML."""
+    read_back = yaml.safe_load(yaml.safe_dump(dict(data)))
+    return hashlib.sha256(json.dumps(read_back, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file is a Parquet table that was not cut short; its rows are not read."""
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path.absolute())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def finite(data: Any) -> Any:
@@ -88,13 +108,9 @@ def finite(data: Any) -> Any:
 
 
 def read_result(folder: Path) -> Json | None:
-    """A run's result.json; None if the run has not ended, or (with a warning) if the file is not as it was written."""
-    path = folder / "result.json"
-    if words := digests.differs(path):
-        logger.warning("%s %s: ignored", path, words)
-        return None
+    """A run's result.json; None if the run has not ended, or if the file is not readable."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and "status" in data else None

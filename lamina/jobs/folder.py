@@ -1,8 +1,7 @@
-"""A job's folder: who may write into it, and what happens to its content."""
+"""A job's folder: who may write into it, and what --overwrite does with its content."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -15,16 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lamina.core.json_types import Json
 from lamina.core.values import writable_folder
 from lamina.errors import UserError
-from lamina.jobs import digests, replaced
 from lamina.jobs.environment import ENVIRONMENT
-from lamina.jobs.files import disk_full
-from lamina.jobs.ledger import LEDGER
-from lamina.jobs.sealed import is_sealed
+from lamina.jobs.files import disk_full, read_sealed
+from lamina.jobs.status import ENDED
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"
+REPLACES = ".replaces"  # says that NAME.old is what --overwrite replaced, to be deleted at the first result
+_APART = (LOCK, REPLACES)  # not part of a folder's content
 Resume: TypeAlias = bool | Literal["auto"]
 """Whether to resume what a folder holds; "auto": resume if it holds something, else begin."""
 # Half-written files of a killed process, under names that nothing reads.
@@ -44,22 +45,17 @@ _DRAFTS = (
 def in_use(folder: Path) -> bool:
     """Whether the folder holds more than a lock and the unnamed first file of a killed run."""
     return folder.is_dir() and any(
-        child.name not in replaced.APART and not child.name.startswith((f".{ENVIRONMENT}.", f".{LEDGER}."))
-        for child in folder.iterdir()
+        child.name not in _APART and not child.name.startswith(f".{ENVIRONMENT}.") for child in folder.iterdir()
     )
 
 
 def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
-    """Raise UserError wherever ``claim`` would, without changing anything.
-
-    If a kill left old content that --overwrite had moved aside, that is resolved first.
-    """
+    """Raise UserError wherever ``hold`` would, without changing anything."""
     if resume not in (True, False, "auto"):
         raise UserError(f"resume: {resume!r} (allowed: true, false, auto)")
     if resume and overwrite:
         raise UserError("resume and overwrite contradict each other (allowed: one of them)")
     writable_folder("output", folder)
-    recover(folder)
     if not in_use(folder):
         if resume is True:
             raise nothing_to_resume(folder)
@@ -77,6 +73,12 @@ def refuse(folder: Path, *, resume: Resume, overwrite: bool) -> None:
             "folder)"
         )
 
+    old = old_content(folder)
+    if overwrite and os.path.lexists(old) and not (folder / REPLACES).is_file():
+        raise UserError(f"output: {str(old)!r} is in the way of --overwrite (allowed: move it, or another folder)")
+    if overwrite and Path.cwd().is_relative_to(folder.resolve()):
+        raise UserError(f"output: {str(folder)!r} holds the current folder (allowed: --overwrite from outside)")
+
 
 def nothing_to_resume(folder: Path) -> UserError:
     """The error for --resume in a folder where nothing was begun."""
@@ -86,35 +88,92 @@ def nothing_to_resume(folder: Path) -> UserError:
     )
 
 
-def claim(folder: Path, *, resume: Resume, overwrite: bool) -> bool:
-    """Make ``folder`` ours to write into; returns whether it holds something to resume. Call it inside ``lock``.
+@contextmanager
+def hold(folder: Path, *, resume: Resume = False, overwrite: bool = False, wait: float = 0.0) -> Iterator[bool]:
+    """Lock a job's folder and make it ours to write into; yields whether it holds something to resume.
 
-    With ``overwrite``, its content is moved aside until the new content has a result (see ``lamina.jobs.replaced``).
-    From now on a ledger notes what its files hold (see ``lamina.jobs.digests``).
+    With ``overwrite``, a folder with content is renamed to NAME.old, which is deleted at the first checkpoint (see
+    ``drop_old``) or result. If the work ends without either, NAME.old stays, and the log says so.
 
     Raises UserError if it holds something and neither ``resume`` nor ``overwrite`` is set, if Lamina did not write its
-    content, if it is not a folder, or if there is nothing to resume.
+    content, if it is not a folder, if there is nothing to resume, or if another process holds it.
     """
-    refuse(folder, resume=resume, overwrite=overwrite)
-    used = in_use(folder)
-    if used and overwrite:
-        replaced.set_aside(folder)
-        used = False
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    if broken := digests.begin(folder):
-        logger.warning("%s: %s, so files written before are not checked against it", folder, broken)
-    return used
+    if overwrite and in_use(folder):
+        with lock(folder, wait=wait):
+            refuse(folder, resume=resume, overwrite=overwrite)
+            _set_aside(folder)
+    with lock(folder, wait=wait):
+        refuse(folder, resume=resume, overwrite=False)
+        _sweep(folder)
+        ended = False
+        try:
+            yield in_use(folder)
+            ended = _result(folder).get("status") not in ("failed", "interrupted")
+        finally:
+            if ended or has_result(folder):
+                drop_old(folder)
+            elif (folder / REPLACES).is_file():
+                logger.warning("%s has no result yet: what --overwrite replaced is in %s", folder, old_content(folder))
 
 
-def recover(folder: Path) -> None:
-    """After --overwrite was killed: put the old content back, or delete it if the new content has a result.
+def old_content(folder: Path) -> Path:
+    """Return where --overwrite keeps a folder's old content until the new one has a result: NAME.old."""
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}.old")
 
-    Does nothing while another process works in the folder.
-    """
-    if replaced.is_aside(folder):
-        with contextlib.suppress(UserError), lock(folder):
-            pass  # taking the lock does it
+
+def drop_old(folder: Path) -> None:
+    """Delete what --overwrite replaced, now that the folder has a checkpoint or a result."""
+    if (folder / REPLACES).is_file():
+        shutil.rmtree(old_content(folder), ignore_errors=True)
+        (folder / REPLACES).unlink()
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a folder to NAME.old; a rest that never had a result, while NAME.old is still there, is deleted."""
+    old = old_content(folder)
+    if (folder / REPLACES).is_file() and old.exists():
+        if not has_result(folder):
+            clear(folder)
+            return
+        drop_old(folder)
+    try:
+        folder.resolve().rename(old)
+    except OSError as error:
+        raise UserError(
+            f"output: {str(folder)!r} can't be renamed to {old.name!r}: {error.strerror} (allowed: another folder)"
+        ) from None
+    folder.mkdir(exist_ok=True)
+    (folder / REPLACES).touch()
+
+
+def has_result(folder: Path) -> bool:
+    """Return whether the work in a folder has a result: a checkpoint, a run that ended, a finished probe, a score."""
+    for run in [folder, *folder.glob("trials/*/")]:
+        if any(run.glob("checkpoints/checkpoint-*/manifest.json")):
+            return True
+        result = _result(run)
+        probes = result.get("probes")
+        if result.get("status") in ENDED or (
+            isinstance(probes, dict) and any(record.get("status") == "finished" for record in probes.values())
+        ):
+            return True
+    return (folder / "coordinates.parquet").is_file() or any(folder.glob("scores/*/*.json"))
+
+
+def _result(folder: Path) -> Json:
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def clear(folder: Path) -> None:
+    """Delete all that the work in a folder has written. The caller holds the folder's lock."""
+    for child in folder.iterdir():
+        if child.name not in _APART:
+            shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
 
 def _sweep(folder: Path) -> None:
@@ -134,36 +193,29 @@ def _delete(draft: Path) -> None:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        data = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-        return "lamina" in data["versions"]
-    except (OSError, ValueError, KeyError, TypeError):
-        # environment.json itself may be damaged
-        by_study = is_sealed(folder / "study.yaml") or is_sealed(folder / ".study.yaml")
-        return by_study or (folder / LEDGER).is_file() or any(folder.glob("checkpoints/checkpoint-*/manifest.json"))
+        return "lamina" in json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["versions"]
+    except (OSError, ValueError, KeyError, TypeError):  # environment.json itself may be damaged
+        if any(folder.glob("checkpoints/checkpoint-*/manifest.json")):
+            return True
+    try:
+        return bool(read_sealed(folder / "study.yaml"))
+    except UserError:
+        return False
 
 
 @contextmanager
 def lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Lock the folder: two processes in it would overwrite each other's files. Waits for up to ``wait`` seconds.
 
-    Content that --overwrite moved aside is put back or deleted on entry (after a kill) and on exit.
-
     Raises UserError if another process holds the lock, or if what lies apart from the folder's content is a link.
     Without ``fcntl`` (Windows) it locks nothing.
     """
     _make(folder)
-    for name in replaced.APART:
+    for name in _APART:
         if (folder / name).is_symlink():
             raise _is_link(folder / name)
     with _flock(folder, wait):
-        replaced.resolve(folder, failed=True)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            replaced.resolve(folder, failed=failed)
-            digests.close(folder)
+        yield
 
 
 def _make(folder: Path) -> None:
@@ -180,7 +232,7 @@ def is_locked(folder: Path) -> bool:
     try:
         import fcntl
 
-        with (folder / replaced.LOCK).open("r+") as file:
+        with (folder / LOCK).open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -197,12 +249,16 @@ def _flock(folder: Path, wait: float) -> Iterator[None]:
         yield
         return
     deadline = time.monotonic() + wait
-    file = _open_lock(folder / replaced.LOCK)
+    file = _open_lock(folder / LOCK)
     try:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if (folder / LOCK).exists() and os.path.samestat(os.fstat(file), (folder / LOCK).stat()):
+                    break
+                os.close(file)  # another process renamed the folder
+                _make(folder)
+                file = _open_lock(folder / LOCK)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 from lamina.core.values import text
 from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import write_json, write_text, write_yaml
-from lamina.jobs.folder import Resume, claim, in_use, lock, nothing_to_resume, refuse
+from lamina.jobs.folder import Resume, hold, in_use, nothing_to_resume, refuse
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.settings import Settings
@@ -43,17 +44,15 @@ class Job(Generic[S]):
     ):
         self.kind, self.folder, self.settings, self.given = kind, folder, settings, given
         self.resumes = bool(resume) and in_use(self.folder)
-        self._modes, self._wait = {"resume": resume, "overwrite": overwrite}, wait
         self._held = ExitStack()
+        self._hold = partial(hold, self.folder, resume=resume, overwrite=overwrite, wait=wait)
 
     def __enter__(self) -> Self:
-        self._held.enter_context(lock(self.folder, wait=self._wait))
-        with ExitStack() as undo:
-            undo.callback(self._held.close)
-            self.resumes = claim(self.folder, **self._modes)
+        with ExitStack() as held:
+            self.resumes = held.enter_context(self._hold())
             seed = getattr(self.settings, "seed", 0)
             write_json(self.folder / ENVIRONMENT, environment(seed, self.kind))  # marks the folder as ours
-            undo.pop_all()
+            self._held = held.pop_all()
         return self
 
     def __exit__(

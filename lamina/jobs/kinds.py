@@ -40,7 +40,7 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (Kind.TRANSFER, ("transfer.json",)),
     (Kind.PREFLIGHT, ("preflight.json",)),
     (Kind.CLAIMS, ("claims.json",)),
-    (Kind.STUDY, ("study.yaml", ".study.yaml")),
+    (Kind.STUDY, ("study.yaml",)),
 )
 # The same for a setting in config.yaml, which a run of pretraining also writes.
 _SETTINGS = (

@@ -11,8 +11,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from lamina.errors import UserError
+
 MANIFEST = "manifest.json"
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)  # reading an altered manifest raises these
+
+_PLAIN = (".md", ".txt", ".log", ".html")  # nothing reads these beside a saved model
 
 Entry = tuple[int, str]
 """Size in bytes and SHA-256."""
@@ -114,3 +118,15 @@ def strays(folder: Path) -> list[str]:
     """The files of a sealed folder that its manifest does not list."""
     known = {*listed(folder), MANIFEST}
     return [name for name in files_in(folder) if name not in known]
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Raise UserError if a saved model or a checkpoint is not as it was written; another library's passes."""
+    if not (folder / MANIFEST).exists() and not (folder.name == "model" and (folder.parent / "result.json").is_file()):
+        return
+    broken = what_is_broken(folder)
+    if broken is None:
+        foreign = [n for n in strays(folder) if not (n.endswith(_PLAIN) or Path(n).name.startswith("."))]
+        broken = f"{foreign[0]} is not one of its files" if foreign else None
+    if broken is not None:
+        raise UserError(f"checkpoint {str(folder)!r}: {broken} (allowed: the files as they were written)")

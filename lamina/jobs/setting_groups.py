@@ -57,6 +57,7 @@ class ProbesSettings(Settings):
         "all, or comma-separated probes, each with its options: name(option=value); or a Python file with your "
         "own probe, which runs",
         comma_separated,
+        decides=False,
     )
 
 
@@ -75,7 +76,7 @@ class DeviceSettings(Settings):
 
     group = "machine"
 
-    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)")
+    device: str | None = setting(None, "cpu, cuda, mps, ... (default: the fastest one available)", decides=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class ThreadSettings(Settings):
 
     group = "machine"
 
-    threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1))
+    threads: int | None = setting(None, "CPU threads (default: PyTorch's)", at_least(1), decides=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,10 @@ class WorkerSettings(Settings):
     group = "machine"
 
     workers: int | None = setting(
-        None, "trials that run at the same time, each in its own process (default: one per core)", at_least(1)
+        None,
+        "trials that run at the same time, each in its own process (default: one per core)",
+        at_least(1),
+        decides=False,
     )
 
 
@@ -104,4 +108,4 @@ class OutputSettings(Settings):
 
     group = "output"
 
-    output: str | None = setting(None, "output folder", path)
+    output: str | None = setting(None, "output folder", path, decides=False)

@@ -32,17 +32,18 @@ T = TypeVar("T")
 Check = Callable[[str, object], object]
 
 
-def setting(default: T, help: str, check: Check | None = None) -> T:
+def setting(default: T, help: str, check: Check | None = None, *, decides: bool = True) -> T:
     """A field of a settings record.
 
     Without ``check``, the type decides: a Literal's values, a bool, any text, a mapping. A number needs a check.
+    ``decides=False``: no number of what is computed depends on it, so a resumed job may have another value.
     """
-    return _field(default, {"help": help, "check": check})
+    return _field(default, {"help": help, "check": check, "decides": decides})
 
 
-def changed(default: T, *, help: str | None = None, check: Check | None = None) -> T:
-    """An inherited field with another default; help text and check stay unless they are also replaced."""
-    return _field(default, {"help": help, "check": check, "changed": True})
+def changed(default: T, *, help: str | None = None, check: Check | None = None, decides: bool | None = None) -> T:
+    """An inherited field with another default; all else stays unless it is also replaced."""
+    return _field(default, {"help": help, "check": check, "decides": decides, "changed": True})
 
 
 def _field(default: T, metadata: Mapping[str, object]) -> T:
@@ -134,6 +135,11 @@ class Settings:
     def check_of(cls, name: str) -> Check | None:
         """A field's check; None if its type decides."""
         return _detail(cls, name, "check")
+
+    @classmethod
+    def undecided(cls) -> frozenset[str]:
+        """The settings on which no number depends: where and how the job is run, how many of its parts."""
+        return frozenset(name for name in cls.names() if not _detail(cls, name, "decides"))
 
     def require(self, *names: str) -> None:
         """Raise UserError for the first of these settings that has no value."""

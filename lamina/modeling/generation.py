@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from lamina.errors import UserError, one_line
-from lamina.jobs.digests import refuse_damaged
+from lamina.jobs.manifest import refuse_damaged
 from lamina.jobs.model_folder import model_folder
 from lamina.modeling.backbones.loading import load_tokenizer, load_weights, read_config, refuse_scores
 

@@ -301,12 +301,6 @@ class NormedProjections(nn.Module):
         """Copy and pickle by the backbone's class: this one may not exist yet in the process that reads it."""
         return _empty_normed_projections, (self.backbone_class, self.normed, self.stacked), self.__getstate__()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object, **kwargs: object) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            if (new := current_key(key)) != key:
-                state_dict[new] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
 
 def _in_parts(norm: LaminaNorm, y: torch.Tensor) -> torch.Tensor:
     """Norm each part of ``norm.hidden_size`` channels on its own: a head, or the full width."""
@@ -345,19 +339,6 @@ _NORMED_CLASSES: dict[tuple, type[NormedProjections]] = {}
 def _empty_normed_projections(base: type[nn.Module], normed: tuple[str, ...], stacked: str | None) -> NormedProjections:
     normed_attention = normed_class(base, normed, stacked)
     return normed_attention.__new__(normed_attention)
-
-
-# In older checkpoints the norms on q, k and v are inside the projections.
-FORMER_KEYS = {
-    former.format(part): f".{part}_norm." for part in "qkv" for former in (r"\.{}_proj\.norm\.", r"\.Wqkv\.norms\.{}\.")
-}
-
-
-def current_key(key: str) -> str:
-    """The current name of a tensor of an older checkpoint."""
-    for former, current in FORMER_KEYS.items():
-        key = re.sub(former, current, key)
-    return key
 
 
 T = TypeVar("T", torch.Tensor, float)
@@ -687,20 +668,6 @@ class LaminaPreTrainedModel(_InitializesPlan, PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does, also from checkpoints of older versions; saving again writes the current names."""
-        kwargs["key_mapping"] = {**FORMER_KEYS, **(kwargs.get("key_mapping") or {})}
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        conversions = [c for c in getattr(model, "_weight_conversions", None) or () if not _renames_former_keys(c)]
-        model._weight_conversions = conversions or None  # type: ignore[assignment]
-        return loaded
-
-
-def _renames_former_keys(conversion: Any) -> bool:
-    return any(target in FORMER_KEYS.values() for target in conversion.target_patterns)
 
 
 class LaminaModel(LaminaPreTrainedModel):

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lamina.core.json_types import Json
-from lamina.jobs import digests
 from lamina.jobs.files import write_json, writing
 from lamina.training.checkpointing.store import checkpoints
 from lamina.training.execution.processes import Processes
@@ -35,9 +34,9 @@ class BestWeights(TrainerCallback):
     def __init__(self, folder: Path, model: PreTrainedModel, processes: Processes, *, resumed: int):
         self.folder, self.model, self.processes = folder, model, processes
         noted = _noted(folder / NOTE, resumed)
-        if noted is not None and (words := digests.differs(folder / WEIGHTS)):
+        if noted is not None and not (folder / WEIGHTS).is_file():
             if processes.first:
-                logger.warning("%s %s: the best evaluation up to step %d is lost", folder / WEIGHTS, words, resumed)
+                logger.warning("%s is missing: the best evaluation up to step %d is lost", folder / WEIGHTS, resumed)
             noted = None
         self.step, self.loss = (-1, math.inf) if noted is None else (int(noted["step"]), float(noted["loss"]))
         self.metrics: Json = {} if noted is None else dict(noted.get("metrics", {}))
@@ -83,7 +82,7 @@ class BestWeights(TrainerCallback):
         """Delete the copies of a run without checkpoints: with one, a damaged model is made again from the copies."""
         if not checkpoints(self.folder / "checkpoints"):
             for name in (NOTE, WEIGHTS):
-                digests.remove(self.folder / name)
+                (self.folder / name).unlink(missing_ok=True)
 
 
 def _noted(path: Path, last: int) -> Json | None:

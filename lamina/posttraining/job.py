@@ -14,7 +14,6 @@ import transformers
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import digests
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job as Opened
 from lamina.jobs.job import open_job
@@ -37,11 +36,7 @@ from lamina.training.execution.recorded import recorded
 from lamina.training.pretrain import GRACE_SECONDS
 
 S = TypeVar("S", bound=TuningSettings)
-POLICY = ResumePolicy(
-    what="run",
-    free=frozenset(("output", "save_steps", "keep", "report_to", "threads", "device", "pause_step", "push_to_hub")),
-    compared=frozenset(("from_model", "reward_model")),
-)
+POLICY = ResumePolicy(what="run", free=TuningSettings.undecided(), compared=frozenset(("from_model", "reward_model")))
 
 
 def tune(
@@ -124,7 +119,7 @@ def _claim(held: ExitStack, opened: Opened[S], job: Job) -> bool:
     if opened.resumes:
         job.identity.refuse_changes(opened.folder)
     held.enter_context(opened)
-    digests.remove(opened.folder / "result.json")
+    (opened.folder / "result.json").unlink(missing_ok=True)
     opened.write_yaml("config.yaml", job.settings.to_dict())
     opened.write_json("plan.json", job.start.plan.to_dict())
     job.identity.write(opened.folder)

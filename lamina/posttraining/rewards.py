@@ -17,8 +17,7 @@ from lamina.core.python_files import guarded, run_file
 from lamina.data.encoding import TextEncoder
 from lamina.data.tokenizers import load_tokenizer
 from lamina.errors import UserError, one_line
-from lamina.jobs.digests import refuse_damaged
-from lamina.jobs.manifest import sha256
+from lamina.jobs.manifest import refuse_damaged, sha256
 from lamina.jobs.model_folder import content_hash, model_folder
 from lamina.modeling.backbones.loading import read_config
 from lamina.posttraining.settings import RlhfSettings

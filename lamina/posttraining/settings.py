@@ -143,7 +143,9 @@ class SftSettings(TuningSettings):
         *("learning_rate", "lora_rank", "preset", "output"),
     )
 
-    preset: str | None = setting(None, f"a published recipe's settings, which your own override: {', '.join(PRESETS)}")
+    preset: str | None = setting(
+        None, f"a published recipe's settings, which your own override: {', '.join(PRESETS)}", decides=False
+    )
     epochs: float = changed(3.0)
     learning_rate: float = changed(2e-5)
     loss_on: Literal["answer", "all"] = setting("answer", "the tokens that are trained on: answer, or all")

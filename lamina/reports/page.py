@@ -18,8 +18,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, Template, select_autoescape
 from markupsafe import Markup
 
-from lamina.jobs import digests
 from lamina.jobs.manifest import sync
+from lamina.reports.records import faults
 from lamina.reports.style import FONT
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class Section:
 def write_page(path: Path, *, title: str, facts: Sequence[str], command: str, sections: Iterable[Section]) -> Path:
     """Write the page under a temporary name, then rename it: a reader never sees half of it."""
     parts = [section for section in sections if section.html]
-    damage = digests.differences(path.parent)
+    damage = faults(path.parent)
     for line in damage:
         logger.warning("%s: %s", path.parent, line)
-    changed = callouts(f"{line}: the page shows content that was changed after it was written." for line in damage)
+    changed = callouts(f"{line}: it is left out of the page." for line in damage)
     with_figures = any("plotly-graph-div" in part.html for part in parts)
     page = _template().render(
         policy=Markup(_POLICY),

@@ -15,8 +15,8 @@ import yaml
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import digests
 from lamina.jobs.columns import NUMBERS, TEXTS
+from lamina.jobs.run_folder import RunFolder
 from lamina.placements import Plan
 from lamina.studies import record as study_record
 
@@ -42,16 +42,8 @@ class Trial:
 
     @cached_property
     def lines(self) -> list[Json]:
-        """The lines of metrics.jsonl; one cut off by a kill is left out."""
-        lines: list[Json] = []
-        for line in _text(self.folder / "metrics.jsonl").splitlines():
-            try:
-                record = json.loads(line)  # accepts NaN and Infinity
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict):
-                lines.append(record)
-        return lines
+        """The records of metrics.jsonl; damaged lines are left out."""
+        return RunFolder(self.folder).metrics
 
     @cached_property
     def metrics(self) -> Frame:
@@ -91,7 +83,7 @@ class Trial:
     def layers(self) -> Frame:
         """The monitor's rows: step, layer (from 0; -1 outside the blocks), sublayer, role, index, metric, value."""
         parts = []
-        for path in digests.intact(self.folder, "layers/part-*.parquet"):
+        for path in sorted(self.folder.glob("layers/part-*.parquet")):
             try:
                 parts.append(read_parquet(path)[list(_COLUMNS)])
             except (OSError, ValueError, KeyError) as error:
@@ -106,7 +98,7 @@ class Trial:
         frames: dict[str, Frame] = {}
         for folder in sorted(self.folder.glob("probes/*/")):
             parts = []
-            for path in digests.intact(self.folder, f"probes/{folder.name}/part-*.parquet"):
+            for path in sorted(folder.glob("part-*.parquet")):
                 try:
                     part = read_parquet(path)
                     if {"step", "value"} <= set(part.columns):
@@ -186,13 +178,22 @@ def read_study(folder: Path) -> Study:
     return Study(folder=folder, header=header, settings=settings, results=results, trials=trials)
 
 
+def faults(folder: Path) -> list[str]:
+    """Return a line for each damaged record of a run, or of a study's trials."""
+    lines = []
+    for run in (folder, *sorted(folder.glob("trials/*/"))):
+        name = f"{run.relative_to(folder).as_posix()}: " * (run != folder)
+        lines += [f"{name}{fault}" for fault in RunFolder(run).faults()]
+    return lines
+
+
 def read_config(folder: Path) -> Json:
     """A run's config.yaml; empty where it is missing or not readable."""
     return _mapping(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
 
 
 def study_header(folder: Path) -> Json:
-    """study.yaml, or its copy if that file is damaged; empty if both are."""
+    """study.yaml; empty if it is damaged."""
     try:
         return study_record.read_study(folder)
     except UserError as error:

@@ -42,16 +42,7 @@ OneRun: TypeAlias = PretrainSettings | MaxRateSettings
 _FROM_SETTINGS = ("placement", "learning_rate", "seed")
 
 
-POLICY = ResumePolicy(
-    what="study",
-    # the set of trials and how they are run, but not what a trial computes
-    free=frozenset(
-        (
-            *("placements", "learning_rates", "learning_rates_of", "seeds", "workers", "output", "threads"),
-            *("save_steps", "keep", "report_to", "probe_every", "probes"),
-        )
-    ),
-)
+POLICY = ResumePolicy(what="study", free=CompareSettings.undecided())
 
 
 def compare(

@@ -28,7 +28,6 @@ from lamina.core.progress import has_bars
 from lamina.data.blocks import TokenBlock
 from lamina.data.encoding import vocab_size_of
 from lamina.data.packed import prepare_blocks
-from lamina.jobs import digests
 from lamina.jobs.files import writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
@@ -56,7 +55,7 @@ Measurement: TypeAlias = tuple[int, int, str, str, float]
 COLUMNS = ("width", "seed", "step", "layer", "module", "metric", "value")
 METRICS = ("size", "change")  # mean |x|, and mean |x - x before the first step|
 _LAYER = re.compile(r"(?:model\.)?(?:backbone\.)?(?:layers\.(\d+)\.?)?(.*)")
-POLICY = ResumePolicy(what="check", free=frozenset(("output", "seeds", "threads", "tolerance")))
+POLICY = ResumePolicy(what="check", free=CoordCheckSettings.undecided())
 
 
 def coord_check(
@@ -267,7 +266,6 @@ def _place(step: int, name: str) -> tuple[int, int, str]:
 
 def _read(folder: Path) -> Frame:
     try:
-        digests.require(folder / TABLE)
         table = pd.read_parquet((folder / TABLE).absolute(), page_checksum_verification=True)
         return table[list(COLUMNS)]
     except (OSError, ValueError, KeyError):

@@ -9,7 +9,6 @@ import pandas as pd
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.evaluation.candidates import Candidate
-from lamina.jobs import digests
 from lamina.jobs.kinds import Kind, kind_of
 
 RESULTS = "results.csv"
@@ -24,7 +23,6 @@ def runs_of(path: str) -> list[Candidate] | None:
     if kind_of(folder) not in (Kind.STUDY, Kind.CLAIMS, Kind.TRANSFER, Kind.MAX_LR):
         return None
     try:
-        digests.require(folder / RESULTS)
         rows = pd.read_csv(folder / RESULTS, dtype={"key": str})
         if "trial" not in rows and "key" in rows:
             raise UserError(

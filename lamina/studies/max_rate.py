@@ -28,15 +28,7 @@ from lamina.training.resolve import resolve_run
 from lamina.training.setting_groups import GuardSettings
 
 KEYS = ("placement", "seed")
-POLICY = ResumePolicy(
-    what="study",
-    free=frozenset(
-        (
-            *("placements", "seeds", "workers", "output", "threads"),
-            *("save_steps", "keep", "report_to", "probe_every", "probes"),
-        )
-    ),
-)
+POLICY = ResumePolicy(what="study", free=MaxRateStudySettings.undecided())
 
 
 def run_max_rate(

@@ -1,56 +1,42 @@
-"""A study's record: study.yaml with its digest and its copy, and the check that its trials belong together."""
+"""A study's record: study.yaml with its digest, and the check that its trials belong together."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs.files import read_result, read_yaml
-from lamina.jobs.sealed import DIGEST, read_sealed, write_sealed
+from lamina.jobs.files import read_result, read_sealed, read_yaml, write_sealed
 from lamina.jobs.status import ENDED
 from lamina.placements import Plan
 from lamina.training.settings import PretrainSettings
 
-logger = logging.getLogger(__name__)
-
-STUDY, COPY = "study.yaml", ".study.yaml"
-HEADER = {"kind", "command", "version", "created", "settings"}
+STUDY = "study.yaml"
 # Settings in which a study's trials may differ and still be one experiment.
-_OF_THE_MACHINE = {"output", "threads", "device", "save_steps", "keep", "report_to", "probe_every", "probes"}
 _OF_A_TRIAL = {"placement", "learning_rate", "seed", "hidden_size", "base_width"}
 
 
 def write_study(folder: Path, study: Mapping[str, Any]) -> None:
-    """Write study.yaml and its copy; a file whose digest does not match is never used."""
-    write_sealed(folder / COPY, study)
+    """Write study.yaml; one whose digest does not match is never used."""
     write_sealed(folder / STUDY, study)
 
 
 def has_study(folder: Path) -> bool:
-    """Whether the folder holds a study's record, whole or not."""
-    return (folder / STUDY).is_file() or (folder / COPY).is_file()
+    """Return whether the folder holds a study's record, whole or not."""
+    return (folder / STUDY).is_file()
 
 
 def read_study(folder: Path) -> Json:
-    """The record of the study in a folder: study.yaml, or its copy if that file is not whole.
-
-    Raises UserError naming the file if neither is whole.
-    """
+    """Return the record of the study in a folder. Raises UserError naming study.yaml if it is missing or not whole."""
     if not has_study(folder):
         raise UserError(f"output: {str(folder)!r} holds no study to resume ({STUDY} is missing)")
     try:
-        study = _read(folder)
+        study = read_sealed(folder / STUDY)
     except UserError as error:
-        try:
-            study = read_sealed(folder / COPY)
-        except UserError:
-            raise UserError(f"{error} (allowed: the file as it was, or --overwrite to begin again)") from None
-        logger.warning("%s; the study's settings are taken from its copy, %s", error, COPY)
+        raise UserError(f"{error} (allowed: the file as it was, or --overwrite to begin again)") from None
     if not isinstance(study.get("settings"), dict):
         raise UserError(f"{str(folder / STUDY)!r}: the field 'settings' is missing")
     return study
@@ -108,18 +94,8 @@ def refuse_mixture(
     for trial, settings in trials.items():
         for name, value in settings.items():
             owner, other = shared.setdefault(name, (trial, value))
-            if value != other and name not in free and name not in _OF_THE_MACHINE:
+            if value != other and name not in free and name not in PretrainSettings.undecided():
                 raise UserError(
                     f"trials: {trial} was trained with {name} {value!r}, but {owner} has {other!r} (allowed in one "
                     "ranking: trials of the same settings; was a file edited, or a trial copied here?)"
                 )
-
-
-def _read(folder: Path) -> Json:
-    """study.yaml, if it is whole; one older than digests has no copy and only the known keys."""
-    path = folder / STUDY
-    if not (folder / COPY).is_file() and path.is_file():
-        study = read_yaml(path)
-        if DIGEST not in study and set(study) <= HEADER and path.read_text(encoding="utf-8").endswith("\n"):
-            return study
-    return read_sealed(path)

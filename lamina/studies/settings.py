@@ -32,7 +32,7 @@ class SeedsSettings(Settings):
 
     group = "steps and learning rate"
 
-    seeds: str | int | tuple[int | str, ...] = setting("0", "comma-separated seeds", seed_list)
+    seeds: str | int | tuple[int | str, ...] = setting("0", "comma-separated seeds", seed_list, decides=False)
 
     @property
     def all_seeds(self) -> list[int]:
@@ -72,6 +72,7 @@ class CompareSettings(RunSettings, PlacementsSettings, RatesSettings, SeedsSetti
         'placements with their own rates instead of these: "keel=3e-3,1e-2; post_ln=1e-4,1e-3" (in YAML and Python '
         "also a mapping from placements to rates)",
         rates_by_placement,
+        decides=False,
     )
     init: str = changed(
         SAME + SUITS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,10 +16,10 @@ from lamina.jobs.files import write_json
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
+from lamina.jobs.resume import ResumePolicy
 from lamina.jobs.status import severity
 from lamina.modeling.building import build, make_plan
 from lamina.modeling.width import scaled_weights
-from lamina.studies.compare import POLICY as COMPARE_POLICY
 from lamina.studies.compare import read_study_data, run_study
 from lamina.studies.record import refuse_another_plan, refuse_another_trial, stored_study
 from lamina.studies.width_settings import TransferSettings
@@ -34,12 +34,7 @@ else:
     Frame = pd.DataFrame
 
 SUMMARY = "transfer.json"
-# The rates and how they are evaluated may change, but not what a trial computes.
-POLICY = replace(
-    COMPARE_POLICY,
-    free=(frozenset(COMPARE_POLICY.free) - {"placements"})
-    | {"verify_rates", "verify_width", "hidden_size", "best_margin"},
-)
+POLICY = ResumePolicy(what="study", free=TransferSettings.undecided())
 KEYS = ("placement", "hidden_size", "learning_rate", "seed")
 HEADROOM = 2.0  # a rate more than this factor below the first failing rate is safe
 

@@ -68,7 +68,9 @@ class CoordCheckSettings(
     steps: int = changed(3, help="optimizer steps, all on the same batch")
     seeds: str | int | tuple[int | str, ...] = changed("0,1,2", help="comma-separated seeds of the weights")
     batch_size: int = changed(8, help="blocks in the batch")
-    tolerance: float = setting(0.3, "exponents of the width within plus or minus this count as flat", above(0.0))
+    tolerance: float = setting(
+        0.3, "exponents of the width within plus or minus this count as flat", above(0.0), decides=False
+    )
     output: str = changed("runs/coord-check")
 
     def check(self) -> None:
@@ -119,7 +121,7 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
     placement: str = changed("fusenorm")
     backbone: str = changed("llama-71m")
     hidden_size: int | None = changed(
-        None, help="the target's width (default: the backbone's); it is trained only for verify_rates"
+        None, help="the target's width (default: the backbone's); it is trained only for verify_rates", decides=False
     )
     proxy_width: int = setting(
         64, "the proxy's hidden size, at which the rates are tried; also the base of width scaling", at_least(1)
@@ -128,13 +130,15 @@ class TransferSettings(RunSettings, PlacementSettings, RatesSettings, SeedsSetti
         "1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", help="comma-separated peak learning rates to try on the proxy"
     )
     verify_rates: str = setting(
-        "", "comma-separated learning rates to try also at verify_width (default: none)", rates_or_none
+        "", "comma-separated learning rates to try also at verify_width (default: none)", rates_or_none, decides=False
     )
-    verify_width: int | None = setting(None, "hidden size for these rates (default: the target's)", at_least(1))
+    verify_width: int | None = setting(
+        None, "hidden size for these rates (default: the target's)", at_least(1), decides=False
+    )
     width_scaling: str = changed("standard", help=f"{', '.join(SCHEMES)} (Everett et al. 2024)")
     base_width: int | None = changed(None, help="always proxy_width")
     best_margin: float = setting(
-        0.02, "nats above the lowest eval loss up to which a rate counts among the best", not_below(0.0)
+        0.02, "nats above the lowest eval loss up to which a rate counts among the best", not_below(0.0), decides=False
     )
     output: str = changed("runs/transfer")
 

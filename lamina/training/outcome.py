@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.jobs import columns
+from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.modeling.backbones.presets import used_by_a_token
 from lamina.modeling.building import recommended
@@ -76,7 +77,7 @@ def verdict(run: TrainingRun, complete: bool) -> tuple[Status, str] | Diverged:
     guess = run.resolved.objective.guess
     if recorder.best_eval <= entropy - margin:
         return Status.FINISHED, ""
-    falling = still_falling(run.losses.records(), settings.steps, entropy + margin)
+    falling = still_falling(RunFolder(run.folder).metrics, settings.steps, entropy + margin)
     if falling is not None:
         return Status.SHORT, (
             f"{settings.steps} steps are too few to tell: {falling}, and its best of {recorder.best_eval:.3f} "

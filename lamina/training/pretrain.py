@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from lamina.core.json_types import Json
 from lamina.core.values import text
 from lamina.data.blocks import Splits
-from lamina.jobs import digests
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import Job, open_job
 from lamina.jobs.kinds import Kind
@@ -122,7 +121,7 @@ def _claim(held: ExitStack, job: Job[PretrainSettings], resolved: ResolvedRun, s
     if job.resumes:
         identity.refuse_changes(job.folder)
     held.enter_context(job)
-    digests.remove(job.folder / "result.json")
+    (job.folder / "result.json").unlink(missing_ok=True)
     job.write_yaml("config.yaml", resolved.settings.to_dict())
     job.write_json("plan.json", resolved.plan.to_dict())
     job.write_json(DATA, identity.text)

@@ -17,16 +17,7 @@ from lamina.training.objectives.objective import Objective, objective_of
 from lamina.training.optimization.optimizer import width_scaling_of
 from lamina.training.settings import PretrainSettings
 
-POLICY = ResumePolicy(
-    what="run",
-    free=frozenset(
-        (
-            *("output", "save_steps", "keep", "report_to", "threads", "parallel", "device"),
-            *("rollback", "rollback_factor", "rollback_skip", "probe_every", "probes", "pause_step"),
-            "push_to_hub",
-        )
-    ),
-)
+POLICY = ResumePolicy(what="run", free=PretrainSettings.undecided() | {"rollback"})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from lamina.training.execution.processes import Processes
 from lamina.training.initial import initial_model
 from lamina.training.monitor.experts import ExpertBalance
 from lamina.training.monitor.guard import Diverged, DivergenceGuard
-from lamina.training.monitor.loss_trend import RecordedLosses
 from lamina.training.monitor.parameter_measures import UpdateRatios
 from lamina.training.monitor.recorder import RunRecorder, stop_signals
 from lamina.training.monitor.scheduled_probes import ScheduledProbes, undisturbed
@@ -89,7 +88,7 @@ class TrainingRun:
         self.order = self._make_order(done=max(0, state.get("step", 0)))
         self.updates = UpdateRatios(self.model)
         self.trackers = Trackers(settings.report_to, self.folder) if processes.first else None
-        self.recorder, self.losses = self._make_recorder(), RecordedLosses(self.folder, settings.steps)
+        self.recorder = self._make_recorder()
         self._probing = self._make_probing()
         self.branches = Branches(
             settings,
@@ -102,7 +101,6 @@ class TrainingRun:
         )
         self.states: list[Stateful] = [
             self.recorder,  # first: it syncs to disk what the others refer to
-            *([self.losses] if processes.first else []),
             rollbacks,
             RunIdentity(settings, resolved.plan, splits.stats.fingerprint),
             StreamPosition(self),

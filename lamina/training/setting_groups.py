@@ -236,15 +236,20 @@ class RecordSettings(Settings):
     )
     eval_task_limit: int = setting(100, "items per task of eval_tasks (0 for all)", at_least(0))
     eval_data_dir: str | None = setting(
-        None, "folder to read the data of eval_tasks from, in place of the hub, as `lamina eval --data-dir`", path
+        None,
+        "folder to read the data of eval_tasks from, in place of the hub, as `lamina eval --data-dir`",
+        path,
+        decides=False,
     )
-    save_steps: int = setting(0, "steps between two checkpoints (0 for the final model only)", at_least(0))
-    keep: int = setting(2, "checkpoints to keep", at_least(1))
+    save_steps: int = setting(
+        0, "steps between two checkpoints (0 for the final model only)", at_least(0), decides=False
+    )
+    keep: int = setting(2, "checkpoints to keep", at_least(1), decides=False)
     monitor_blocks: int | None = setting(
         None, "held-out blocks for the layer monitor (default: a quarter of the batch)", at_least(1)
     )
     probe_every: int = setting(
-        0, "steps between two runs of the probes on a few held-out blocks (0 for none)", at_least(0)
+        0, "steps between two runs of the probes on a few held-out blocks (0 for none)", at_least(0), decides=False
     )
 
 
@@ -307,7 +312,9 @@ class TrainerSettings(Settings):
 
     group = "trackers and the Trainer"
 
-    report_to: str = setting("none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers)
+    report_to: str = setting(
+        "none", f"none, or a comma-separated list of {', '.join(TRACKERS)}", trackers, decides=False
+    )
     trainer: Json = setting(
         {}, "any other argument of transformers' TrainingArguments, e.g. --trainer.optim adafactor", mapping
     )

@@ -94,6 +94,7 @@ class ParallelSettings(DeviceSettings):
         "auto",
         "how several processes share the work: auto (as accelerate is configured, else ddp), ddp (each holds the "
         "model), fsdp2 (each a part)",
+        decides=False,
     )
     device: Device = changed("auto", help="auto, cpu, cuda or mps")
 
@@ -110,12 +111,13 @@ class RollbackSettings(Settings):
         at_least(0),
     )
     rollback_factor: float = setting(
-        0.5, "factor on the learning rate at each rollback", between(0.0, 1.0, open_low=True)
+        0.5, "factor on the learning rate at each rollback", between(0.0, 1.0, open_low=True), decides=False
     )
     rollback_skip: int | None = setting(
         None,
         "steps' worth of data to skip at a rollback (default: from the checkpoint to the step that diverged)",
         at_least(0),
+        decides=False,
     )
 
 
@@ -151,7 +153,10 @@ class PauseSettings(Settings):
     group = "output"
 
     pause_step: int | None = setting(
-        None, "evaluate, save a checkpoint and stop after this step; --resume goes on from there", at_least(1)
+        None,
+        "evaluate, save a checkpoint and stop after this step; --resume goes on from there",
+        at_least(1),
+        decides=False,
     )
 
 
@@ -162,7 +167,10 @@ class HubSettings(Settings):
     group = "output"
 
     push_to_hub: str | None = setting(
-        None, "upload the model to this private repository of the Hugging Face hub, OWNER/NAME (default: never)", place
+        None,
+        "upload the model to this private repository of the Hugging Face hub, OWNER/NAME (default: never)",
+        place,
+        decides=False,
     )
 
 
@@ -264,6 +272,7 @@ class PlacementsSettings(Settings):
         "pre_ln",
         "comma-separated names (see `lamina placements`), name(option=value, ...), YAML or Python files (which run)",
         placement_list,
+        decides=False,
     )
 
     @property
@@ -288,5 +297,5 @@ class RatesSettings(Settings):
     group = "steps and learning rate"
 
     learning_rates: str | float | tuple[float | str, ...] = setting(
-        "5e-3", "comma-separated peak learning rates", rate_list
+        "5e-3", "comma-separated peak learning rates", rate_list, decides=False
     )

@@ -62,7 +62,7 @@ def test_the_folder_holds_settings_tables_figures_and_the_page(probe, own, check
     assert code == 0
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {".lock"}
     assert found == {
-        *("config.yaml", "environment.json", "result.json", "report.html", "digests.jsonl"),
+        *("config.yaml", "environment.json", "result.json", "report.html"),
         *("mean_square.parquet", "weight_norm.parquet", "figures/mean_square-1.json"),
     }
     out = capsys.readouterr().out

@@ -14,8 +14,8 @@ from lamina.errors import UserError
 from lamina.evaluation import job
 from lamina.evaluation.candidates import candidates_of
 from lamina.jobs.environment import environment
+from lamina.jobs.folder import has_result
 from lamina.jobs.kinds import Kind, kind_of
-from lamina.jobs.replaced import has_result
 from lamina.studies.evaluated import runs_of
 
 pytest.importorskip("lm_eval")
@@ -151,7 +151,7 @@ def test_finished_scores_are_a_result(tmp_path):
     assert not has_result(tmp_path)
     (tmp_path / "scores" / "000-a").mkdir(parents=True)
     (tmp_path / "scores" / "000-a" / "quiz.json").write_text("{}")
-    assert has_result(tmp_path), "--overwrite does not put the old content back over them"
+    assert has_result(tmp_path), "--overwrite then deletes the old content"
 
 
 def test_a_study_s_seeds_are_one_line_and_its_diverged_runs_are_counted(tmp_path, text):

@@ -7,6 +7,14 @@ import pytest
 from lamina.jobs import environment
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """git is asked once per process."""
+    environment.git_revision.cache_clear()
+    yield
+    environment.git_revision.cache_clear()
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A repository with one commit, in which the package would lie."""

@@ -7,9 +7,7 @@ import pytest
 from lamina.cli import main
 from lamina.errors import UserError
 from lamina.jobs.files import write_text
-from lamina.jobs.folder import claim, lock
-from lamina.jobs.ledger import Ledger
-from lamina.jobs.replaced import APART
+from lamina.jobs.folder import LOCK, REPLACES, hold, lock
 from lamina.reports.page import write_page
 
 
@@ -26,23 +24,13 @@ def folder(tmp_path):
     return tmp_path / "folder"
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", [LOCK, REPLACES])
 def test_a_folder_with_a_link_in_the_locks_place_is_refused(folder, precious, name):
     (folder / name).symlink_to(precious)
     with pytest.raises(UserError, match=f"{name}' is a link"), lock(folder):
         pass
     assert precious.read_text() == "mine"
     assert (folder / name).is_symlink()
-
-
-@pytest.mark.parametrize("name", [".replaced", ".replacing", ".gone-replaced"])
-def test_the_files_of_a_linked_folder_are_not_moved(folder, tmp_path, name):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter").write_text("mine")
-    (folder / name).symlink_to(tmp_path / "home")
-    with pytest.raises(UserError, match="is a link"), lock(folder):
-        pass
-    assert (tmp_path / "home" / "letter").read_text() == "mine"
 
 
 def test_a_lock_that_leads_nowhere_makes_no_file(folder, tmp_path):
@@ -78,8 +66,6 @@ def test_a_command_refuses_a_linked_lock_in_one_line(folder, precious, capsys, a
 def test_a_file_is_not_written_through_a_link_in_its_temporary_place(folder, precious):
     (folder / f".result.json.{os.getpid()}").symlink_to(precious)
     write_text(folder / "result.json", "{}")
-    (folder / f".digests.jsonl.{os.getpid()}").symlink_to(precious)
-    Ledger(folder).rewrite()
     assert precious.read_text() == "mine"
     assert not (folder / "result.json").is_symlink()
 
@@ -90,11 +76,12 @@ def test_a_page_is_not_written_through_a_link_in_its_temporary_place(folder, pre
     assert precious.read_text() == "mine"
 
 
-def test_a_claim_deletes_a_linked_draft_but_not_what_it_leads_to(folder, tmp_path):
+def test_holding_a_folder_deletes_a_linked_draft_but_not_what_it_leads_to(folder, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").write_text("mine")
-    claim(folder, resume=False, overwrite=False)
     (folder / ".model-draft").symlink_to(tmp_path / "home")
-    claim(folder, resume=True, overwrite=False)
+    write_text(folder / "environment.json", '{"versions": {"lamina": "0.1.0"}}')
+    with hold(folder, resume=True):
+        pass
     assert not (folder / ".model-draft").is_symlink()
     assert (tmp_path / "home" / "letter").read_text() == "mine"

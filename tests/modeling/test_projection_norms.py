@@ -7,12 +7,11 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, built, llama, token_ids
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import lamina
-from lamina.modeling.modeling_lamina import LaminaLayerNorm, LaminaNorm, LaminaRMSNorm, current_key
+from lamina.modeling.modeling_lamina import LaminaLayerNorm, LaminaNorm, LaminaRMSNorm
 from lamina.placements import names, resolve
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": VOCABULARY}
@@ -130,32 +129,6 @@ def test_norms_built_on_the_meta_device_are_there():
         model = lamina.build(llama(2), "hybridnorm")
     assert len(inner_norms(model)) == 6
     assert all(p.is_meta for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["hybridnorm", "olmo2", *ENCODERS])
-def test_checkpoints_with_the_former_names_load_and_are_saved_with_todays(name, tmp_path):
-    model = model_of(name)
-    model.save_pretrained(tmp_path)
-    todays = load_file(tmp_path / "model.safetensors")
-    stacked = "Wqkv.norms.{}" if name in ENCODERS else "{}_proj.norm"
-    formers = {}
-    for key, value in todays.items():
-        inner = next((p for p in "qkv" if f".{p}_norm." in key), None)
-        formers[key.replace(f"{inner}_norm", stacked.format(inner)) if inner else key] = value
-    assert len(formers.keys() - todays.keys()) == expected_inner_norms(name)
-    assert {current_key(key) for key in formers} == todays.keys()
-    save_file(formers, tmp_path / "model.safetensors", metadata={"format": "pt"})
-
-    again, info = AUTO[name].from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values())
-    assert torch.equal(logits(again), logits(model))
-    again.save_pretrained(tmp_path / "again")
-    assert load_file(tmp_path / "again" / "model.safetensors").keys() == todays.keys()
-    with torch.no_grad():
-        for parameter in again.parameters():
-            parameter.zero_()
-    again.load_state_dict(formers, strict=False)  # not strict: a tied weight is stored once
-    assert torch.equal(logits(again), logits(model))
 
 
 @pytest.mark.parametrize("name", ["hybridnorm", "olmo2"])

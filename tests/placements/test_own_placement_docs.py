@@ -1,4 +1,4 @@
-"""docs/own-placement.md works as written: its files are written and its commands run, and a package's are listed."""
+"""The placement of docs/own.md works as written: its files are written, its commands run, a package's is listed."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from lamina.placements import registry
 from lamina.training.pretrain import pretrain
 from lamina.training.settings import PretrainSettings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "own-placement.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "own.md").read_text(encoding="utf-8").split("\n## A probe\n")[0]
 
 
 def blocks(language):

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lamina.errors import UserError
 from lamina.probes.angular_distance import AngularDistance, best_blocks, scaled_rows
-from lamina.probes.engine import registry
-from lamina.probes.engine.directions import Directions, ranges
+from lamina.probes.engine.directions import Directions
 from lamina.probes.engine.measure import probe, run
 
 
@@ -194,20 +193,6 @@ def test_sentences_say_which_blocks_could_go_and_which_half_is_similar(turns, wo
     assert len(figures) == 2
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("angular_distance(tokens=middle)", "tokens: 'middle' .allowed: last, first, all"),
-        ("angular_distance(tokens_per_batch=0)", "tokens_per_batch: 0"),
-        ("angular_distance(tokens_per_batch=many)", "tokens_per_batch: 'many'"),
-        ("angular_distance(token=all)", "token"),
-    ],
-)
-def test_an_option_that_has_no_meaning_is_refused(spec, message):
-    with pytest.raises(UserError, match=message):
-        registry.make(spec)
-
-
 def test_one_layer_and_many():
     for count in (1, 40):
         config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_attention_heads=1)
@@ -229,10 +214,6 @@ def test_the_page_says_what_the_stream_is():
         notes[name] = " ".join(context.notes)
     assert "norm's output" not in notes["llama"]
     assert "The state behind every layer is a norm's output (Post-LN)" in notes["bert"]
-
-
-def test_ranges():
-    assert ranges([5, 0, 1, 2, 8, 7]) == "0-2, 5, 7-8"
 
 
 def test_a_token_of_zeros_has_no_direction_and_breaks_nothing():

@@ -20,10 +20,10 @@ from tiny_contexts import (
 from torch import nn
 
 import lamina
-from lamina.errors import UserError
 from lamina.probes.bounds import Bounds, LastLayer, last_layer_sides, variance_sides
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.layer_calls import record_layer_calls
+from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.structure.sites import FeedForward, LayerSite, NormSite, Point, Structure, SublayerSite
 
 WIDTH, INNER = 12, 20
@@ -338,17 +338,7 @@ def test_a_model_without_a_head_keeps_the_statements_about_depth():
 def test_means_over_sequences_have_standard_errors_and_sentences_their_numbers():
     probe = Bounds(sequences=3, tokens=8)
     frame = measured(probe, context_of(lamina_model("peri_ln", num_layers=3), sequences=3, tokens=8))
-    assert list(frame.columns) == [
-        "layer",
-        "sublayer",
-        "role",
-        "index",
-        "metric",
-        "value",
-        "standard_error",
-        "sequences",
-        "tokens",
-    ]
+    assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
     assert frame[(frame.role == "peri_ln_c2") & (frame.metric == "left")].standard_error.item() > 0
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'right', 'peri_ln_c2', 2):.3g}" in said
@@ -366,18 +356,9 @@ def test_an_exponent_that_the_layers_do_not_determine_is_none():
     rows += [
         (layer, "block", "fusenorm_eq_9", 0, metric, 1.0, 0.1) for layer in range(3) for metric in ("left", "ratio")
     ]
-    columns = ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
-    said = Bounds().sentences(pd.DataFrame(rows, columns=columns))
+    said = Bounds().sentences(pd.DataFrame(rows, columns=COLUMNS))
     assert (
         "How ||J - I|| goes with sigma_l can't be told from 3 layers (the exponent is 32 ± 20; the paper has -1)."
         in said
     )
     assert "||J - I|| goes as (l + 1)^(-0.51 ± 0.03); the paper has -0.5." in said
-
-
-@pytest.mark.parametrize(
-    ("option", "wrong"), [("sequences", -1), ("tokens", 1), ("constant", -1), ("constant", math.inf), ("tolerance", 1)]
-)
-def test_bad_options_are_named(option, wrong):
-    with pytest.raises(UserError, match=f"bounds: option '{option}'"):
-        Bounds(**{option: wrong})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from probes.tiny import blocks, gemma2, llama, value
+from probes.tiny import SIZES, blocks, gemma2, llama, value
 from torch import nn
 
 import lamina
@@ -71,16 +71,8 @@ def test_learned_scales_beside_the_norms_and_no_biases():
 def test_layer_scale_of_a_vision_model():
     from transformers import Dinov2Config, Dinov2Model
 
-    model = Dinov2Model(
-        Dinov2Config(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            image_size=16,
-            patch_size=4,
-            layerscale_value=0.3,
-        )
-    ).eval()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    model = Dinov2Model(Dinov2Config(**sizes, layerscale_value=0.3)).eval()
     model.encoder.layer[1].layer_scale2.lambda1.fill_(0.7) if hasattr(model, "encoder") else None
     frame = probe(model, ["gains"], torch.randn(2, 3, 16, 16), tolerance=0.0)["gains"]
     scales = frame[(frame["metric"] == "gain_mean") & frame["role"].str.contains("lambda")]
@@ -91,16 +83,7 @@ def test_layer_scale_of_a_vision_model():
 def test_norms_without_a_gain_have_no_rows():
     from transformers import OlmoConfig, OlmoForCausalLM
 
-    model = OlmoForCausalLM(
-        OlmoConfig(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-        )
-    )
-    frame = measure(model)
+    frame = measure(OlmoForCausalLM(OlmoConfig(**SIZES, num_hidden_layers=2)))
     assert list(frame.columns[:7]) == ["layer", "sublayer", "role", "index", "metric", "value", "standard_error"]
     assert frame.empty
     assert Gains().sentences(frame) == []
@@ -110,17 +93,7 @@ def test_norms_without_a_gain_have_no_rows():
 def test_norms_of_the_same_role_are_told_apart_by_index():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-    )
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8))
     with torch.no_grad():
         model.model.layers[0].self_attn.k_norm.weight.fill_(3.0)
     frame = measure(model)

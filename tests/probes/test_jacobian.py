@@ -16,8 +16,8 @@ from tiny_contexts import (
 )
 
 import lamina
-from lamina.errors import UserError
 from lamina.probes.engine.jacobians import Wiring, block_factor, expected_sigmas, wirings_of
+from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.jacobian import JacobianProbe
 
 PLACEMENTS = ["pre_ln", "post_ln", "peri_ln", "keel", "fusenorm", "b2t", "layernorm_scaling"]
@@ -224,17 +224,7 @@ def test_images():
 def test_a_sentence_and_two_figures():
     probe = JacobianProbe()
     frame = measured(probe, context_of(lamina_model("post_ln")))
-    assert list(frame.columns) == [
-        "layer",
-        "sublayer",
-        "role",
-        "index",
-        "metric",
-        "value",
-        "standard_error",
-        "sequences",
-        "tokens",
-    ]
+    assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
     said = " ".join(probe.sentences(frame))
     assert f"10^{value(frame, 'log10_total', 'jacobian'):.2f}" in said
     assert len(probe.figures(frame)) == 2
@@ -245,12 +235,3 @@ def test_no_power_is_minus_zero():
     said = " ".join(probe.sentences(measured(probe, context_of(lamina_model("pre_ln")))))
     assert "Along the residual path alone the product is 10^0.00;" in said
     assert "-0.00" not in said
-
-
-@pytest.mark.parametrize(
-    ("option", "wrong"),
-    [("sequences", -1), ("tokens", 1), ("tokens", 2.5), ("iterations", 0), ("tolerance", 0), ("total", 3)],
-)
-def test_bad_options_are_named(option, wrong):
-    with pytest.raises(UserError, match=f"jacobian: option '{option}'"):
-        JacobianProbe(**{option: wrong})

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from lamina.errors import UserError
 from lamina.probes.engine import registry
 from lamina.probes.engine.registry import listed, read
 
@@ -47,3 +48,41 @@ def test_every_way_of_writing_an_attribute_is_read(tmp_path):
     (one,) = read(path)
     assert (one.name, one.title, one.summary, one.over_steps) == ("mine", "My own", "one two", ("a", "b"))
     assert one.options == {"top": "3", "share": "0.5", "strict": ""}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("angular_distance(tokens=middle)", "tokens: 'middle' .allowed: last, first, all"),
+        ("angular_distance(tokens_per_batch=0)", "tokens_per_batch: 0"),
+        ("angular_distance(tokens_per_batch=many)", "tokens_per_batch: 'many'"),
+        ("angular_distance(token=all)", "token"),
+        ("bounds(sequences=-1)", "bounds: option 'sequences' is -1 .allowed: a whole number, 0 for all"),
+        ("bounds(tokens=1)", "bounds: option 'tokens' is 1 .allowed: a whole number of at least 2"),
+        ("bounds(constant=-1)", "bounds: option 'constant'"),
+        ("bounds(tolerance=1)", "bounds: option 'tolerance'"),
+        *(
+            (f"hidden_states(top={top})", "option 'top' is .*whole number from 1 to 100")
+            for top in (0, 101, 2.5, "true")
+        ),
+        ("jacobian(tokens=2.5)", "jacobian: option 'tokens'"),
+        ("jacobian(iterations=0)", "jacobian: option 'iterations'"),
+        ("jacobian(tolerance=0)", "jacobian: option 'tolerance'"),
+        ("jacobian(total=3)", "jacobian: option 'total'"),
+        ("layer_drop(block=0)", "block: 0"),
+        ("layer_drop(meaning=skip)", "meaning: 'skip' .allowed: remove, branch, all"),
+        ("layer_drop(metric=accuracy)", "metric: 'accuracy' .allowed: loss, perplexity, all"),
+        ("layer_drop(score=mine)", "score: 'mine'"),
+        ("layer_drop(standard_error=2)", "standard_error: 2"),
+        *((f"logit_lens(tokens={tokens})", "logit_lens: option 'tokens' is") for tokens in (-1, 1.5, "true")),
+        ("low_precision(fp8_scaling=row)", "option 'fp8_scaling' is 'row'"),
+        ("low_precision(loss=maybe)", "option 'loss' is 'maybe'"),
+        ("similarity(tokens=none)", "tokens"),
+        ("spectra(few_tokens=ignore)", "spectra: option 'few_tokens'"),
+        ("spectra(memory=0)", "spectra: option 'memory'"),
+        ("spectra(memory=true)", "spectra: option 'memory'"),
+    ],
+)
+def test_an_option_that_has_no_meaning_is_named(spec, message):
+    with pytest.raises(UserError, match=message):
+        registry.make(spec)

@@ -10,7 +10,6 @@ from probes.tiny import albert, bert, blocks, gemma2, llama, states, value
 import lamina
 from lamina.errors import UserError
 from lamina.probes import logit_lens
-from lamina.probes.engine.context import Context
 from lamina.probes.engine.losses import masked_positions
 from lamina.probes.engine.measure import make_context, probe
 from lamina.probes.engine.probe_settings import ProbeSettings
@@ -87,10 +86,7 @@ def test_logits_never_stand_whole(monkeypatch):
 @torch.no_grad()
 def test_a_masked_model_predicts_what_is_behind_its_mask():
     model, ids = bert(), blocks()
-    context = make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER)
-    instance = LogitLens()
-    instance.begin(context)
-    frame = instance.finish(context)
+    frame = finished(make_context(model, ProbeSettings(batch_size=2), ids, TOKENIZER))
     chosen = masked_positions(16)
     hidden = ids.clone()
     hidden[:, chosen] = TOKENIZER.mask_token_id
@@ -125,16 +121,10 @@ def test_shared_layers_and_padding():
     ids = blocks(sequences=2, tokens=10)
     mask = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
     context = make_context(model, ProbeSettings(batch_size=2), ids)
-    made = Context(
-        model=model,
-        base=context.base,
-        structure=context.structure,
-        batches=[{"input_ids": ids, "attention_mask": mask}],
-    )
-    frame = finished(made)
-    single = [{"input_ids": ids[:1]}, {"input_ids": ids[1:, :6]}]
-    made.batches = single
-    wanted = finished(made)
+    context.batches = [{"input_ids": ids, "attention_mask": mask}]
+    frame = finished(context)
+    context.batches = [{"input_ids": ids[:1]}, {"input_ids": ids[1:, :6]}]
+    wanted = finished(context)
     torch.testing.assert_close(torch.tensor(frame["value"]), torch.tensor(wanted["value"]), rtol=1e-4, atol=1e-5)
 
 
@@ -163,12 +153,6 @@ def test_so_many_tokens_as_asked_for():
     first = measure(model, ids[:2])
     torch.testing.assert_close(torch.tensor(few["value"]), torch.tensor(first["value"]))
     assert len(few) == len(first)
-
-
-@pytest.mark.parametrize("tokens", [-1, 1.5, True])
-def test_another_number_of_tokens_is_refused(tokens):
-    with pytest.raises(UserError, match="logit_lens: option 'tokens' is"):
-        LogitLens(tokens=tokens)
 
 
 def test_models_without_a_vocabulary_are_refused_in_one_line():

@@ -14,7 +14,7 @@ from lamina.probes.engine.registry import listed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "probes.md").read_text(encoding="utf-8")
-OWN = (DOCS / "own-probe.md").read_text(encoding="utf-8")
+OWN = (DOCS / "own.md").read_text(encoding="utf-8")
 GALLERY = (DOCS / "gallery.md").read_text(encoding="utf-8")
 
 

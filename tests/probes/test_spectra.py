@@ -9,6 +9,7 @@ from tiny_contexts import context_of, lamina_model, llama, measured, shake, tran
 from transformers import LlamaForCausalLM
 
 from lamina.errors import UserError
+from lamina.probes.engine.registry import COLUMNS
 from lamina.probes.spectra import (
     Covariance,
     Spectra,
@@ -215,24 +216,8 @@ def test_lamina_models_have_them_too():
     probe = Spectra()
     frame = measured(probe, context_of(lamina_model("peri_ln"), sequences=8, tokens=20))
     assert "feed_forward.module.up_proj" in set(frame.role)
-    assert list(frame.columns) == [
-        "layer",
-        "sublayer",
-        "role",
-        "index",
-        "metric",
-        "value",
-        "standard_error",
-        "sequences",
-        "tokens",
-    ]
+    assert list(frame.columns) == [*COLUMNS, "sequences", "tokens"]
     said = " ".join(probe.sentences(frame))
     assert f"{value(frame, 'hard_rank', 'post'):.3f}" in said
     assert "our definition" in said
     assert len(probe.figures(frame)) == 6
-
-
-@pytest.mark.parametrize(("option", "wrong"), [("few_tokens", "ignore"), ("memory", 0), ("memory", True)])
-def test_bad_options_are_named(option, wrong):
-    with pytest.raises(UserError, match=f"spectra: option '{option}'"):
-        Spectra(**{option: wrong})

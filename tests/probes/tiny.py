@@ -12,62 +12,27 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+TEXT = {**SIZES, "max_position_embeddings": 64}
+
 
 def llama(layers=3, width=32, **more):
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=width,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        **more,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {**TEXT, "hidden_size": width, "num_hidden_layers": layers, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2, **more)).eval()
 
 
 def bert(layers=2, **more):
-    config = BertConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        **more,
-    )
-    return BertForMaskedLM(config).eval()
+    return BertForMaskedLM(BertConfig(**TEXT, num_hidden_layers=layers, initializer_range=0.2, **more)).eval()
 
 
 def albert(**more):
-    config = AlbertConfig(
-        vocab_size=61,
-        hidden_size=32,
-        embedding_size=16,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        **more,
-    )
-    return AlbertForMaskedLM(config).eval()
+    return AlbertForMaskedLM(AlbertConfig(**TEXT, embedding_size=16, num_hidden_layers=3, **more)).eval()
 
 
 def gemma2(**more):
-    config = Gemma2Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        **more,
-    )
-    return Gemma2ForCausalLM(config).eval()
+    return Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8, **more)
+    ).eval()
 
 
 def blocks(sequences=6, tokens=16, vocabulary=61):

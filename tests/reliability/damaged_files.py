@@ -1,9 +1,9 @@
 """Files that are damaged, then the command that reads them: refused in one line that names the file, or as if whole.
 
-Every case copies an undamaged folder (a killed run, an ended one, a study, a probed checkpoint) or a cache, a corpus, a
-configuration; damages one file of it; and runs a command. Right is a refusal that names the file and loses nothing, or
-the very results of the undamaged copy, or results that lack what was in the file and a line that names it. The weights
-that a run ends with must be the undamaged ones, bit for bit, in every case that is not refused.
+Every case copies an undamaged folder (a killed run, an ended one, a study) or a cache, a corpus, a configuration;
+damages one file of it that has a digest; and runs a command. Right is a refusal that names the file and loses nothing,
+or the very results of the undamaged copy, or results that lack what was in the file and a line that names it. The
+weights that a run ends with must be the undamaged ones, bit for bit, in every case that is not refused.
 
     python tests/reliability/damaged_files.py --count 240 --seed 0 --output docs/reliability/damaged_files.json
 """
@@ -33,8 +33,8 @@ import pandas as pd
 from reliability.record import LOST, RIGHT, SILENT, TRACEBACK, WRONG, Case, main
 from training.tiny_runs import SMALL, flags, layers, records, result, write_corpus
 
-KILLED, ENDED, STUDY, PROBED, CACHE, CORPUS, CONFIG = (
-    "a killed run", "an ended run", "a study", "a probed checkpoint", "the data cache", "a corpus", "a configuration",
+KILLED, ENDED, STUDY, CACHE, CORPUS, CONFIG = (
+    "a killed run", "an ended run", "a study", "the data cache", "a corpus", "a configuration",
 )  # fmt: skip
 OPTIONS = {"steps": 10, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "learning_rate": 2e-3, "keep": 2}
 PROBES = {"probe_every": 3, "probes": "gains"}
@@ -119,7 +119,7 @@ class Bench:
         (self.texts / "words.txt.gz").write_bytes(gzip.compress(self.corpus.read_bytes(), mtime=0))
         shutil.copyfile(self.corpus, self.texts / "words.txt")
         os.environ["LAMINA_CACHE"] = str(root / "cache")
-        self.folders = {KILLED: root / "killed", ENDED: root / "ended", STUDY: root / "study", PROBED: root / "probed"}
+        self.folders = {KILLED: root / "killed", ENDED: root / "ended", STUDY: root / "study"}
         self._make()
         self.expected: dict[tuple[str, str], Any] = {}
 
@@ -136,8 +136,6 @@ class Bench:
         self._stopped(self.folders[KILLED], str(self.corpus), rollback=1, **PROBES)
         shutil.copytree(self.folders[KILLED], self.folders[ENDED])
         self._need(self._call(["pretrain", "--output", str(self.folders[ENDED]), "--resume"]))
-        argv = ["probe", str(self.folders[ENDED] / "model"), "--output", str(self.folders[PROBED]), *self.probing]
-        self._need(self._call([*argv, "--probes", "gains,logit_lens"]))
         study = {k: v for k, v in {**SMALL, **OPTIONS}.items() if k != "learning_rate"}
         made = CompareSettings(
             corpus=str(self.corpus), output=str(self.folders[STUDY]), placements="pre_ln,keel", **study
@@ -170,11 +168,6 @@ class Bench:
         finally:
             LaminaTrainer.training_step = original
         (output / "result.json").unlink()  # a kill leaves none
-        with contextlib.suppress(ImportError):
-            from lamina.jobs import digests
-
-            digests.begin(output)
-            digests.note(output / "result.json", None)
 
     @staticmethod
     def _need(outcome: Outcome) -> None:
@@ -196,9 +189,7 @@ class Bench:
                 KILLED: ["pretrain", "--output", str(place), "--resume"],
                 ENDED: ["pretrain", "--output", str(place), "--resume"],
                 STUDY: ["compare", "--output", str(place), "--resume"],
-                PROBED: ["probe", "--output", str(place), "--resume"],
             }.get(kind, []),
-            "report": ["report", str(place)],
             "generate": ["generate", str(place), "--temperature", "0", "--max-new-tokens", "4"],
             "probe": ["probe", str(place), "--output", f"{place}-probed", *self.probing],
         }[command]
@@ -242,11 +233,6 @@ def read(command: str, kind: str, place: Path, done: Outcome) -> dict[str, Any]:
         return {"text": done.said.strip().splitlines()[-1]}
     if command == "probe":
         return {"table": table_of(Path(f"{place}-probed") / "gains.parquet")}
-    if command == "report":
-        page = (place / "report.html").read_text(encoding="utf-8").replace(place.name, "NAME")
-        return {"page": re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "ID", page)}
-    if kind == PROBED:
-        return {path.name: table_of(path) for path in sorted(place.glob("*.parquet"))}
     found: dict[str, Any] = {}
     for run in sorted(place.glob("trials/*/")) if kind == STUDY else [place]:
         name = run.name if kind == STUDY else "run"
@@ -298,12 +284,10 @@ def judged(case: tuple[str, str], done: Outcome, expected: Any, names: Iterable[
 
 
 def files_of(place: Path) -> list[Path]:
-    """What may be damaged: every file but the lock, pictures of the state, and logs."""
-    return [
-        path
-        for path in sorted(place.rglob("*"))
-        if path.is_file() and path.name not in (".lock", "report.html", "log.txt") and path.stat().st_size
-    ]
+    """What may be damaged: every file of a cache; of a job's folder, the checkpoints, the models, and study.yaml."""
+    files = [path for path in sorted(place.rglob("*")) if path.is_file() and path.stat().st_size]
+    sealed = [p for p in files if {"checkpoints", "model"} & set(p.parts) or p.name == "study.yaml"]
+    return sealed or files
 
 
 def state_of(place: Path) -> dict[str, int]:
@@ -321,7 +305,7 @@ def damaged(bench: Bench, kind: str, command: str, harm: Callable[..., None], dr
     place = bench.copy(kind)
     files = files_of(place)
     if command in ("generate", "probe"):
-        files = [path for path in files if "model" in path.relative_to(place).parts or path.parent == place]
+        files = [path for path in files if "model" in path.relative_to(place).parts]
     path = draw.choice(files)
     name = path.relative_to(place).as_posix()
     there = set(place.rglob("*"))
@@ -429,9 +413,8 @@ def damaged_config(bench: Bench, harm: Callable[..., None], draw: random.Random)
 
 # How many of a hundred cases each command gets.
 SHARES: tuple[tuple[int, str, str], ...] = (
-    (24, KILLED, "resume"), (7, KILLED, "report"), (12, ENDED, "resume"), (7, ENDED, "report"),
-    (6, ENDED, "generate"), (4, ENDED, "probe"), (4, STUDY, "resume"), (6, STUDY, "report"),
-    (6, PROBED, "resume"), (4, PROBED, "report"), (10, CACHE, ""), (6, CORPUS, ""), (4, CONFIG, ""),
+    (30, KILLED, "resume"), (18, ENDED, "resume"), (12, ENDED, "generate"), (8, ENDED, "probe"),
+    (8, STUDY, "resume"), (14, CACHE, ""), (6, CORPUS, ""), (4, CONFIG, ""),
 )  # fmt: skip
 
 

@@ -205,17 +205,17 @@ def how_of(name: str) -> dict[str, Any]:
 
 
 def begun(folder: Path, given: dict[str, Any]) -> bool:
-    """Whether the new run of --overwrite stands: else the old one is back, or comes back with the next command."""
+    """Whether the new run of --overwrite has begun; the old one is whole until that has a checkpoint."""
     import yaml
 
-    from lamina.jobs.folder import recover
-
-    recover(folder)
-    stored = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    assert (folder / "model").is_dir() or stored["steps"] == given["steps"], (
-        "the old run is gone, the new one not there"
-    )
-    return stored["steps"] == given["steps"]
+    config, aside = folder / "config.yaml", folder.with_name(f"{folder.name}.old")
+    stored = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    ours = stored.get("steps") == given["steps"]
+    assert (
+        any((folder if ours else aside).glob("checkpoints/*/manifest.json"))
+        or ((aside if aside.exists() else folder) / "model" / "manifest.json").is_file()
+    ), "the old run is gone, the new one not there"
+    return ours
 
 
 def suite(count: int, seed: int, only: tuple[str, ...] = ()) -> Iterator[Case]:

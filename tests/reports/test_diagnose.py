@@ -127,7 +127,6 @@ def test_a_damaged_watched_json_is_one_line(tmp_path, broken, capsys, layers):
 def test_an_alarm_of_another_version_is_left_out_and_said(tmp_path, broken, caplog, change):
     folder = tmp_path / "other"
     shutil.copytree(broken, folder)
-    (folder / "digests.jsonl").unlink(missing_ok=True)
     path = folder / "alarms.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in [lines[0] | change, *lines]))

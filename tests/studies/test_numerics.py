@@ -30,7 +30,7 @@ def test_every_setting_is_in_the_identity_or_is_known_not_to_matter():
     first = identity.identity("pretrain", PretrainSettings())["settings"]
     outside, names = {"placement", "num_layers", "corpus"}, set(PretrainSettings.names())
     younger = set(identity.YOUNGER) & names
-    assert set(first) | outside | identity.OF_THE_MACHINE | younger == names
+    assert set(first) | outside | PretrainSettings.undecided() | younger == names
 
 
 @pytest.mark.parametrize("placement", placements())

@@ -34,7 +34,6 @@ def test_a_run_in_a_folder_of_any_name(tiny, trained, tmp_path, monkeypatch, cap
     trained("plain", save_steps=2, steps=4, logging_steps=1)
     assert records(tmp_path / name) == records(tmp_path / "plain")
     assert layers(tmp_path / name).equals(layers(tmp_path / "plain"))
-    assert not list((tmp_path / name).rglob("*.damaged"))
     page = report(Path(name)).read_text(encoding="utf-8")
     assert "No records by layer" not in page
     trial = Trial(name=name, placement="pre_ln", folder=Path(name))

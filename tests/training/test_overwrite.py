@@ -1,4 +1,4 @@
-"""--overwrite: the old content counts until the new run has a checkpoint or a result, whatever happens meanwhile."""
+"""--overwrite: the old folder is NAME.old until the new run has a checkpoint or a result."""
 
 import errno
 import os
@@ -6,19 +6,25 @@ import shutil
 import signal
 
 import pytest
-from training.test_damage import OPTIONS, go_on, runs  # noqa: F401 (a fixture)
+from training.test_damage import OPTIONS, runs  # noqa: F401 (a fixture)
 from training.tiny_runs import SMALL, flags, settings
 
 from lamina.cli import main
-from lamina.jobs import folder as run_folder
-from lamina.jobs import replaced
+from lamina.errors import UserError
+from lamina.jobs.folder import REPLACES, hold, lock
 from lamina.training import initial as line
 from lamina.training import pretrain as pretraining
+from lamina.training.checkpointing import store
 
 
 @pytest.fixture
 def old(runs, tmp_path):  # noqa: F811
     return shutil.copytree(runs / "whole", tmp_path / "run")
+
+
+@pytest.fixture
+def aside(old):
+    return old.with_name("run.old")
 
 
 def there(folder):
@@ -40,74 +46,93 @@ def failing(error):
     return build
 
 
+def in_a_child(work):
+    """Do work in a child process that kills itself."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
 )
-def test_a_new_run_that_fails_before_its_first_checkpoint_leaves_the_old_one(old, corpus, monkeypatch, error, caplog):
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_old_one(
+    old, aside, corpus, monkeypatch, error, caplog
+):
     before = there(old)
-    monkeypatch.setattr(line, "build", failing(error))
-    if isinstance(error, RuntimeError):
-        with pytest.raises(RuntimeError):
-            pretraining.pretrain(settings(corpus, old), overwrite=True, bar=False)
-    else:
-        assert overwrite(corpus, old) in (2, 130)
-    assert there(old) == before
-    assert "is back" in caplog.text
+    for _ in range(2):  # a second try keeps the same old content
+        with monkeypatch.context() as patch:
+            patch.setattr(line, "build", failing(error))
+            if isinstance(error, RuntimeError):
+                with pytest.raises(RuntimeError):
+                    pretraining.pretrain(settings(corpus, old), overwrite=True, bar=False)
+            else:
+                assert overwrite(corpus, old) in (2, 130)
+        assert there(aside) == before
+        assert f"what --overwrite replaced is in {aside}" in caplog.text
+    assert overwrite(corpus, old) == 0
+    assert not aside.exists()
 
 
-@pytest.mark.parametrize("moment", ["moving", "moved", "training"])
-def test_a_kill_before_the_first_checkpoint_is_mended_by_the_next_command(old, corpus, monkeypatch, moment, caplog):
+def test_a_killed_run_leaves_the_old_one_until_a_resumed_one_has_a_result(old, aside, corpus, monkeypatch):
     before = there(old)
-    calls = []
-
-    def die(*args, **kwargs):
-        calls.append(args)
-        if moment != "moving" or len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    original = os.replace
-    child = os.fork()
-    if child == 0:
-        place, name = {
-            "moving": (replaced.os, "replace"),
-            "moved": (run_folder.digests, "begin"),
-            "training": (line, "build"),
-        }[moment]
-        monkeypatch.setattr(place, name, die)
-        overwrite(corpus, old)
-        os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert there(old) != before
-    assert go_on(old) == 0
-    assert "is back" in caplog.text
-    assert there(old) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(line, "build", die)
+        in_a_child(lambda: overwrite(corpus, old))
+    assert there(aside) == before
+    assert main(["pretrain", "--output", str(old), "--resume"]) == 0
+    assert not aside.exists()
+    assert not (old / REPLACES).exists()
 
 
-def test_the_old_run_goes_with_the_new_ones_first_checkpoint(old, corpus, monkeypatch):
+def test_the_old_run_goes_with_the_first_checkpoint(old, aside, corpus, monkeypatch):
     seen = []
-    drop = replaced.drop
+    drop = store.drop_old
 
     def look(folder):
-        seen.append([(folder / ".replaced").exists(), *(p.name for p in folder.glob("checkpoints/*"))])
+        seen.append([aside.exists(), *(p.name for p in folder.glob("checkpoints/*"))])
         drop(folder)
 
-    monkeypatch.setattr(replaced, "drop", look)
+    monkeypatch.setattr(store, "drop_old", look)
     assert overwrite(corpus, old, save_steps=2, placement="keel") == 0
     assert seen[:2] == [[True, "checkpoint-2"], [False, "checkpoint-2", "checkpoint-4"]]
-    assert not list(old.glob(".replac*"))
+    assert not aside.exists()
     assert "placement: keel" in (old / "config.yaml").read_text()
 
 
-def test_a_kill_after_the_first_checkpoint_leaves_the_new_run(old, corpus, monkeypatch, caplog):
-    monkeypatch.setattr(replaced, "drop", lambda folder: os.kill(os.getpid(), signal.SIGKILL))
-    child = os.fork()
-    if child == 0:
-        overwrite(corpus, old, save_steps=2, placement="keel")
-        os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    monkeypatch.undo()
-    assert go_on(old) == 0
-    assert "is back" not in caplog.text
-    assert "placement: keel" in (old / "config.yaml").read_text()
-    assert not list(old.glob(".replac*"))
+def test_a_kill_after_the_first_checkpoint_leaves_the_new_run(old, aside, corpus, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "drop_old", die)
+        in_a_child(lambda: overwrite(corpus, old, save_steps=2, placement="keel"))
+    assert aside.exists()
+    assert overwrite(corpus, old) == 0  # the run with a checkpoint is now what is replaced
+    assert not aside.exists()
+
+
+def test_somebodys_folder_in_the_way_is_left_alone(old, aside):
+    aside.mkdir()
+    (aside / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"run\.old' is in the way"), hold(old, overwrite=True):
+        pass
+    assert (aside / "thesis.tex").exists()
+    assert (old / "result.json").exists()
+
+
+def test_the_current_folder_is_not_renamed(old, aside, monkeypatch):
+    monkeypatch.chdir(old / "model")
+    with pytest.raises(UserError, match="holds the current folder"), hold(old, overwrite=True):
+        pass
+    assert not aside.exists()
+
+
+def test_a_process_that_waited_holds_the_new_folder(old, aside):
+    with hold(old, overwrite=True), pytest.raises(UserError, match="another process"), lock(old):
+        pass
+    with hold(old, resume="auto"):
+        assert not (aside / ".lock").exists()

@@ -140,10 +140,10 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, trained):
 
 def test_overwrite_deletes_what_lamina_wrote(tmp_path, run):
     (run / "old").touch()
-    with run_folder.lock(run):
-        assert run_folder.claim(run, resume=False, overwrite=True) is False
-        assert sorted(p.name for p in run.iterdir()) == [".lock", ".replaced", "digests.jsonl"]
-    assert sorted(p.name for p in run.iterdir()) == [".lock", "digests.jsonl"]
+    with run_folder.hold(run, overwrite=True) as resumes:
+        assert not resumes
+        assert sorted(p.name for p in run.iterdir()) == [".lock", ".replaces"]
+    assert sorted(p.name for p in run.iterdir()) == [".lock"]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "result.json"])
@@ -153,8 +153,8 @@ def test_overwrite_leaves_alone_what_lamina_did_not_write(tmp_path, name):
     theirs.mkdir()
     (theirs / name).write_text("debug: true\n")
     (theirs / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="did not write"):
-        run_folder.claim(theirs, resume=False, overwrite=True)
+    with pytest.raises(UserError, match="did not write"), run_folder.hold(theirs, overwrite=True):
+        pass
     assert (theirs / "thesis.tex").read_text() == "years of work"
 
 

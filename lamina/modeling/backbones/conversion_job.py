@@ -91,8 +91,7 @@ def convert(
             record["largest_difference"] = _verified_difference(model, again, record["backbone"])
         write_json(draft / "conversion.json", record)
         write_json(draft / "environment.json", environment(seed=0, kind=Kind.MODEL))
-        with job_folder.lock(output):
-            job_folder.claim(output, resume=False, overwrite=overwrite)
+        with job_folder.hold(output, overwrite=overwrite):
             for path in sorted(draft.iterdir()):
                 path.rename(output / path.name)
     finally:

@@ -114,8 +114,9 @@ def _read_stage(
     if job not in starting:
         raise unknown(f"job in {where.strip().rstrip(':')}", job, starting)
     settings = dict(mapping(where, data, "settings"))
-    decided = {*_DECIDED, *JOBS[job].inputs, *JOBS[job].free}
-    allowed = [each for each in JOBS[job].settings_class().names() if each not in decided]
+    record = JOBS[job].settings_class()
+    decided = {*_DECIDED, *JOBS[job].inputs, *(record.undecided() - {*JOBS[job].files})}
+    allowed = [each for each in record.names() if each not in decided]
     for setting in settings:
         if setting not in allowed:
             raise unknown(f"setting in {where.strip().rstrip(':')}", str(setting), allowed)

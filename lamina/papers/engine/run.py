@@ -15,12 +15,11 @@ from lamina.core.values import writable_folder
 from lamina.core.yaml_files import read_mapping
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.files import write_json
+from lamina.jobs.files import write_json, write_sealed
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
 from lamina.jobs.resume import ResumePolicy
-from lamina.jobs.sealed import write_sealed
 from lamina.jobs.status import ENDED
 from lamina.papers.catalog.arms import refuse_without_effect
 from lamina.papers.catalog.places import catalog_folder
@@ -47,11 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SHOWN = 10
 """How many damaged files are named."""
-POLICY = ResumePolicy(
-    what="study",
-    # where trials are and how they are run, not which ones
-    free=frozenset(("output", "store", "records", "workers", "threads", "engine", "address", "gpus", "processes")),
-)
+POLICY = ResumePolicy(what="study", free=StudySettings.undecided())
 
 
 def run_study(

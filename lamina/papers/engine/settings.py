@@ -22,9 +22,14 @@ Engine = Literal["local", "ray"]
 class StoreSettings(Settings):
     """Where trials are, for all studies."""
 
-    store: str = setting("runs/trials", "folder of all studies' trials; one that is there is not trained again", path)
+    store: str = setting(
+        "runs/trials", "folder of all studies' trials; one that is there is not trained again", path, decides=False
+    )
     records: str | None = setting(
-        None, "folder with the records of studies that were run before (default: those that come with Lamina)", path
+        None,
+        "folder with the records of studies that were run before (default: those that come with Lamina)",
+        path,
+        decides=False,
     )
 
     @property
@@ -49,11 +54,18 @@ class StudySettings(StoreSettings, OutputSettings, WorkerSettings, ThreadSetting
     seeds: str | None = setting(None, "other seeds than the study's, comma-separated", seed_list)
     corpus: str | None = setting(None, "another corpus than the study's", place)
     set: Json = setting({}, "any other setting of the trials, e.g. --set.steps 200", mapping)
-    engine: Engine = setting("local", "local (processes on this machine) or ray (a Ray cluster; lamina[ray])")
-    address: str | None = setting(None, "with the engine ray, the cluster's address (default: one on this machine)")
-    gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0))
+    engine: Engine = setting(
+        "local", "local (processes on this machine) or ray (a Ray cluster; lamina[ray])", decides=False
+    )
+    address: str | None = setting(
+        None, "with the engine ray, the cluster's address (default: one on this machine)", decides=False
+    )
+    gpus: float = setting(0.0, "with the engine ray, GPUs of each process of a trial", not_below(0.0), decides=False)
     processes: int = setting(
-        1, "with the engine ray, processes per trial, on one host or several, one bundle each", at_least(1)
+        1,
+        "with the engine ray, processes per trial, on one host or several, one bundle each",
+        at_least(1),
+        decides=False,
     )
     threads: int | None = changed(1, help="CPU threads per trial")
 

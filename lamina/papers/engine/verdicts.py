@@ -13,7 +13,7 @@ from lamina.core.frames import Frame
 from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import environment
-from lamina.jobs.sealed import read_sealed
+from lamina.jobs.files import read_sealed
 from lamina.papers.catalog.places import catalog_folder, names, records_folder
 from lamina.papers.catalog.study import Scale, Study, read_study
 from lamina.papers.judging.claims import Claim, judge, load_claims

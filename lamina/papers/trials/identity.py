@@ -31,14 +31,8 @@ NUMERICS = 1
 """The version of the code that trains. Raise it with any change after which the same settings give other numbers:
 tests/studies/test_numerics.py trains a few small models and fails if their losses are not those of this version."""
 
-# How a trial is run, not what it computes; these do decide what a run computes that may roll back.
+# Settings on which the numbers of a run depend only if it may roll back.
 OF_A_ROLLBACK = frozenset(("rollback_factor", "rollback_skip", "save_steps", "keep"))
-OF_THE_MACHINE = OF_A_ROLLBACK | frozenset(
-    (
-        *("output", "threads", "device", "parallel", "report_to", "probe_every", "probes"),
-        *("pause_step", "push_to_hub", "eval_data_dir"),
-    )
-)
 # Settings that may name a folder, with the files in it that decide nothing of a trial.
 _WEIGHTS = ("*.safetensors", "manifest.json")
 PLACES = {"backbone": (*_WEIGHTS, "*token*", "README.md"), "tokenizer": _WEIGHTS, "from_model": ()}
@@ -63,7 +57,7 @@ def identity(job: str, settings: Settings) -> Json:
     plan, recommended = _plan(placement, layers or _depth(str(values["backbone"])))
     if values.get("init") == "recommended":
         values["init"] = recommended
-    kept = _deciding(values, ("corpus",))
+    kept = _deciding(values, settings.undecided(), ("corpus",))
     field, second = str(values.get("text_field", "text")), kept.pop("eval_corpus", None)
     return {
         "job": job,
@@ -87,7 +81,7 @@ def chained(job: TrialJob, settings: Settings, inputs: Mapping[str, str]) -> Jso
             data[name] = ",".join(_content(part.strip()) for part in str(value).split(","))
     field = str(values.get("text_field", "text"))
     texts = {name: _text(str(values[name]), field) for name in ("corpus", "eval_corpus") if values.get(name)}
-    kept = _deciding(values, (*job.inputs, *job.free, *texts))
+    kept = _deciding(values, settings.undecided(), (*job.inputs, *texts))
     identity: Json = {"job": job.name, "numerics": NUMERICS, "settings": kept, "inputs": dict(inputs), "data": data}
     return {**identity, **({"texts": texts} if texts else {}), **_places(kept)}
 
@@ -103,9 +97,9 @@ def read_again() -> None:
         known.cache_clear()
 
 
-def _deciding(values: Json, others: Iterable[str]) -> Json:
+def _deciding(values: Json, undecided: frozenset[str], others: Iterable[str]) -> Json:
     """The settings that decide the numbers, without ``others``."""
-    left_out = {*others, *(OF_THE_MACHINE - OF_A_ROLLBACK if values.get("rollback") else OF_THE_MACHINE)}
+    left_out = {*others, *(undecided - OF_A_ROLLBACK if values.get("rollback") else undecided)}
     return {
         name: value
         for name, value in values.items()

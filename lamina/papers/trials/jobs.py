@@ -23,7 +23,6 @@ class TrialJob:
         inputs: the settings that take the folder of an earlier trial, the main one first; empty for a job that starts
             a chain, whose settings have ``placement``.
         files: the settings that name data or code, which an identity has by its content.
-        free: the settings that say where data is or what may run, not what is computed.
         seeded: whether the seed of a chain is the job's, too.
         columns: "module:function" from result.json to the numbers of a row; "" for the result's own.
     """
@@ -34,7 +33,6 @@ class TrialJob:
     trains: bool = True
     inputs: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    free: frozenset[str] = frozenset()
     seeded: bool = True
     columns: str = ""
 
@@ -55,7 +53,6 @@ def _tuning(name: str, *inputs: str, files: tuple[str, ...] = ()) -> TrialJob:
         run=f"lamina.posttraining.{name}:{name}",
         inputs=("from_model", *inputs),
         files=("data", "eval_data", "template", *files),
-        free=frozenset(("preset",)),
     )
 
 
@@ -89,7 +86,6 @@ JOBS = {
             trains=False,
             inputs=("models",),
             files=("tasks",),
-            free=frozenset(("data_dir", "run_code")),
             seeded=False,
             columns="lamina.papers.trials.scores:columns_of",
         ),

@@ -7,7 +7,6 @@ Parquet file in the trial's folder; measures.json says of each whether it was me
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,15 +14,13 @@ from typing import TYPE_CHECKING, cast
 
 from lamina.core.terminal import one_line
 from lamina.errors import UserError
-from lamina.jobs import digests
 from lamina.jobs.files import write_json, writing
+from lamina.jobs.run_folder import RunFolder
 from lamina.posttraining import held_out
 from lamina.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     import pandas as pd
-
-logger = logging.getLogger(__name__)
 
 FOLDER, STATE = "measures", "measures.json"
 MEASURED = "measured"
@@ -70,14 +67,9 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _file(folder: Path, measure: str) -> Path | None:
-    """The file of a measure's table; None if there is none, or (with a warning) if it is not as it was written."""
+    """The file of a measure's table; None if there is none."""
     path = folder / FOLDER / file_name(measure)
-    if not path.is_file():
-        return None
-    if words := digests.differs(path):
-        logger.warning("%s %s: it is measured again", path, words)
-        return None
-    return path
+    return path if path.is_file() else None
 
 
 def measure(folder: Path, settings: PretrainSettings, measures: Iterable[str]) -> None:
@@ -156,6 +148,5 @@ def _records(folder: Path, name: str) -> pd.DataFrame:
         return pd.DataFrame(held_out.read(folder / held_out.FILE))
     if not (folder / "metrics.jsonl").is_file():
         raise UserError("no training records")
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = pd.DataFrame([json.loads(line) for line in lines])
+    rows = pd.DataFrame(RunFolder(folder).metrics)
     return rows.drop(columns=["tokens_per_second"], errors="ignore")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import digests
 from lamina.jobs.files import read_result
 from lamina.jobs.manifest import MANIFEST, what_is_missing
 from lamina.jobs.model_folder import MODEL
@@ -88,16 +87,10 @@ class Store:
         return model.is_dir()
 
     def damage(self, trials: Iterable[Trial]) -> list[str]:
-        """One line for each fault of the folders of trials that have ended: files that are missing or cut short.
-
-        Their sizes are compared with what the ledger and the manifests list; their content is not read.
-        """
+        """Return a line for each model and checkpoint of an ended trial that lacks a file or has a cut one."""
         lines = []
         for key in dict.fromkeys(trial.key for trial in trials if self.result(trial) and trial.key in self._ended):
             folder = self.folder / key
-            for name, (size, _) in digests.entries(folder).items():
-                if name and (folder / name).parent.is_dir() and _size(folder / name) != size:
-                    lines.append(f"{key}/{name} {'is cut short' if (folder / name).is_file() else 'is missing'}")
             for sealed in (folder / MODEL, *sorted(folder.glob("checkpoints/checkpoint-*"))):
                 if (sealed / MANIFEST).is_file() and (broken := what_is_missing(sealed)) is not None:
                     lines.append(f"{sealed.relative_to(self.folder)}: {broken}")
@@ -130,7 +123,3 @@ class Store:
     def _can_measure(self, result: Json) -> bool:
         """Whether training again would give a model: not for a recorded trial that diverged."""
         return result["status"] != "diverged" or "key" not in result
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

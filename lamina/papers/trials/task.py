@@ -10,7 +10,6 @@ from typing import cast
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import digests
 from lamina.jobs.files import read_yaml, write_json
 from lamina.jobs.folder import lock
 from lamina.jobs.settings import Settings
@@ -63,25 +62,17 @@ class StoredTask(Task):
 
 
 def refuse_another(folder: Path) -> None:
-    """Raise UserError if a folder of the store does not hold the trial whose key is its name.
-
-    A copy or a restore may exchange two folders. What a trial's other files say is compared with the same ledger.
-    """
+    """Raise UserError if a folder of the store does not hold the trial whose key is its name: it may be a copy."""
     path = folder / IDENTITY
-    words = digests.differs(path)
-    if words is None and not path.is_file():
-        return  # it has not begun, or the folder has no ledger
-    own = ""
+    if not path.is_file() and not (folder / "result.json").is_file():
+        return  # it has not begun
     try:
-        if words is None:
-            own = key(json.loads(path.read_text(encoding="utf-8")))
+        own = key(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        words = f"is not readable ({error})"
-    if words is not None:
         raise UserError(
-            f"store: {str(path)!r} {words}, so it is not known whose results the folder holds (allowed: the file as it "
-            "was; without the folder, the trial is run again)"
-        )
+            f"store: {str(path)!r} is not readable ({error}), so it is not known whose results the folder holds "
+            "(allowed: the file as it was; without the folder, the trial is run again)"
+        ) from None
     if own != folder.name:
         raise UserError(
             f"store: the folder {str(folder)!r} holds the trial {own}, as its {IDENTITY} says (allowed: each trial in "

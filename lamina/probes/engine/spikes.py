@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lamina.errors import UserError
+from lamina.jobs.run_folder import RunFolder
 
 WINDOW, SIGMAS, FEWEST = 1000, 7.0, 32
 
@@ -82,17 +82,10 @@ def spike_scores(run: Path) -> dict[str, tuple[float, int]]:
     A last line that was cut off is left out, and of a step logged twice (a resumed run) the later line counts. A series
     that was not logged is absent; without the file the result is empty.
     """
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        return {}
     scores: dict[str, dict[int, float]] = {"loss": {}, "grad_norm": {}}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for record in RunFolder(run).metrics:
         for name, values in scores.items():
-            if isinstance(record, dict) and "step" in record and name in record:
+            if name in record:
                 value = record[name]
                 values[record["step"]] = math.nan if value is None else float(value)  # JSON has no NaN: null is one
     series = {name: [values[step] for step in sorted(values)] for name, values in scores.items()}

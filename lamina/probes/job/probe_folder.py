@@ -23,8 +23,7 @@ from lamina.core.json_types import Json
 from lamina.core.progress import has_bars
 from lamina.core.specs import split
 from lamina.errors import UserError
-from lamina.jobs import digests
-from lamina.jobs.files import disk_full, read_result, read_written_yaml, write_json, write_text, writing
+from lamina.jobs.files import disk_full, read_result, read_yaml, write_json, write_text, writing
 from lamina.jobs.folder import Resume
 from lamina.jobs.job import open_job
 from lamina.jobs.kinds import Kind
@@ -46,11 +45,7 @@ _FAMILIES = {
     frozenset({"pre_norm", "post_norm"}): "norms on each module's input and on the stream (Keel, Pre-Post-LN)",
     frozenset(): "no norms on inputs, outputs or the stream",
 }
-POLICY = ResumePolicy(
-    what="folder",
-    # which probes run, where, and how fast; not what a probe measures
-    free=frozenset(("probes", "output", "threads", "device")),
-)
+POLICY = ResumePolicy(what="folder", free=ProbeSettings.undecided())
 
 
 def probe_folder(
@@ -74,7 +69,7 @@ def probe_folder(
         resume=resume,
         overwrite=overwrite,
         policy=POLICY,
-        stored=lambda folder: read_written_yaml(folder / "config.yaml"),
+        stored=lambda folder: read_yaml(folder / "config.yaml"),
     )
     complete = job.settings
     if not complete.checkpoint:
@@ -107,8 +102,7 @@ def finished(folder: Path, specs: dict[str, str]) -> dict[str, Json]:
         files = [f"{name}.parquet", *(str(figure["file"]) for figure in result.get("figures") or ())]
         if (
             result.get("status") == "finished"
-            and (folder / files[0]).is_file()
-            and not any(digests.differs(folder / file) for file in files)
+            and all((folder / file).is_file() for file in files)
             and result.get("spec") == specs.get(name, result.get("spec"))
         ):
             whole[name] = result

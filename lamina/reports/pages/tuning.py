@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import plotly.graph_objects as go
 from lamina.core.json_types import Json
 from lamina.jobs.files import read_result
 from lamina.jobs.kinds import Kind
+from lamina.jobs.run_folder import RunFolder
 from lamina.reports import monitored, sections, updates
 from lamina.reports.charts import Line
 from lamina.reports.page import PAGE, Section, callouts, details, figure, write_page
@@ -139,7 +139,7 @@ def rlhf_report(folder: Path) -> Path:
 
 
 def _write(folder: Path, title: str) -> Path:
-    study, result, records = read_run(folder), read_result(folder) or {}, _records(folder)
+    study, result, records = read_run(folder), read_result(folder) or {}, RunFolder(folder).metrics
     _, items, _ = sections.prepare(study)
     status = str(result.get("status") or "unfinished")
     reason = str(result.get("reason") or "")
@@ -163,23 +163,6 @@ def _write(folder: Path, title: str) -> Path:
             sections.settings(study),
         ],
     )
-
-
-def _records(folder: Path) -> list[Json]:
-    """The lines of metrics.jsonl; a line cut off by a kill is left out."""
-    records = []
-    try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
 
 
 def _facts(study: Study, result: Json) -> list[str]:

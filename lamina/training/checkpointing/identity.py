@@ -12,8 +12,6 @@ from typing import Any
 from lamina.core.json_types import Json
 from lamina.data.corpus import Corpus
 from lamina.errors import UserError
-from lamina.jobs import digests
-from lamina.jobs.files import was_written
 from lamina.placements import Plan
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.checkpointing.store import checkpoints, listed_state
@@ -61,16 +59,14 @@ class RunIdentity:
     def _same_plan(self, folder: Path, known: Mapping[str, Any]) -> bool:
         if "plan" in known:
             return known["plan"] == plan_digest(self.plan)
-        now = self.plan.to_dict()
-        before = _stored(folder / "plan.json", now)
-        return before == json.loads(json.dumps(now)) or not (before or known)
+        before = _stored(folder / "plan.json")
+        return not before or before == json.loads(json.dumps(self.plan.to_dict()))
 
 
 def refuse_another_text(settings: PretrainSettings, folder: Path, fingerprint: str, known: Json | None = None) -> None:
     """Raise UserError if the text has changed since the run in ``folder`` began; ``known``: of ``known_of``."""
     known = known_of(folder) if known is None else known
-    now = {"corpus": settings.corpus, "fingerprint": fingerprint}
-    stored = known["text"] if "text" in known else _stored(folder / DATA, now).get("fingerprint")
+    stored = known["text"] if "text" in known else _stored(folder / DATA).get("fingerprint")
     if stored is not None and stored != fingerprint:
         raise UserError(
             f"corpus: {settings.corpus!r} or its tokenizer {settings.tokenizer!r} is not what it was when the run "
@@ -101,15 +97,7 @@ def _changed(settings: PretrainSettings, noted: Path) -> str:
     return f"; changed since: {', '.join(newer[:3])}{', ...' * (len(newer) > 3)}" if newer else ""
 
 
-def _stored(path: Path, now: Json) -> Json:
-    """A file's content; if it is damaged, ``now`` if that is what was written. Raises UserError if it is not."""
-    if words := digests.differs(path):
-        if was_written(path, now):
-            return json.loads(json.dumps(now))
-        raise UserError(
-            f"{str(path)!r} {words}, and it did not hold what this run would write (allowed with --resume: the same "
-            "text and placement; else another --output, or --overwrite)"
-        )
+def _stored(path: Path) -> Json:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.jobs import digests
-from lamina.jobs.files import was_written, write_json
+from lamina.jobs.files import write_json
 from lamina.training.checkpointing.stateful import RunState
-from lamina.training.checkpointing.store import checkpoints, listed_state
 from lamina.training.optimization.order import Skip, ahead
 
-logger = logging.getLogger(__name__)
-
 FILE = "rollbacks.json"
-
-
-def _restore(path: Path) -> None:
-    """Restore rollbacks.json from a checkpoint that holds its content. Raises ValueError if none does."""
-    for checkpoint in reversed(checkpoints(path.parent / "checkpoints")):
-        state = listed_state(checkpoint) or {}
-        if "returns" in state and was_written(path, state["returns"]):
-            logger.warning("%s is altered or missing: written again from %s", path, checkpoint.name)
-            write_json(path, state["returns"])
-            return
-    raise ValueError("no checkpoint holds it")
 
 
 def is_good(state: RunState) -> bool:
@@ -68,14 +52,9 @@ class Rollbacks:
 
     @classmethod
     def read(cls, folder: Path) -> Rollbacks:
-        """The rollbacks so far of a folder's run; from the newest checkpoint if the file is damaged.
-
-        Raises UserError if the file is damaged and no checkpoint was taken after the last rollback.
-        """
+        """Return the rollbacks so far of a folder's run. Raises UserError if their file is damaged."""
         path = folder / FILE
         try:
-            if digests.differs(path):
-                _restore(path)
             entries = json.loads(path.read_text(encoding="utf-8"))
             return cls(folder=folder, done=[Rollback(**{**e, "skipped": tuple(e["skipped"])}) for e in entries])
         except FileNotFoundError:
@@ -87,8 +66,8 @@ class Rollbacks:
             ) from None
 
     def state_dict(self) -> Json:
-        """Their number and all of them, since rollbacks.json may be lost."""
-        return {"rollbacks": len(self.done), "returns": self.to_list()}
+        """Return their number."""
+        return {"rollbacks": len(self.done)}
 
     def load_state_dict(self, state: RunState) -> None:
         """Raise UserError if the checkpoint was taken after more rollbacks than rollbacks.json holds."""

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lamina.jobs import digests
-from lamina.jobs.manifest import MANIFEST, entry_of, seal
+from lamina.jobs.manifest import seal
 from lamina.modeling.configuration_lamina import backbone_of
 from lamina.training.checkpointing.model_card import ModelCard
 from lamina.training.checkpointing.sharding import full_state, is_sharded, own_class
@@ -34,7 +33,6 @@ def save_model(
         if card is not None:
             card.write(model, draft)
         seal(draft)
-        digests.note(folder / MANIFEST, entry_of(draft / MANIFEST))
         previous = folder.with_name(".gone-model")
         shutil.rmtree(previous, ignore_errors=True)
         if folder.exists():

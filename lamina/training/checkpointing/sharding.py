@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lamina.core.json_types import Json
 from lamina.errors import UserError
-from lamina.modeling.modeling_lamina import LaminaNorm, Residual, current_key
+from lamina.modeling.modeling_lamina import LaminaNorm, Residual
 from lamina.modeling.parts import body_of
 from lamina.training.execution.processes import Processes
 
@@ -159,12 +159,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def read_tensors(tensors: dict[str, torch.Tensor], files: Sequence[Path], *, alone: bool) -> None:
-    """Fill tensors, whole or sharded, in place from a checkpoint's safetensors files, whole or sharded in any way.
-
-    ``tensors`` have today's names; the files may have those of an older version.
-    """
-    stored = {current_key(name): name for name in _stored(files)}
-    tensors = {stored.get(name, name): tensor for name, tensor in tensors.items()}
+    """Fill tensors, whole or sharded, in place from a checkpoint's safetensors files, whole or sharded in any way."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process loads alone is intended
         try:
@@ -187,11 +182,7 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], files: Sequence[Path], fol
 
 
 def shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """The name (today's) and whole shape of every tensor in safetensors files."""
-    return {current_key(name): shape for name, shape in _stored(files).items()}
-
-
-def _stored(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every tensor in safetensors files."""
     metadata = _Reader(files).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
 
@@ -229,7 +220,6 @@ def load_optimizer(
     """Load the state that ``optimizer_tensors`` returned into an optimizer. Raises UserError if the weights differ."""
     reshard(model)
     names, scalars = _names(model), _scalars(model)
-    stored_state = {current_key(name): entries for name, entries in rest["state"].items()}
     state: dict[int, Json] = {}
     groups: list[Json] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -238,14 +228,12 @@ def load_optimizer(
     for entry in stored:
         by_name.setdefault(entry.rpartition("/")[0], []).append(entry)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    # Compared by name: an older version had another order.
-    saved_names = [[current_key(name) for name in saved["params"]] for saved in rest["groups"]]
-    if [sorted(group) for group in named] != [sorted(group) for group in saved_names]:
+    if named != [list(saved["params"]) for saved in rest["groups"]]:
         raise UserError("resume: the checkpoint's optimizer has other weights: it is another model's")
     for group, members, saved in zip(optimizer.param_groups, named, rest["groups"], strict=True):
         first = len(state)
         for name, parameter in zip(members, group["params"], strict=True):
-            entries = dict(stored_state[name])
+            entries = dict(rest["state"][name])
             for key, value in entries.items() if name in scalars else ():
                 if isinstance(value, torch.Tensor) and key != "step":
                     entries[key] = _set_scalar(torch.zeros_like(parameter).detach(), value)

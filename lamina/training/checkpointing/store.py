@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lamina.core.json_types import Json
-from lamina.jobs import manifest, replaced
+from lamina.jobs import manifest
+from lamina.jobs.folder import drop_old
 from lamina.jobs.manifest import (
     NOT_A_MANIFEST,
     Entry,
@@ -124,7 +125,7 @@ def prune(folder: Path, step: int, keep: int, keep_also: Callable[[Json], bool] 
     for path in named_right:
         if path not in retained:
             discard(path)
-    replaced.drop(folder.parent)  # old content that --overwrite keeps until the first checkpoint
+    drop_old(folder.parent)
 
 
 def discard(path: Path) -> None:

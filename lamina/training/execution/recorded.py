@@ -9,7 +9,7 @@ from pathlib import Path
 from lamina.core.json_types import Json
 from lamina.errors import UserError, mark_reported
 from lamina.jobs.files import disk_full, full_disk, write_json
-from lamina.jobs.replaced import clear
+from lamina.jobs.folder import clear
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import GONE, Processes, lost_another
 

@@ -5,7 +5,6 @@ Each rule names one sub-layer and one step. Loads no torch: the pages read alarm
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina.core.json_types import Json
-from lamina.jobs import digests
-from lamina.jobs.files import finite, write_text
+from lamina.jobs.files import write_lines
+from lamina.jobs.run_folder import parse_lines
 from lamina.training.checkpointing.stateful import RunState
 from lamina.training.monitor.rows import Row
 
@@ -283,17 +282,12 @@ class AlarmsFile:
 
     def _write(self) -> None:
         if self.lines or (self.folder / ALARMS).exists():
-            write_text(self.folder / ALARMS, "".join(json.dumps(finite(line)) + "\n" for line in self.lines))
+            write_lines(self.folder / ALARMS, self.lines)
 
 
 def read_alarms(folder: Path) -> list[Json]:
-    """The alarms that a run gave, oldest first; none where the file is missing or damaged."""
-    try:
-        digests.require(folder / ALARMS)
-        lines = (folder / ALARMS).read_text(encoding="utf-8").splitlines()
-        alarms = [alarm for alarm in map(json.loads, lines) if isinstance(alarm, dict) and "step" in alarm]
-    except (OSError, ValueError):
-        return []
+    """The alarms that a run gave, oldest first; none where the file is missing."""
+    alarms = parse_lines(folder / ALARMS)[0]
     for alarm in alarms:
         alarm |= {name: math.nan for name in ("value", "usual") if alarm.get(name, 0.0) is None}  # JSON has no NaN
     return alarms

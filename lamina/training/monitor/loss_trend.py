@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
-
-from lamina.core.json_types import Json
-from lamina.training.checkpointing.stateful import RunState
 
 STILL_FALLING = 0.2  # nats by which as many steps again would lower the loss, at the pace of the last fifth
 WINDOW = 0.2  # share of the run over which a pace is measured
@@ -47,58 +42,6 @@ def still_falling(records: Iterable[Mapping[str, Any]], steps: int, entropy: flo
     if pace * steps < STILL_FALLING and not unslowed:
         return None
     return f"the {kind} still falls, from {before:.3f} at step {first:g} to {after:.3f} at step {last:g}"
-
-
-def deciding(records: Iterable[Mapping[str, Any]], steps: int) -> list[dict[str, float]]:
-    """The part of the records that ``still_falling`` uses, for a checkpoint: the records themselves may be lost."""
-    by_step: dict[float, dict[str, float]] = {}
-    records = list(records)
-    for name in ("eval_loss", "loss"):
-        points = _points(records, name)
-        for step, loss in (*points[:1], *(p for p in points[1:] if p[0] > (1 - 3 * WINDOW) * steps), *points[-2:]):
-            by_step.setdefault(step, {"step": step})[name] = loss
-    return [by_step[step] for step in sorted(by_step)]
-
-
-class RecordedLosses:
-    """The losses that decide whether a run is short, stored in its checkpoints: its records may be lost."""
-
-    def __init__(self, folder: Path, steps: int):
-        self.folder, self.steps = folder, steps
-        self._resumed: list[Json] = []
-
-    def state_dict(self) -> Json:
-        """The losses recorded so far."""
-        return {"recorded_losses": deciding(self.records(), self.steps)}
-
-    def load_state_dict(self, state: RunState) -> None:
-        """Resume with the checkpoint's losses."""
-        self._resumed = state.get("recorded_losses", [])
-
-    def records(self) -> list[Json]:
-        """The run's records, and for lost ones, what its checkpoint holds."""
-        return merged(self._resumed, read_metrics(self.folder))
-
-
-def merged(first: Iterable[Mapping[str, Any]], later: Iterable[Mapping[str, Any]]) -> list[Json]:
-    """The records of both by step; if both have a value, that of ``later`` counts."""
-    by_step: dict[Any, Json] = {}
-    for record in (*first, *later):
-        if record.get("step") is not None:
-            by_step.setdefault(record["step"], {}).update(record)
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def read_metrics(folder: Path) -> list[Json]:
-    """The whole lines of a run's metrics.jsonl."""
-    records = []
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        records += [record] if isinstance(record, dict) else []
-    return records
 
 
 def _evaluations(points: list[Point], steps: int) -> list[Point]:

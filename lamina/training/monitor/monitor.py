@@ -16,8 +16,9 @@ from lamina.core.json_types import Json
 from lamina.errors import UserError
 from lamina.jobs.environment import ENVIRONMENT, environment
 from lamina.jobs.files import write_json, write_yaml
-from lamina.jobs.folder import Resume, claim, in_use, lock
+from lamina.jobs.folder import Resume, hold, in_use
 from lamina.jobs.kinds import Kind
+from lamina.jobs.run_folder import RunFolder
 from lamina.jobs.status import Status
 from lamina.training.execution.processes import Processes
 from lamina.training.monitor.alarms import Alarms, AlarmsFile, describe_worst
@@ -49,11 +50,9 @@ class WatchedRecords:
         self.folder = Path(settings.output)
         if resume and in_use(self.folder):
             check_version(self.folder)
-        self._held = ExitStack()
-        self._held.enter_context(lock(self.folder))
-        with ExitStack() as undo:
-            undo.callback(self._held.close)
-            claim(self.folder, resume=resume, overwrite=overwrite)
+            RunFolder(self.folder).require_records()
+        with ExitStack() as held:
+            held.enter_context(hold(self.folder, resume=resume, overwrite=overwrite))
             write_json(self.folder / ENVIRONMENT, environment(0, Kind.WATCHED))
             write_yaml(self.folder / "config.yaml", settings.to_dict())
             self.metrics, self.layers = MetricsWriter(self.folder), LayersWriter(self.folder)
@@ -62,7 +61,7 @@ class WatchedRecords:
             self.alarms = AlarmsFile(self.folder)
             self.alarms.load(step)
             self.trackers = Trackers(settings.report_to, self.folder)
-            undo.pop_all()
+            self._held = held.pop_all()
         self.last_loss: float | None = None
 
     def write(self, record: Json) -> None:

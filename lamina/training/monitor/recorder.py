@@ -192,8 +192,7 @@ class RunRecorder(TrainerCallback):
         evaluations = [last.step, last.loss, self.best_eval]
         second = {} if last.second is None else {"eval_corpus_loss": last.second}
         scores = {"scores": dict(last.scores)} if last.scores else {}
-        kept = {**self.alarms.state_dict(), **self.metrics.state_dict(), **self.layers.state_dict()}
-        return {"evaluations": evaluations, **second, **scores, **kept}
+        return {"evaluations": evaluations, **second, **scores, **self.alarms.state_dict(), **self.layers.parts()}
 
     def load_state_dict(self, state: RunState) -> None:
         """Resume with a checkpoint's evaluations, unless metrics.jsonl has a later one."""

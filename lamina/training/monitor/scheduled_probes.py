@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,13 +24,12 @@ from transformers import (
 )
 
 from lamina.core.json_types import Json
-from lamina.jobs import digests
-from lamina.jobs.files import disk_full, write_json, write_text, writing
+from lamina.jobs.files import disk_full, write_json, write_lines, writing
+from lamina.jobs.run_folder import parse_lines
 from lamina.probes.engine.context import Context
 from lamina.probes.engine.measure import run, structure_of
 from lamina.probes.engine.registry import Probe, make_all
 from lamina.training.checkpointing.stateful import RunState
-from lamina.training.monitor.writers import checked_parts, set_aside
 from lamina.training.objectives.objective import Processor
 
 if TYPE_CHECKING:
@@ -68,14 +66,13 @@ class ScheduledProbes(TrainerCallback):
         self._noted: set[tuple[str, str]] = set()
 
     def state_dict(self) -> Json:
-        """Nothing: the ledger lists the parts."""
+        """Nothing: each part's name says its step."""
         return {}
 
     def load_state_dict(self, state: RunState) -> None:
-        """Resume: drop measurements after the checkpoint, and set aside parts that it does not list."""
+        """Resume: drop measurements after the checkpoint."""
         if "step" in state:
-            checked_parts(self.folder.parent, "probes/*/part-*.parquet", state.get("files"))
-            forget(self.folder, after=state["step"], files=state.get("files"))
+            forget(self.folder, after=state["step"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -166,8 +163,7 @@ class ScheduledProbes(TrainerCallback):
         logger.log(level, "probe %s, step %d: %s", name, step, note)
         (self.folder / name).mkdir(parents=True, exist_ok=True)
         path = self.folder / name / "notes.jsonl"
-        before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        write_text(path, before + json.dumps({"step": step, "note": note}) + "\n")
+        write_lines(path, [*parse_lines(path)[0], {"step": step, "note": note}])
 
 
 def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
@@ -179,28 +175,14 @@ def write_part(folder: Path, step: int, frame: pd.DataFrame) -> None:
         rows.to_parquet(temporary.absolute(), index=False)
 
 
-def forget(folder: Path, *, after: int, files: Mapping[str, Any] | None = None) -> None:
-    """Drop measurements after the step that a run resumes from, and set aside what its checkpoint does not list.
-
-    ``files``: the run's files according to that checkpoint; None if it does not list them.
-    """
+def forget(folder: Path, *, after: int) -> None:
+    """Drop measurements after the step that a run resumes from."""
     for path in folder.glob("*/part-*.parquet"):
         number = path.stem.removeprefix("part-")
         if number.isdecimal() and int(number) > after:
-            digests.remove(path)
-        elif files is not None and path.relative_to(folder.parent).as_posix() not in files:
-            set_aside(path)
+            path.unlink()
     for path in folder.glob("*/notes.jsonl"):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [line for line in lines if _step(line) <= after]
-        write_text(path, "".join(f"{line}\n" for line in lines))
-
-
-def _step(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a partial last line is dropped
+        write_lines(path, [note for note in parse_lines(path)[0] if note["step"] <= after])
 
 
 @contextmanager

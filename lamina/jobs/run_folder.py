@@ -1,0 +1,66 @@
+"""A run's folder, read: its growing records, and what is damaged among them."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+from lamina.core.json_types import Json
+from lamina.errors import UserError
+from lamina.jobs.files import is_parquet
+
+
+class RunFolder:
+    """What a run's folder holds; an empty value stands for each file that is missing or not readable."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @cached_property
+    def metrics(self) -> list[Json]:
+        """The records of metrics.jsonl, in their order; damaged lines are left out."""
+        return parse_lines(self.path / "metrics.jsonl")[0]
+
+    def faults(self) -> list[str]:
+        """Return a sentence for each damaged record: the line of a file, or a table's part that is not readable."""
+        lines = ("metrics.jsonl", "alarms.jsonl", "probes/*/notes.jsonl")
+        faults = [parse_lines(path)[1] for pattern in lines for path in sorted(self.path.glob(pattern))]
+        for part in sorted([*self.path.glob("layers/part-*.parquet"), *self.path.glob("probes/*/part-*.parquet")]):
+            if not is_parquet(part):
+                faults.append(f"{part.relative_to(self.path).as_posix()} is not readable")
+        return [fault for fault in faults if fault is not None]
+
+    def require_records(self) -> None:
+        """Raise UserError for the first damaged record: a resumed run would continue it."""
+        for fault in self.faults():
+            raise UserError(
+                f"resume: {fault} in {str(self.path)!r} (allowed: the file as it was, or without it; or --overwrite)"
+            )
+
+
+def parse_lines(path: Path) -> tuple[list[Json], str | None]:
+    """Parse a growing file of JSON records, each with its step; returns them and the file's first fault.
+
+    A line that is not such a record is a fault, and is left out. So is a step that goes back, except in the records of
+    rollbacks. A last line that a kill cut short is no fault. A missing file holds no records.
+    """
+    records: list[Json] = []
+    fault, last = None, -1
+    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            step = record["step"]
+            if not isinstance(step, int):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                fault = fault or f"line {number} of {path.name} is not a record"
+            continue
+        records.append(record)
+        if "rollback" not in record:
+            if step < last:
+                fault = fault or f"line {number} of {path.name} goes back from step {last} to step {step}"
+            last = max(last, step)
+    return records, fault
