@@ -95,15 +95,13 @@ def training_table(name: str) -> str:
             f"**{part['size'].upper()}**: d {part['hidden_size']}, {part['num_hidden_layers']} layers, vocabulary "
             f"{part['vocab_size']:,}, batch {part['batch_size']} × {part['sequence_length']}",
             "",
-            "| contender | tokens/s | speed | utilization | of bf16 products | peak memory | memory | first step |",
-            "|---|---|---|---|---|---|---|---|",
+            "| contender | tokens/s | speed | utilization | peak memory | first step |",
+            "|---|---|---|---|---|---|",
         ]
-        rows = [row for row in part["results"] if "absent" not in row]
-        for row in rows:
-            memory = row["peak_memory_mib"]
+        for row in (row for row in part["results"] if "absent" not in row):
             cells = [_label(row), f"{row['tokens_per_second']:,}", f"{row['speed_ratio']:.2f}"]
-            cells += [f"{row['utilisation_of_own']:.2f}", f"{row['utilisation_of_bf16']:.2f}", f"{memory:,} MiB"]
-            cells += [f"{memory / rows[0]['peak_memory_mib']:.2f}", f"{row['first_step_seconds']:.1f} s"]
+            cells += [f"{row['utilisation_of_own']:.2f}", f"{row['peak_memory_mib']:,} MiB"]
+            cells += [f"{row['first_step_seconds']:.1f} s"]
             lines.append(f"| {' | '.join(cells)} |")
         lines += [""] + [f"Left out: {_label(row)}: {row['absent']}." for row in part["results"] if "absent" in row]
         lines += [""] if lines[-1] else []
@@ -226,7 +224,7 @@ def families_sentence() -> str:
 
 
 def families_list() -> str:
-    """The families by their model_type: measured and refused."""
+    """The families by their model_type that were measured."""
     record = _families()
     if record is None:
         return _no_families()
@@ -235,7 +233,7 @@ def families_list() -> str:
     lines = [f"Every probe is right or refused in one line: {', '.join(f'`{name}`' for name in right)}.", ""]
     if wrong := [name for name in found["measured"] if name in faults]:
         lines += [f"With a probe that is wrong or fails: {', '.join(f'`{name}`' for name in wrong)}.", ""]
-    lines.append(f"Refused as a whole: {', '.join(f'`{name}`' for name in found['refused'])}.")
+    lines.append(f"{len(found['refused'])} are refused as a whole: docs/reliability/families.json lists them.")
     return "\n".join(lines)
 
 
